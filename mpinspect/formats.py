@@ -1,0 +1,143 @@
+"""Binary floating-point formats as data.
+
+A format is five numbers; every limit (largest finite value, smallest subnormal, the edges beyond
+which a value is flushed or overflows) is derived from them. Rounding is to nearest, ties to even,
+as IEEE 754 and the OCP FP8/MX specifications have it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format.
+
+    Args:
+        name: the field's name for it, e.g. ``"float16"``.
+        exponent_bits: width of the exponent field.
+        mantissa_bits: stored mantissa bits (the leading 1 is not counted).
+        has_infinity: whether the all-ones exponent field is kept for inf and NaN (IEEE 754). Without it,
+            that field holds numbers too and what overflows saturates or turns into NaN.
+        reserved_top_codes: how many of the largest codes are NaN although ``has_infinity`` is false
+            (1 in E4M3 "FN", 0 in E2M1).
+        lowest_subnormal_exponent: exponent of the smallest subnormal where it is not the one that the
+            mantissa gives (TF32 holds FP32's range: 2^-149).
+        flushes_subnormals: hardware that takes subnormals for zero (matrix units of AMD's MI200): everything
+            below the smallest normal is flushed, judged before rounding.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    has_infinity: bool = True
+    reserved_top_codes: int = 0
+    lowest_subnormal_exponent: int | None = None
+    flushes_subnormals: bool = False
+
+    @property
+    def bias(self) -> int:
+        """Exponent bias: 2^(exponent_bits-1) - 1."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def min_normal_exponent(self) -> int:
+        """Exponent of the smallest normal value (-14 for FP16)."""
+        return 1 - self.bias
+
+    @property
+    def min_subnormal_exponent(self) -> int:
+        """Exponent of the smallest positive subnormal (-24 for FP16), as if subnormals were not flushed."""
+        if self.lowest_subnormal_exponent is not None:
+            return self.lowest_subnormal_exponent
+        return self.min_normal_exponent - self.mantissa_bits
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value (15 for FP16)."""
+        top_field = (1 << self.exponent_bits) - (2 if self.has_infinity else 1)
+        return top_field - self.bias
+
+    @property
+    def max_significand(self) -> float:
+        """Significand of the largest finite value, in [1, 2)."""
+        return 2.0 - (1 + self.reserved_top_codes) * 2.0**-self.mantissa_bits
+
+    @property
+    def max_finite(self) -> float:
+        """Largest finite value (65504 for FP16)."""
+        return math.ldexp(self.max_significand, self.max_exponent)
+
+    @property
+    def min_normal(self) -> float:
+        """Smallest positive normal value (2^-14 for FP16)."""
+        return math.ldexp(1.0, self.min_normal_exponent)
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest positive value that the format holds (2^-24 for FP16; the smallest normal where subnormals flush)."""
+        return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent)
+
+    @property
+    def overflow_significand(self) -> float:
+        """Significand of the overflow edge: half a step above the largest finite value; its exponent is ``max_exponent``."""
+        return self.max_significand + 2.0 ** -(self.mantissa_bits + 1)
+
+    @property
+    def overflow_edge(self) -> float:
+        """The value halfway between the largest finite value and the next step (65520 for FP16, 464 for E4M3)."""
+        return math.ldexp(self.overflow_significand, self.max_exponent)
+
+    @property
+    def overflow_edge_overflows(self) -> bool:
+        """Whether a value exactly on the edge overflows: a tie goes to the even code, which is the lower one in E4M3 only."""
+        return self.reserved_top_codes % 2 == 0
+
+    @property
+    def flush_edge(self) -> float:
+        """Largest magnitude that is flushed to zero (2^-25 for FP16: the tie goes to zero, which is even).
+
+        Where subnormals are flushed: the smallest normal, itself kept.
+        """
+        return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent - 1)
+
+    @property
+    def range_powers_of_two(self) -> int:
+        """How many powers of two the format spans, subnormals included (40 for FP16)."""
+        lowest = self.min_normal_exponent if self.flushes_subnormals else self.min_subnormal_exponent
+        return self.max_exponent - lowest + 1
+
+    def significant_bits(self, exponent: int) -> int:
+        """Significant bits that a value of this exponent keeps (FP16: 11 if normal, exponent + 25 if subnormal, 0 below)."""
+        if exponent > self.max_exponent:
+            return 0
+        if exponent >= self.min_normal_exponent:
+            return self.mantissa_bits + 1
+        if self.flushes_subnormals:
+            return 0
+        return min(self.mantissa_bits + 1, max(0, exponent - self.min_subnormal_exponent + 1))
+
+    def with_flushed_subnormals(self) -> FloatFormat:
+        """The same format on hardware that flushes subnormals to zero."""
+        return replace(self, name=f"{self.name}-ftz", flushes_subnormals=True)
+
+
+FLOAT32 = FloatFormat("float32", exponent_bits=8, mantissa_bits=23)
+#: Tensor Cores read FP32 storage and use 10 mantissa bits; the range, subnormals included, is FP32's.
+TFLOAT32 = FloatFormat("tfloat32", exponent_bits=8, mantissa_bits=10, lowest_subnormal_exponent=-149)
+BFLOAT16 = FloatFormat("bfloat16", exponent_bits=8, mantissa_bits=7)
+FLOAT16 = FloatFormat("float16", exponent_bits=5, mantissa_bits=10)
+FLOAT16_FTZ = FLOAT16.with_flushed_subnormals()
+#: OCP FP8 "E4M3" (torch.float8_e4m3fn): no infinity, one NaN code, largest finite value 448.
+FLOAT8_E4M3 = FloatFormat("float8_e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False, reserved_top_codes=1)
+FLOAT8_E5M2 = FloatFormat("float8_e5m2", exponent_bits=5, mantissa_bits=2)
+#: OCP MX "E2M1": neither infinity nor NaN, largest value 6; what is beyond saturates.
+FLOAT4_E2M1 = FloatFormat("float4_e2m1", exponent_bits=2, mantissa_bits=1, has_infinity=False)
+
+#: Every format by its name; the one place to add another.
+FORMATS: dict[str, FloatFormat] = {
+    format.name: format
+    for format in (FLOAT32, TFLOAT32, BFLOAT16, FLOAT16, FLOAT16_FTZ, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT4_E2M1)
+}
