@@ -1,0 +1,33 @@
+"""The tensors inside whatever a module takes or returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+#: Nesting deeper than this is not a module's output but some object's private life.
+_MAX_DEPTH = 6
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Floating-point or complex tensors in nested tuples, lists, mappings and dataclasses, in order.
+
+    A Transformers ``ModelOutput`` is a mapping; packed sequences are named tuples.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield value
+    elif value is None or depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)

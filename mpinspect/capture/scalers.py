@@ -1,0 +1,102 @@
+"""Seeing gradient scalers at work: torch's class is wrapped while anyone listens, and put back after.
+
+GradScaler has no hooks, and a script that makes its scaler inside a function hands it to nobody. The methods
+are wrapped on the class (and on subclasses that override them), once however many listeners there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+
+class ScalerListener(Protocol):
+    """What is told. The methods must not raise."""
+
+    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
+        """``scaler.scale(loss)`` returned ``scaled``."""
+
+    def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` is about to run."""
+
+    def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` has returned."""
+
+
+_listeners: list[ScalerListener] = []
+_originals: list[tuple[type, str, Any]] = []
+
+
+def listen(listener: ScalerListener) -> None:
+    """Tell ``listener`` of every scaler from now on."""
+    if not _listeners:
+        for owner in _scaler_classes(torch.amp.GradScaler):
+            _wrap(owner, "scale", _wrapped_scale)
+            _wrap(owner, "step", _wrapped_step)
+    _listeners.append(listener)
+
+
+def unlisten(listener: ScalerListener) -> None:
+    """Stop telling ``listener``; the last one leaves torch's classes as they were."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+    if not _listeners:
+        while _originals:
+            owner, name, original = _originals.pop()
+            setattr(owner, name, original)
+
+
+def _scaler_classes(owner: type) -> Iterator[type]:
+    yield owner
+    for subclass in owner.__subclasses__():
+        yield from _scaler_classes(subclass)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    if name in vars(owner):
+        original = vars(owner)[name]
+        _originals.append((owner, name, original))
+        setattr(owner, name, wrapper(original))
+
+
+#: Scalers inside their own method: a subclass that calls super() must be reported once.
+_inside: set[tuple[int, str]] = set()
+
+
+def _wrapped_scale(original: Any) -> Any:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        if (id(self), "scale") in _inside:
+            return original(self, outputs)
+        _inside.add((id(self), "scale"))
+        try:
+            scaled = original(self, outputs)
+        finally:
+            _inside.discard((id(self), "scale"))
+        for listener in tuple(_listeners):
+            listener.loss_scaled(self, scaled)
+        return scaled
+
+    return scale
+
+
+def _wrapped_step(original: Any) -> Any:
+    @functools.wraps(original)
+    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (id(self), "step") in _inside:
+            return original(self, optimizer, *args, **kwargs)
+        _inside.add((id(self), "step"))
+        try:
+            for listener in tuple(_listeners):
+                listener.scaler_steps(self, optimizer)
+            result = original(self, optimizer, *args, **kwargs)
+        finally:
+            _inside.discard((id(self), "step"))
+        for listener in tuple(_listeners):
+            listener.scaler_stepped(self, optimizer)
+        return result
+
+    return step

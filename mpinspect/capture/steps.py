@@ -1,0 +1,83 @@
+"""Where one training step ends and the next begins, told from what happens to the model.
+
+A step ends when every optimizer known to belong to the model has stepped or was skipped, or when one of them
+comes round again (a critic that steps five times to the generator's once). Without any optimizer each
+backward that is followed by a new forward counts as a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class StepClock:
+    """Counts steps and micro-batches, and says which steps are sampled.
+
+    Args:
+        every: sample every n-th step, beginning with the first.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.step = 0
+        self.micro_batch = 0
+        self.backwards = 0
+        self.skipped_steps = 0
+        self._known: set[int] = set()
+        self._done: set[int] = set()
+        self._forward_since_backward = False
+        self._backward_since_forward = False
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the current step is sampled."""
+        return self.step % self.every == 0
+
+    @property
+    def has_optimizers(self) -> bool:
+        return bool(self._known)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything happened in the current step."""
+        return self._forward_since_backward or self._backward_since_forward or bool(self._done)
+
+    def know(self, optimizer: object) -> None:
+        """This optimizer belongs to the model."""
+        self._known.add(id(optimizer))
+
+    def forward(self, updated: Callable[[], bool]) -> bool:
+        """A training forward runs. True if a step ended before it: the caller takes that step and calls again.
+
+        ``updated`` tells whether the weights were updated since the last step; it is asked only where that decides.
+        """
+        if self._backward_since_forward:
+            if not self._known and updated():
+                return True
+            self.micro_batch += 1
+        self._forward_since_backward, self._backward_since_forward = True, False
+        return False
+
+    def backward(self) -> None:
+        """A backward reaches the model."""
+        if not self._backward_since_forward:
+            self.backwards += 1
+        self._forward_since_backward, self._backward_since_forward = False, True
+
+    def optimizer_again(self, optimizer: object) -> bool:
+        """Whether this optimizer has stepped in the current step already: then that step is over before this one counts."""
+        return id(optimizer) in self._done
+
+    def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
+        """An optimizer stepped, or its step was skipped. True if that ends the step."""
+        self.know(optimizer)
+        self._done.add(id(optimizer))
+        self.skipped_steps += skipped
+        return self._done >= self._known
+
+    def advance(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self.micro_batch = 0
+        self._done.clear()
+        self._forward_since_backward = self._backward_since_forward = False

@@ -1,0 +1,291 @@
+"""The non-finite watch: at every step the largest magnitude of every output and gradient, in execution order.
+
+One reduction a tensor, left on its device; the values travel to the host together when the step ends (on a GPU
+asynchronously, looked at a step later). From them come the first culprit and a short ring of each tensor's last maxima.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpinspect.capture import culprit
+from mpinspect.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen, TensorStory
+from mpinspect.capture.loss_scale import BackwardScale
+from mpinspect.capture.tally import HostCopy
+from mpinspect.counting import layout
+from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event
+
+#: Maxima remembered of each tensor.
+RING_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A look whose value is still on the device: (min, max) of the tensor, or a row of counts."""
+
+    phase: str
+    what: str
+    name: str
+    module: str
+    tensor: int
+    micro_batch: int
+    value: torch.Tensor
+    is_input: bool = False
+
+
+@dataclass
+class _StepLog:
+    """Everything seen in one step. Holds no tensor of the model, only reduced values."""
+
+    step: int = 0
+    looks: list[_Look] = field(default_factory=list)
+    stories: list[TensorStory] = field(default_factory=list)
+    inputs: dict[str, set[int]] = field(default_factory=dict)
+    scale: BackwardScale | None = None
+    skipped: bool | None = None
+
+
+@dataclass
+class _Travelling:
+    log: _StepLog
+    copies: list[tuple[list[int], HostCopy]]
+
+
+class Watch:
+    """Sees tensors go by; tells the first culprit of each step.
+
+    Args:
+        leaves: dotted paths of the modules without submodules.
+    """
+
+    def __init__(self, leaves: set[str]) -> None:
+        self._leaves = leaves
+        self._log = _StepLog()
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._travelling: deque[_Travelling] = deque()
+        self._maxima: dict[tuple[str, str], deque[float]] = {}
+        self._harmless: set[str] = set()
+
+    # -- while the step runs ------------------------------------------------------------------------------------
+
+    def module_called(
+        self, module: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, int, bool]]:
+        """A module's forward ran. Returns the tensors not seen before, with their numbers: (tensor, number, is_input)."""
+        fresh: list[tuple[torch.Tensor, int, bool]] = []
+        made = [(tensor, self._number(tensor)) for tensor in outputs if tensor.numel()]
+        made_ids = {id(tensor) for tensor, _ in made}
+        for tensor in inputs:
+            # Changed in place it is the output by now.
+            if id(tensor) in made_ids or not tensor.numel():
+                continue
+            number = self._number(tensor)
+            if number is None:
+                number = self._tell_apart(tensor, TensorStory())
+                fresh.append((tensor, number, True))
+            self._log.stories[number].consumers.append(module)
+            self._log.inputs.setdefault(module, set()).add(number)
+        for tensor, number in made:
+            if number is not None:
+                self._log.stories[number].producers.append(module)
+                continue
+            # Another hook on it already: what that returns replaces the gradient before we see it.
+            altered = bool(getattr(tensor, "_backward_hooks", None))
+            fresh.append((tensor, self._tell_apart(tensor, TensorStory([module], altered=altered)), False))
+        return fresh
+
+    def unseen_input(self) -> int:
+        """The number of a tensor that is not at hand: the one inside a wrapper."""
+        self._log.stories.append(TensorStory())
+        return len(self._log.stories) - 1
+
+    def wrapped_input(self, number: int, module: str) -> None:
+        """Tensor ``number`` is what a full backward hook's wrapper was put around before ``module`` got it.
+
+        The parts of the module that were handed the wrapped tensor on are not its consumers: the wrapper is the module's.
+        """
+        if 0 <= number < len(self._log.stories):
+            consumers = self._log.stories[number].consumers
+            consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
+            consumers.append(module)
+
+    def output(self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None) -> None:
+        """The forward's output (``row``: its counts, where it was counted already)."""
+        self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
+
+    def input(self, module: str, tensor: torch.Tensor, number: int, micro_batch: int) -> None:
+        """An input that no module was seen to make."""
+        self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
+
+    def activation_gradient(
+        self, module: str, gradient: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None, is_input: bool
+    ) -> None:
+        """The gradient at a module's output, or at an input that no module was seen to make."""
+        self._look(BACKWARD, ACTIVATION_GRADIENT, module, module, number, micro_batch, gradient, row, is_input=is_input)
+
+    def weight_gradient(
+        self, name: str, module: str, gradient: torch.Tensor, micro_batch: int, row: torch.Tensor | None
+    ) -> None:
+        """A parameter's gradient."""
+        self._look(BACKWARD, WEIGHT_GRADIENT, name, module, -1, micro_batch, gradient, row)
+
+    def scaled_loss(self, loss: torch.Tensor, micro_batch: int) -> None:
+        """The loss, once a scaler has multiplied it."""
+        self._look(FORWARD, SCALED_LOSS, "loss", "", -1, micro_batch, loss, None)
+
+    def backward_scale(self, scale: BackwardScale) -> None:
+        """The loss scale of this step's backward."""
+        self._log.scale = scale
+
+    def skipped(self, skipped: bool) -> None:
+        """An optimizer's step was, or was not, skipped."""
+        self._log.skipped = skipped or bool(self._log.skipped)
+
+    # -- when it ends ------------------------------------------------------------------------------------------
+
+    def end_step(self, step: int) -> list[Event]:
+        """Send this step's values to the host; the events of the steps whose values have arrived. Does not wait."""
+        log, self._log = self._log, _StepLog()
+        self._known.clear()
+        log.step = step
+        if log.looks:
+            self._travelling.append(_Travelling(log, _copies(log.looks)))
+        return self.drain(wait=False)
+
+    def drain(self, *, wait: bool = True) -> list[Event]:
+        """The events of the steps whose values have arrived (``wait``: of all that are on their way)."""
+        events: list[Event] = []
+        while self._travelling and (wait or all(copy.ready() for _, copy in self._travelling[0].copies)):
+            event = self._judge(self._travelling.popleft())
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _judge(self, arrived: _Travelling) -> Event | None:
+        log = arrived.log
+        largest = _largest(arrived.copies, len(log.looks))
+        seen = [
+            Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
+            for look, value in zip(log.looks, largest, strict=True)
+        ]
+        found = culprit.find_culprit(seen, log.stories, log.inputs, self._leaves)
+        event = self._event(found, seen, log) if found is not None else None
+        for look in seen:
+            if look.finite and not look.is_input:
+                self._ring(look.what, look.name).append(look.largest)
+        return event
+
+    def _event(self, found: culprit.Culprit, seen: list[Seen], log: _StepLog) -> Event | None:
+        gradients_finite = culprit.finite_gradients(seen)
+        if found.phase == FORWARD and gradients_finite:
+            # Infinite on purpose, perhaps (a mask), and every gradient is fine: say it once.
+            if found.module in self._harmless:
+                return None
+            self._harmless.add(found.module)
+        first = found.first
+        return Event(
+            log.step,
+            first.micro_batch,
+            found.phase,
+            found.module,
+            first.what,
+            first.name,
+            "nan" if math.isnan(first.largest) else "inf",
+            log.scale.value if log.scale is not None else None,
+            tuple(self._ring(first.what, first.name)),
+            log.skipped,
+            culprit.finite_in_forward(seen),
+            gradients_finite,
+            found.explanation,
+        )
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _ring(self, what: str, name: str) -> deque[float]:
+        return self._maxima.setdefault((what, name), deque(maxlen=RING_LENGTH))
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor seen before in this step, unchanged since; None otherwise."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == _version(tensor):
+            return known[2]
+        return None
+
+    def _tell_apart(self, tensor: torch.Tensor, story: TensorStory) -> int:
+        number = len(self._log.stories)
+        self._log.stories.append(story)
+        # A weak reference: ids are used again once a tensor is gone.
+        self._known[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
+        return number
+
+    def _look(
+        self,
+        phase: str,
+        what: str,
+        name: str,
+        module: str,
+        number: int,
+        micro_batch: int,
+        tensor: torch.Tensor,
+        row: torch.Tensor | None,
+        is_input: bool = False,
+    ) -> None:
+        value = row[: layout.HEADER] if row is not None else extremes(tensor)
+        if value is not None:
+            self._log.looks.append(_Look(phase, what, name, module, number, micro_batch, value, is_input))
+
+
+@torch.no_grad()
+def extremes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Smallest and largest value as a float32/float64 tensor of shape (2,), NaN if there is one; on its device, no wait.
+
+    None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
+    """
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.numel() or tensor.element_size() == 1:
+        return None
+    low, high = torch.aminmax(tensor)
+    both = torch.stack([low, high])
+    return both if both.dtype == torch.float64 else both.to(torch.float32)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed in place; inference tensors do not count it."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _copies(looks: list[_Look]) -> list[tuple[list[int], HostCopy]]:
+    groups: dict[Any, list[int]] = {}
+    for index, look in enumerate(looks):
+        groups.setdefault((look.value.device, look.value.dtype), []).append(index)
+    return [(indices, HostCopy([looks[index].value for index in indices])) for indices in groups.values()]
+
+
+def _largest(copies: list[tuple[list[int], HostCopy]], length: int) -> list[float]:
+    """The largest magnitude of each look, inf or NaN included."""
+    largest = [0.0] * length
+    for indices, copy in copies:
+        for index, values in zip(indices, copy.values(), strict=True):
+            largest[index] = _from_row(values) if len(values) == layout.HEADER else _from_extremes(*values.tolist())
+    return largest
+
+
+def _from_extremes(low: float, high: float) -> float:
+    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+
+
+def _from_row(row: Any) -> float:
+    if row[layout.NANS]:
+        return math.nan
+    return math.inf if row[layout.INFS] else float(row[layout.MAX_BITS : layout.HEADER].view("float64")[0])

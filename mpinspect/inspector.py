@@ -1,0 +1,234 @@
+"""Inspector: the object that a user attaches to a model."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mpinspect.analysis import analyse
+from mpinspect.analysis.report import RangeReport
+from mpinspect.capture import layers as model_layers
+from mpinspect.capture.capture import Capture
+from mpinspect.capture.recording import MpinspectWarning, Recording, Sink
+from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session
+from mpinspect.session_file import SessionError, SessionWriter
+
+__all__ = ["Inspector", "MpinspectWarning"]
+
+#: How many sibling names are tried when log_dir holds another run already.
+_SIBLINGS = 1000
+
+
+class Inspector:
+    """Watches the number range of a model's gradients while it trains.
+
+    Training is bit-identical to training without it; no tensor and no graph is kept (but for one copy of the weights
+    during a sampled ``optimizer.step()`` where updates are captured); no fault of its own reaches the training. On a
+    GPU nothing waits: counts travel to the host asynchronously and are looked at a step later.
+
+        with mpinspect.Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
+            train()
+        print(inspector.report())
+
+    Args:
+        model: any torch.nn.Module.
+        optimizers: one or several. Optional: those that step any of the model's parameters are found. Give the ones
+            that step FP32 master copies, which can't be found.
+        scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found.
+        every: sample every n-th step (the non-finite watch looks at all of them).
+        capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". The
+            last is added by itself where parameters are stored in FP16 or BF16.
+        include, exclude: shell patterns over dotted paths of modules and parameters. Activations are those of modules
+            without submodules, and of containers that ``include`` names without wildcards.
+        loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward.
+        log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
+            another run, the next free name beside it is taken (``runs/a-2``), with a warning.
+        watch: look at every step for infinities and NaNs.
+
+    Raises:
+        TypeError: model is no Module; optimizers or loss_scale are of the wrong type.
+        ValueError: an unknown kind, or ``every`` below 1.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        scalers: Any | Iterable[Any] | None = None,
+        every: int = 1,
+        capture: Iterable[str] = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT),
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        loss_scale: float | Callable[[], Any] | None = None,
+        log_dir: str | Path | None = None,
+        watch: bool = True,
+    ) -> None:
+        _require(model, every, loss_scale)
+        selection = model_layers.Selection(include, exclude)
+        found = model_layers.find_layers(model, selection)
+        parameters = model_layers.find_parameters(model, selection)
+        kinds = _kinds(capture, parameters)
+        self.log_dir: Path | None = None
+        info = RunInfo(type(model).__name__, _now(), kinds, every, watch, _versions())
+        sinks, troubles = self._open(log_dir, info)
+        self._recording = Recording(info, sinks)
+        self._recording.watch(model_layers.describe(found, parameters, kinds))
+        self._capture = Capture(
+            found,
+            parameters,
+            kinds=kinds,
+            every=every,
+            watch=watch,
+            loss_scale=loss_scale,
+            optimizers=_optimizers(optimizers),
+            scalers=_several(scalers),
+            recording=self._recording,
+        )
+        for trouble in troubles + _misgivings(parameters, selection):
+            self._recording.note(trouble)
+
+    # -- attaching ----------------------------------------------------------------------------------------------
+
+    def attach(self) -> Inspector:
+        """Put the hooks on and begin to record. Returns self.
+
+        Raises:
+            RuntimeError: attached already, or detached before (make a new Inspector for another run).
+        """
+        if self._capture.attached or self._recording.progress.ended:
+            state = "attached already" if self._capture.attached else "was detached: its record is closed"
+            raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
+        self._capture.attach()
+        return self
+
+    def detach(self) -> None:
+        """Take every hook off, take in what is on its way (waits for the GPU) and close the files. Twice does nothing."""
+        if self._capture.attached:
+            self._capture.detach()
+            self._recording.close()
+
+    def __enter__(self) -> Inspector:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+        if kind is not None and not _went_well(error):
+            # The run may leave nothing else behind.
+            print(self.report(), file=sys.stderr)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def session(self) -> Session:
+        """Everything recorded so far. While attached it waits for the GPU."""
+        if self._capture.attached:
+            self._capture.collect(wait=True)
+        return self._recording.session()
+
+    def report(self) -> RangeReport:
+        """What the counts say: ranges by layer, findings, the suggested loss scale. While attached it waits for the GPU."""
+        return analyse(self.session())
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _open(self, log_dir: str | Path | None, info: RunInfo) -> tuple[list[Sink], list[str]]:
+        """The sinks that keep the run in ``log_dir``, and what went wrong with it."""
+        if log_dir is None:
+            return [], []
+        try:
+            path, trouble = _free_directory(Path(log_dir))
+            writer = SessionWriter(path, info)
+        except (SessionError, OSError) as error:
+            return [], [f"nothing is written to {log_dir}: {error}. The run is kept in memory: save the report yourself"]
+        from mpinspect.reports.tensorboard import TensorBoardSink
+
+        self.log_dir = path
+        return [writer, TensorBoardSink(path)], trouble
+
+
+def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
+    """``wanted``, or the next name beside it if it holds another run, and a sentence about that."""
+    from mpinspect.session_file import FILE_NAME
+
+    if not (wanted / FILE_NAME).exists():
+        return wanted, []
+    for number in range(2, _SIBLINGS):
+        path = wanted.with_name(f"{wanted.name}-{number}")
+        if not (path / FILE_NAME).exists():
+            return path, [f"{wanted} holds another run already: this one is written to {path}. Give each run its own log_dir"]
+    return wanted, []
+
+
+def _require(model: object, every: int, loss_scale: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r}: give a whole number of steps, 1 or more (1 samples every step)")
+    if loss_scale is None or callable(loss_scale):
+        return
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+        raise TypeError(f"loss_scale={loss_scale!r}: give a number or a callable that returns one")
+    if not 0 < loss_scale < float("inf"):
+        raise ValueError(f"loss_scale={loss_scale!r}: a loss scale is positive and finite")
+
+
+def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParameter]) -> tuple[str, ...]:
+    wanted = {asked} if isinstance(asked, str) else set(asked)
+    unknown = sorted(wanted.difference(KINDS))
+    if unknown:
+        raise ValueError(f"capture names unknown kinds {unknown}; there are {', '.join(KINDS)}")
+    if any(watched.parameter.dtype in (torch.float16, torch.bfloat16) for watched in parameters):
+        wanted.add(UPDATE)
+    return tuple(kind for kind in KINDS if kind in wanted)
+
+
+def _optimizers(given: object) -> list[torch.optim.Optimizer]:
+    several = _several(given)
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
+    return several
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
+
+
+def _misgivings(parameters: list[model_layers.WatchedParameter], selection: model_layers.Selection) -> list[str]:
+    """What is odd about the request, in sentences."""
+    sentences = []
+    if not parameters:
+        sentences.append("the model has no parameters: there are no weight gradients to see")
+    elif not any(watched.parameter.requires_grad for watched in parameters):
+        sentences.append("every parameter is frozen (requires_grad is False): no weight gradient will be seen")
+    for pattern in selection.unmatched():
+        sentences.append(
+            f"the pattern {pattern!r} matches no module or parameter; patterns go over dotted paths as in "
+            "model.named_modules() and model.named_parameters(), for example 'encoder.*'"
+        )
+    return sentences
+
+
+def _went_well(error: BaseException | None) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    from mpinspect.version import __version__
+
+    return {"mpinspect": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

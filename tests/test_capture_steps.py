@@ -1,0 +1,98 @@
+"""StepClock: where steps end."""
+
+from __future__ import annotations
+
+from mpinspect.capture.steps import StepClock
+
+
+def _train(clock: StepClock) -> None:
+    if clock.forward(lambda: True):
+        clock.advance()
+        assert not clock.forward(lambda: True)
+    clock.backward()
+
+
+def _step(clock: StepClock, optimizer: object, *, skipped: bool = False) -> None:
+    if clock.optimizer_again(optimizer):
+        clock.advance()
+    if clock.optimizer_done(optimizer, skipped=skipped):
+        clock.advance()
+
+
+def test_one_optimizer() -> None:
+    clock, optimizer = StepClock(2), object()
+    sampled = []
+    for _ in range(4):
+        sampled.append(clock.sampled)
+        _train(clock)
+        _step(clock, optimizer)
+    assert clock.step == 4
+    assert sampled == [True, False, True, False]
+
+
+def test_micro_batches() -> None:
+    clock, optimizer = StepClock(1), object()
+    clock.know(optimizer)
+    seen = []
+    for _ in range(2):
+        for _ in range(3):
+            _train(clock)
+            seen.append((clock.step, clock.micro_batch))
+        _step(clock, optimizer)
+    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert clock.backwards == 6
+
+
+def test_a_skipped_step_is_a_step() -> None:
+    clock, optimizer = StepClock(1), object()
+    for skipped in (False, True, False):
+        _train(clock)
+        _step(clock, optimizer, skipped=skipped)
+    assert (clock.step, clock.skipped_steps) == (3, 1)
+
+
+def test_two_known_optimizers_make_one_step() -> None:
+    clock, generator, discriminator = StepClock(1), object(), object()
+    clock.know(generator)
+    clock.know(discriminator)
+    for _ in range(3):
+        for optimizer in (discriminator, generator):
+            _train(clock)
+            _step(clock, optimizer)
+    assert clock.step == 3
+
+
+def test_a_critic_that_steps_more_often() -> None:
+    clock, generator, critic = StepClock(1), object(), object()
+    clock.know(generator)
+    clock.know(critic)
+    for _ in range(2):
+        for optimizer in (critic, critic, critic, generator):
+            _train(clock)
+            _step(clock, optimizer)
+    # Each further critic step ends a step; the generator's completes the last.
+    assert clock.step == 6
+
+
+def test_without_an_optimizer_a_forward_after_a_backward_begins_a_step() -> None:
+    clock = StepClock(1)
+    for _ in range(3):
+        _train(clock)
+    assert (clock.step, clock.micro_batch) == (2, 0)
+    assert clock.begun
+
+
+def test_several_losses_of_one_forward_are_one_micro_batch() -> None:
+    clock = StepClock(1)
+    clock.forward(lambda: True)
+    clock.backward()
+    clock.backward()
+    assert (clock.micro_batch, clock.backwards) == (0, 1)
+
+
+def test_without_an_optimizer_an_unchanged_weight_is_another_micro_batch() -> None:
+    clock = StepClock(1)
+    for _ in range(3):
+        assert not clock.forward(lambda: False)
+        clock.backward()
+    assert (clock.step, clock.micro_batch) == (0, 2)

@@ -1,0 +1,579 @@
+"""What breaks hooks: one test per trap."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import cnn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpinspect
+from mpinspect import Inspector, count_exponents
+from mpinspect.session import TensorKey, TensorWindow
+
+ALL_KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "update")
+
+
+def totals(inspector: Inspector) -> dict[TensorKey, TensorWindow]:
+    """What was counted; fails if the capture had anything to complain of."""
+    session = inspector.session()
+    assert session.notes == ()
+    return session.totals()
+
+
+def weight(inspector: Inspector, name: str) -> TensorWindow:
+    return totals(inspector)[TensorKey(name, "weight_gradient")]
+
+
+def gradient(inspector: Inspector, name: str) -> TensorWindow:
+    return totals(inspector)[TensorKey(name, "activation_gradient")]
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_in_place_activation_after_a_layer() -> None:
+    """register_full_backward_hook raises here; and the gradient counted is that before the in-place change."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
+    with Inspector(model) as inspector:
+        x = torch.randn(16, 4)
+        model(x).sum().backward()
+    before_relu = gradient(inspector, "0").histogram
+    hidden = model[0](x)
+    assert before_relu.zeros == int((hidden <= 0).sum())
+    assert gradient(inspector, "1").histogram.zeros == 0
+
+
+@dataclasses.dataclass
+class _Output:
+    value: torch.Tensor
+    other: list[torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda y: {"value": y, "note": None},
+        lambda y: (y, 3),
+        lambda y: [None, [y]],
+        lambda y: _Output(y, []),
+        lambda y: {"deep": (y, {"deeper": torch.ones(1, dtype=torch.int64)})},
+    ],
+    ids=["dict", "tuple", "list", "dataclass", "nested"],
+)
+def test_outputs_of_any_form(pack: Callable[[torch.Tensor], Any]) -> None:
+    class Leaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            held.append(x * self.weight)
+            return pack(held[0])
+
+    held: list[torch.Tensor] = []
+    model = nn.Sequential(Leaf())
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        model(torch.ones(2, 3))
+        held[0].sum().backward()
+    assert gradient(inspector, "0").histogram.total == 6
+    assert totals(inspector)[TensorKey("0", "activation")].histogram.total == 6
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def _compiled(model: nn.Module) -> tuple[Any, Any]:
+    import torch._dynamo.testing
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=counter), counter
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("attach_first", [True, False], ids=["before", "after"])
+def test_compiled_model_keeps_one_graph_and_says_what_it_misses(attach_first: bool) -> None:
+    """Compiled modules' hooks trace to nothing: weight gradients are seen, activations are named as never seen."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    compiled, counter = _compiled(model)
+    inspector = Inspector(model, every=2)
+    if attach_first:
+        inspector.attach()
+    compiled(torch.randn(2, 4)).sum().backward()
+    if not attach_first:
+        inspector.attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        compiled(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    inspector.detach()
+    assert counter.frame_count == 1
+    session = inspector.session()
+    assert session.notes == ()
+    assert TensorKey("0.weight", "weight_gradient") in session.totals()
+    never = {(name, kind) for name, kind, _ in inspector.report().coverage.never_fired}
+    assert ("0", "activation_gradient") in never
+
+
+# -- accumulation, reuse, sharing ------------------------------------------------------------------------------------
+
+
+def test_accumulation_counts_increments_not_the_running_sum() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model) as inspector:
+        for _ in range(4):
+            model(torch.full((1, 1), 3.0)).sum().backward()
+        optimizer.step()
+    found = weight(inspector, "weight")
+    assert model.weight.grad.item() == 12.0
+    assert (found.samples, found.histogram.max_abs, found.histogram.total) == (4, 3.0, 4)
+    assert inspector.session().progress.steps == 1
+
+
+def test_a_module_used_twice() -> None:
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    with Inspector(model) as inspector:
+        model(torch.randn(5, 3)).sum().backward()
+    assert gradient(inspector, "0").samples == 2
+    assert weight(inspector, "0.weight").samples == 1
+    assert TensorKey("2", "activation_gradient") not in totals(inspector)
+
+
+def test_shared_parameters_are_counted_once_under_their_first_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens))
+
+    model = Tied()
+    with Inspector(model) as inspector:
+        model(torch.tensor([1, 2])).sum().backward()
+    assert [key.name for key in totals(inspector) if key.kind == "weight_gradient"] == ["embedding.weight"]
+    assert weight(inspector, "embedding.weight").histogram == count_exponents(model.head.weight.grad)
+
+
+def test_frozen_layers_are_named_and_seen_once_they_thaw() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for step in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                reasons = {(name, kind): why for name, kind, why in inspector.report().coverage.never_fired}
+                assert "frozen" in reasons["0.weight", "weight_gradient"]
+                model[0].requires_grad_(True)
+    # Thawed after the second step had begun: counted from the third on.
+    assert weight(inspector, "0.weight").samples == 1
+    assert weight(inspector, "1.weight").samples == 3
+
+
+def test_several_losses_with_retain_graph() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    with Inspector(model) as inspector:
+        y = model(torch.ones(1, 2))
+        y.sum().backward(retain_graph=True)
+        (4 * y).sum().backward()
+    assert gradient(inspector, "").samples == 2
+    assert gradient(inspector, "").histogram.max_abs == 4.0
+    assert weight(inspector, "weight").peaks == {0: 1, 2: 1}
+
+
+def test_autograd_grad_of_activations_only() -> None:
+    """A gradient penalty: autograd.grad reaches activations, not the parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with Inspector(model) as inspector:
+        x = torch.ones(3, 2, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+    assert gradient(inspector, "0").samples == 1
+    assert TensorKey("0.weight", "weight_gradient") not in totals(inspector)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_either_kind(set_to_none: bool) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model) as inspector:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(torch.full((1, 1), 2.0)).sum().backward()
+            optimizer.step()
+    assert weight(inspector, "weight").peaks == {1: 3}
+
+
+def test_several_optimizers_are_one_step() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    with Inspector(model, optimizers=[first, second]) as inspector:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            first.step()
+            second.step()
+    assert inspector.session().progress.steps == 3
+
+
+def test_a_strange_optimizer_does_not_end_the_step() -> None:
+    model, stranger = nn.Linear(1, 1), nn.Linear(1, 1)
+    mine, theirs = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, stranger))
+    with Inspector(model) as inspector:
+        for _ in range(2):
+            model(torch.ones(1, 1)).sum().backward()
+            mine.step()
+            theirs.step()
+    assert inspector.session().progress.steps == 2
+
+
+def _update_in_place(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter -= 0.1 * parameter.grad
+        parameter.grad.zero_()
+
+
+def _update_data(parameter: torch.Tensor) -> None:
+    parameter.data -= 0.1 * parameter.grad.data
+    parameter.grad.data.zero_()
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("update", [_update_in_place, _update_data, _drop_gradient])
+def test_a_loop_without_an_optimizer(update: Callable[[torch.Tensor], None]) -> None:
+    model = nn.Linear(1, 1)
+    with Inspector(model, every=2) as inspector:
+        for _ in range(4):
+            model(torch.ones(1, 1)).sum().backward()
+            for parameter in model.parameters():
+                update(parameter)
+    assert inspector.session().progress.steps == 4
+    assert weight(inspector, "weight").samples == 2
+
+
+def test_lbfgs_closures_run_inside_the_step() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(4, 2)) - 3).square().mean()
+        loss.backward()
+        return loss
+
+    with Inspector(model) as inspector:
+        optimizer.step(closure)
+        optimizer.step(closure)
+    assert inspector.session().progress.steps == 2
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_samples_every_nth_step() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, every=3, watch=False) as inspector:
+        for _ in range(7):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    progress = inspector.session().progress
+    assert (progress.steps, progress.sampled_steps) == (7, 3)
+    assert weight(inspector, "weight").samples == gradient(inspector, "").samples == 3
+    assert [window.first_step for window in inspector.session().windows] == [0, 3, 6]
+
+
+def test_evaluation_is_not_counted() -> None:
+    model = nn.Linear(1, 1)
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1, 1))
+        with torch.inference_mode():
+            model(torch.ones(1, 1))
+        model.train()
+        model(torch.ones(1, 1)).sum().backward()
+    assert totals(inspector)[TensorKey("", "activation")].samples == 1
+
+
+# -- checkpointing ----------------------------------------------------------------------------------------------------
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpointing_does_not_count_the_recomputation(reentrant: bool) -> None:
+    found = {}
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model = _Checkpointed(kind)
+        with Inspector(model, capture=ALL_KINDS) as inspector:
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        found[kind] = totals(inspector)
+    assert found[reentrant] == found[None]
+    for index in range(3):
+        for kind in ("activation", "activation_gradient"):
+            assert found[reentrant][TensorKey(f"layers.{index}", kind)].samples == 1
+
+
+# -- copies, pickles --------------------------------------------------------------------------------------------------
+
+
+def test_deep_copies_do_not_count() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        average = copy.deepcopy(model)
+        average(torch.ones(3, 2)).sum().backward()
+        shallow = copy.copy(model)
+        shallow(torch.ones(3, 2)).sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+    # The shallow copy shares the submodules themselves: those do count, twice with the model's own call.
+    assert gradient(inspector, "0").samples == 2
+
+
+def test_an_attached_model_pickles_and_loads_without_mpinspect(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with Inspector(model):
+        path = tmp_path / "model.pt"
+        torch.save(model, path)
+        again = pickle.loads(pickle.dumps(model))
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+    assert torch.equal(again(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    program = (
+        "import sys; sys.modules['mpinspect'] = None; import torch;"
+        f"model = torch.load({str(path)!r}, weights_only=False); model(torch.ones(1, 2)).sum().backward(); print('fine')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout == "fine\n", result.stderr
+
+
+def test_an_output_with_our_hook_saves_without_a_warning() -> None:
+    model = nn.Linear(2, 2)
+    with Inspector(model):
+        torch.save(model(torch.ones(1, 2)).detach(), io.BytesIO())
+        torch.save(model(torch.ones(1, 2)), io.BytesIO())
+
+
+def test_forked_loader_workers_do_not_count() -> None:
+    model = nn.Linear(2, 2)
+    data = TensorDataset(torch.ones(8, 2))
+    with Inspector(model) as inspector:
+        for (batch,) in DataLoader(data, batch_size=4, num_workers=2):
+            model(batch).sum().backward()
+    assert weight(inspector, "weight").samples == 2
+
+
+# -- leaving nothing behind -------------------------------------------------------------------------------------------
+
+
+def test_no_hook_stays_behind() -> None:
+    scale, step = torch.amp.GradScaler.scale, torch.amp.GradScaler.step
+    model = cnn().model
+    returned = nn.Module()
+    returned.weight = nn.Parameter(torch.ones(2))
+    returned.forward = lambda: returned.weight  # type: ignore[method-assign]
+    for _ in range(2):
+        with Inspector(model), Inspector(returned):
+            assert torch.amp.GradScaler.scale is not scale
+            model(torch.randn(2, 1, 8, 8)).sum().backward()
+            returned().sum().backward()
+    assert torch.amp.GradScaler.scale is scale
+    assert torch.amp.GradScaler.step is step
+    for module in (*model.modules(), *returned.modules()):
+        assert not module._forward_hooks
+        assert not module._forward_hooks_with_kwargs
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+    for parameter in (*model.parameters(), *returned.parameters()):
+        assert not parameter._backward_hooks
+        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    from torch.optim import optimizer
+
+    assert not optimizer._global_optimizer_pre_hooks
+    assert not optimizer._global_optimizer_post_hooks
+
+
+def test_no_tensor_and_no_graph_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with Inspector(model, capture=ALL_KINDS):
+        y = model(torch.ones(1, 4))
+        alive = weakref.ref(y)
+        saved = weakref.ref(y.grad_fn._saved_result)
+        y.sum().backward()
+        gradient_of = weakref.ref(model[0].weight.grad)
+        del y
+        model.zero_grad()
+        gc.collect()
+        assert alive() is None
+        assert saved() is None
+        assert gradient_of() is None
+
+
+def test_a_graph_that_outlives_the_inspector() -> None:
+    model = nn.Linear(2, 2)
+    with Inspector(model) as inspector:
+        y = model(torch.ones(1, 2))
+    y.sum().backward()
+    assert inspector.session().totals() == {}
+
+
+def test_two_inspectors_at_once() -> None:
+    model = cnn(dropout=0.0).model
+    with Inspector(model) as outer, Inspector(model, every=2) as inner:
+        model(torch.randn(2, 1, 8, 8)).sum().backward()
+    assert totals(outer) == totals(inner)
+
+
+# -- tensors that break statistics -----------------------------------------------------------------------------------
+
+
+def test_counts_do_not_overflow_in_the_tensors_own_dtype() -> None:
+    """The FP16 L1 norm of 70,000 ones is inf; a count is not a norm."""
+    model = nn.Embedding(1, 70_000).to(torch.float16)
+    with Inspector(model, loss_scale=1.0) as inspector:
+        model(torch.zeros(1, dtype=torch.int64)).sum().backward()
+    found = weight(inspector, "weight").histogram
+    assert (found.nonzero, found.infs, found.max_abs) == (70_000, 0, 1.0)
+
+
+def test_sparse_gradients_that_are_not_coalesced() -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    with Inspector(model) as inspector:
+        model(torch.tensor([1, 1, 4])).sum().backward()
+    assert model.weight.grad.is_sparse
+    found = weight(inspector, "weight").histogram
+    assert (found.total, found.zeros, found.max_abs) == (30, 24, 2.0)
+
+
+def test_complex_parameters() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with Inspector(model) as inspector:
+        model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+    assert weight(inspector, "weight").histogram.total == 8
+
+
+def test_empty_tensors() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        model(torch.ones(0, 2)).sum().backward()
+    assert gradient(inspector, "0").histogram.total == 0
+    assert weight(inspector, "0.weight").histogram.zeros == 4
+
+
+def test_true_zeros_are_not_underflow() -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
+    with Inspector(model) as inspector:
+        model(torch.randn(32, 4)).sum().backward()
+    (layer,) = (row for row in inspector.report().layers if (row.name, row.kind) == ("0", "activation_gradient"))
+    assert layer.histogram is not None
+    assert layer.histogram.zeros > 0
+    assert layer.flushed_fraction.estimate == 0.0
+
+
+# -- distributed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def single_process_group(tmp_path: Path) -> Any:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
+def test_fsdp2_parameters_are_seen_after_accumulation(single_process_group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for module in (*model, model):
+        fully_shard(module)
+    with Inspector(model) as inspector:
+        model(torch.ones(2, 4)).sum().backward()
+    local = model[0].weight.grad.to_local()
+    assert weight(inspector, "0.weight").histogram == count_exponents(local)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
+def test_ddp_counts_local_gradients(single_process_group: None) -> None:
+    model = nn.Linear(4, 1)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with Inspector(wrapped) as inspector:
+        wrapped(torch.ones(2, 4)).sum().backward()
+    assert weight(inspector, "module.weight").histogram == count_exponents(model.weight.grad)
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_watch_reads_no_scalar() -> None:
+    """On a GPU each ``.item()`` waits; no hook of the watch may call one. (Counting on a GPU: test_counting.py.)"""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, every=2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with Recorder() as recorder:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert len([op for op in recorder.ops if "aminmax" in op]) == 4 + 3 + 4
+    assert not [op for op in recorder.ops if "_local_scalar_dense" in op]
+
+
+def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> torch.Tensor:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr("mpinspect.capture.capture.count", broken)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(mpinspect.MpinspectWarning, match="out of order"), Inspector(model) as inspector:
+        for _ in range(5):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert inspector.session().progress.steps == 5
+    assert any("training is not affected" in note for note in inspector.session().notes)

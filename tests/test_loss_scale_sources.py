@@ -1,0 +1,266 @@
+"""Counts are of the unscaled gradient, by the scale at the time of that backward; what can't be known is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
+from mpinspect.capture.loss_scale import from_callable, from_number, from_scaler
+from mpinspect.session import Session, TensorKey, TensorWindow
+
+
+def _model() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def _weight(session: Session, name: str = "weight") -> TensorWindow:
+    return session.totals()[TensorKey(name, "weight_gradient")]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+@pytest.mark.parametrize("scale", [2.0**16, 1.0, 1000.0, 3.0 * 2**-4])
+def test_a_grad_scaler(scale: float, given: bool) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with Inspector(model, scalers=scaler if given else None) as inspector:
+        for x in (3.0, 0.25):
+            scaler.scale(model(torch.full((1, 1), x)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    session = inspector.session()
+    assert session.notes == ()
+    assert _weight(session).histogram.max_abs == 3.0
+    assert _weight(session).histogram.min_abs == 0.25
+    assert [change.scale for change in session.progress.scales] == [scale]
+
+
+def test_the_scale_is_that_of_the_backward_not_of_the_report() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    with Inspector(model) as inspector:
+        for _ in range(4):
+            scaler.scale(model(torch.full((1, 1), 3.0)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    session = inspector.session()
+    assert [(change.step, change.scale) for change in session.progress.scales] == [(i, 2.0 ** (10 + i)) for i in range(4)]
+    assert _weight(session).peaks == {1: 4}
+
+
+def test_a_skipped_step_leaves_its_infinity_counted_once() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Inspector(model) as inspector:
+        for x in (math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((1, 1), x)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    histogram = _weight(inspector.session()).histogram
+    assert (histogram.infs, histogram.nonzero, histogram.max_abs) == (1, 1, 1.0)
+    assert inspector.session().progress.skipped_steps == 1
+
+
+def test_fused_optimizers_leave_scaled_gradients() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with Inspector(model) as inspector:
+        scaler.scale(model(torch.full((1, 1), 3.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert _weight(inspector.session()).histogram.max_abs == 3.0
+    assert inspector.session().progress.steps == 1
+
+
+def test_an_unscaled_backward_beside_a_scaled_one() -> None:
+    model = _model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with Inspector(model) as inspector:
+        y = model(torch.full((1, 1), 3.0)).sum()
+        scaler.scale(y).backward(retain_graph=True)
+        y.backward()
+    assert _weight(inspector.session()).peaks == {1: 2}
+
+
+def test_a_scaler_each_for_two_networks() -> None:
+    """A GAN: each backward under its own scaler's scale."""
+    model = nn.ModuleDict({"one": _model(), "two": _model()})
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 1024.0)]
+    with Inspector(model) as inspector:
+        for scaler, network in zip(scalers, model.values(), strict=True):
+            scaler.scale(network(torch.full((1, 1), 3.0)).sum()).backward()
+    for name in ("one.weight", "two.weight"):
+        assert _weight(inspector.session(), name).histogram.max_abs == 3.0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_disabled_scaler_scales_by_one(enabled: bool) -> None:
+    model = _model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=enabled)
+    with Inspector(model, scalers=scaler) as inspector:
+        scaler.scale(model(torch.full((1, 1), 3.0)).sum()).backward()
+    assert _weight(inspector.session()).histogram.max_abs == 3.0
+    assert inspector.session().progress.scales[0].scale == (64.0 if enabled else 1.0)
+
+
+@pytest.mark.parametrize("scale", [128.0, 1000.0])
+@pytest.mark.parametrize("as_callable", [True, False])
+def test_a_loop_that_scales_by_hand(scale: float, as_callable: bool) -> None:
+    model = _model()
+    with Inspector(model, loss_scale=(lambda: scale) if as_callable else scale) as inspector:
+        (scale * model(torch.full((1, 1), 3.0)).sum()).backward()
+    assert _weight(inspector.session()).histogram.max_abs == 3.0
+
+
+def test_a_callable_is_asked_once_a_backward() -> None:
+    asked: list[float] = []
+    model = nn.Sequential(_model(), _model())
+
+    def scale() -> float:
+        asked.append(1.0)
+        return 2.0
+
+    with Inspector(model, loss_scale=scale):
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0, -8.0])
+def test_a_callable_that_returns_nonsense_makes_the_scale_unknown(bad: float) -> None:
+    model = _model()
+    with (
+        pytest.warns(MpinspectWarning, match="loss scale is not known"),
+        Inspector(model, loss_scale=lambda: bad) as inspector,
+    ):
+        model(torch.ones(1, 1)).sum().backward()
+    assert not inspector.session().progress.scale_known
+    assert not inspector.report().loss_scale.available
+    assert _weight(inspector.session()).samples == 1
+
+
+def test_fp16_weights_without_a_scaler_are_not_guessed_at() -> None:
+    model = _model().to(torch.float16)
+    with pytest.warns(MpinspectWarning, match="pass loss_scale="), Inspector(model) as inspector:
+        model(torch.ones(1, 1, dtype=torch.float16)).sum().backward()
+    advice = inspector.report().loss_scale
+    assert not advice.available
+    assert advice.recommended is None
+
+
+def test_a_given_scaler_that_never_scales() -> None:
+    model = _model()
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.warns(MpinspectWarning, match="has not scaled a loss"), Inspector(model, scalers=scaler) as inspector:
+        (model(torch.ones(1, 1)).sum() * 65536).backward()
+    assert not inspector.report().loss_scale.available
+
+
+def test_other_scalers_are_asked_for_their_scale() -> None:
+    class Apex:
+        def loss_scale(self) -> float:
+            return 16.0
+
+    class Engine:
+        loss_scale = 32.0
+
+    class Unknown:
+        pass
+
+    assert from_scaler(Apex()).value == 16.0
+    assert from_scaler(Engine()).value == 32.0
+    assert "neither" in from_scaler(Unknown()).unknown
+    assert "failed" in from_callable(lambda: 1 / 0).unknown
+    assert from_number(1000.0).divisor == 1000.0
+    assert from_number(1024.0).divisor is None
+    model = _model()
+    with Inspector(model, scalers=Engine()) as inspector:
+        (model(torch.full((1, 1), 3.0)).sum() * 32).backward()
+    assert _weight(inspector.session()).histogram.max_abs == 3.0
+
+
+def test_subclasses_that_override_scale_are_seen_once() -> None:
+    class Sharded(torch.amp.GradScaler):
+        calls = 0
+
+        def scale(self, outputs: Any) -> Any:
+            type(self).calls += 1
+            return super().scale(outputs)
+
+    model = _model()
+    scaler = Sharded("cpu", init_scale=8.0)
+    with Inspector(model) as inspector:
+        scaler.scale(model(torch.full((1, 1), 3.0)).sum()).backward()
+    assert Sharded.calls == 1
+    assert _weight(inspector.session()).histogram.max_abs == 3.0
+
+
+# -- what was flushed before anybody could look ---------------------------------------------------------------------
+
+
+def test_autocast_hides_what_it_flushed_and_the_report_says_so() -> None:
+    """16 gradients of 3e-9: under FP16 autocast at scale 1 the FP32 .grad holds 16 exact zeros."""
+    model = nn.Linear(16, 1, bias=False)
+
+    def session_at(scale: float) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with Inspector(model, scalers=scaler) as inspector, torch.autocast("cpu", dtype=torch.float16):
+            scaler.scale(model(torch.full((1, 16), 3e-9 * 2**14)).float().sum() * 2.0**-14).backward()
+        model.zero_grad()
+        return inspector
+
+    at_one, at_many = session_at(1.0), session_at(2.0**16)
+    seen = _weight(at_one.session())
+    assert (seen.histogram.zeros, seen.histogram.nonzero) == (16, 0)
+    assert (seen.passed_through, seen.floor_exponent) == ("float16", -25)
+    (layer,) = (row for row in at_one.report().layers if row.kind == "weight_gradient")
+    assert layer.already_flushed_fraction is not None
+    assert (layer.already_flushed_fraction.low, layer.already_flushed_fraction.high) == (0.0, 1.0)
+    seen = _weight(at_many.session())
+    assert (seen.histogram.zeros, seen.histogram.nonzero, seen.floor_exponent) == (0, 16, -41)
+    assert seen.histogram.flushed(FLOAT16) == 16
+
+
+def test_the_talks_loop_by_hand_has_the_ranges_of_the_unscaled_loop() -> None:
+    """FP16 model, FP32 master weights, scale_factor = 128.0: the same exponents as FP32 wherever FP16 can hold them."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 32), torch.randn(64, 16)
+    reference = nn.Linear(32, 16)
+    half = nn.Linear(32, 16)
+    half.load_state_dict(reference.state_dict())
+    half.to(torch.float16)
+    masters = [parameter.detach().clone().float().requires_grad_(True) for parameter in half.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-3)
+    scale_factor = 128.0
+    with Inspector(half, optimizers=optimizer, loss_scale=scale_factor) as by_hand:
+        loss = (half(x.to(torch.float16)).float() - y).square().mean()
+        (loss * scale_factor).backward()
+        for master, parameter in zip(masters, half.parameters(), strict=True):
+            master.grad = parameter.grad.float() / scale_factor
+        optimizer.step()
+    with Inspector(reference) as plain:
+        (reference(x) - y).square().mean().backward()
+    assert by_hand.session().progress.steps == 1
+    for name in ("weight", "bias"):
+        found, expected = (_weight(run.session(), name).histogram for run in (by_hand, plain))
+        assert found.total == expected.total
+        assert abs(found.max_exponent - expected.max_exponent) <= 1
+        # FP16 rounding moves a value to the next exponent now and then, never further.
+        shared = [i for i in range(expected.min_exponent, expected.max_exponent + 1) if i >= -24 - 7]
+        for exponent in shared:
+            below, limit = (h._count_below(exponent) for h in (found, expected))
+            assert abs(below - limit) <= 0.05 * expected.total
+    assert count_exponents(reference.weight.grad) == _weight(plain.session()).histogram
