@@ -1,0 +1,173 @@
+"""Made-up sessions for tests: random ones (hypothesis), and one in which no field has its default."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from mpinspect import session as s
+from mpinspect.exponents import ExponentHistogram
+
+names = st.text(max_size=12)
+counts = st.integers(0, 2**40)
+exponents = st.integers(-1074, 1023)
+floats = st.floats(allow_nan=False)
+peak_maps = st.dictionaries(exponents, st.integers(1, 10**6), max_size=3)
+
+
+@st.composite
+def histograms(draw: st.DrawFn) -> ExponentHistogram:
+    bins = draw(st.lists(counts, max_size=6))
+    low = draw(st.integers(-149, 100))
+    tops = [draw(st.integers(0, count)) for count in bins]
+    powers = [draw(st.integers(0, count - top)) for count, top in zip(bins, tops, strict=True)]
+    used = np.flatnonzero(bins)
+    edges = {}
+    if used.size:
+        edges["min_abs"] = 2.0 ** (low + int(used[0])) * draw(st.floats(1, 2, exclude_max=True))
+        edges["max_abs"] = 2.0 ** (low + int(used[-1])) * draw(st.floats(1, 2, exclude_max=True))
+    zeros, infs, nans = draw(counts), draw(counts), draw(counts)
+    return ExponentHistogram.from_counts(
+        bins, low, powers_of_two=powers, near_top=tops, zeros=zeros, infs=infs, nans=nans, **edges
+    )
+
+
+lost_updates = st.builds(s.LostUpdates, counts, counts, st.booleans())
+storage_formats = st.sampled_from(["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
+tensor_windows = st.builds(
+    s.TensorWindow,
+    histograms(),
+    st.integers(0, 10**9),
+    peak_maps,
+    st.lists(storage_formats, min_size=1, max_size=2, unique=True).map(lambda found: tuple(sorted(found))),
+    st.sampled_from(["float32", "float16", "bfloat16"]),
+    st.none() | exponents,
+    st.dictionaries(storage_formats, lost_updates, max_size=2),
+    counts,
+)
+keys = st.builds(s.TensorKey, names, st.sampled_from(s.KINDS))
+windows = st.builds(
+    s.Window,
+    st.integers(0, 10**9),
+    st.integers(0, 10**9),
+    st.integers(0, 10**6),
+    st.dictionaries(keys, tensor_windows, max_size=4),
+    peak_maps,
+)
+tensor_infos = st.builds(
+    s.TensorInfo,
+    names,
+    st.sampled_from(s.KINDS),
+    names,
+    names,
+    st.lists(st.integers(0, 10**6), max_size=4).map(tuple),
+    names,
+    names,
+)
+events = st.builds(
+    s.Event,
+    st.integers(0),
+    st.integers(0),
+    st.sampled_from(["forward", "backward"]),
+    names,
+    st.sampled_from(s.KINDS),
+    names,
+    st.sampled_from(["inf", "nan"]),
+    st.none() | floats,
+    st.lists(floats, max_size=8).map(tuple),
+    st.none() | st.booleans(),
+    st.none() | st.booleans(),
+    st.none() | st.booleans(),
+    names,
+)
+infos = st.builds(
+    s.RunInfo,
+    names,
+    names,
+    st.lists(st.sampled_from(s.KINDS), unique=True).map(tuple),
+    st.integers(1, 10**6),
+    st.booleans(),
+    st.dictionaries(names, names, max_size=3),
+)
+scale_changes = st.builds(s.ScaleChange, st.integers(0), st.none() | floats)
+progresses = st.builds(
+    s.Progress,
+    st.integers(0),
+    st.integers(0),
+    st.integers(0),
+    st.integers(0),
+    st.booleans(),
+    st.booleans(),
+    names,
+    st.lists(scale_changes, max_size=4).map(tuple),
+)
+sessions = st.builds(
+    s.Session,
+    infos,
+    st.lists(tensor_infos, max_size=4, unique_by=lambda info: info.key).map(tuple),
+    st.lists(windows, max_size=3).map(tuple),
+    st.lists(events, max_size=3).map(tuple),
+    st.lists(names, max_size=3).map(tuple),
+    progresses,
+)
+
+
+KEY = s.TensorKey("weight", s.WEIGHT_GRADIENT)
+
+
+def step_window(step: int, key: s.TensorKey = KEY) -> s.Window:
+    """One sampled step that counted step + 1 ones, so that what a prefix of a run holds is known."""
+    histogram = ExponentHistogram.from_counts([step + 1], 0, powers_of_two=[step + 1], min_abs=1.0, max_abs=1.0)
+    return s.Window(step, step, 1, {key: s.TensorWindow(histogram, 1, {0: 1}, numel_max=step + 1)}, {0: 1})
+
+
+def full_session() -> s.Session:
+    """A session in which no field has its default and no two neighbours are alike; names go beyond ASCII."""
+    histogram = ExponentHistogram.from_counts(
+        [3, 0, 70_000],
+        -5,
+        powers_of_two=[1, 0, 300],
+        near_top=[1, 0, 5],
+        zeros=2**33,
+        infs=7,
+        nans=8,
+        min_abs=1.25 * 2**-5,
+        max_abs=1.75 * 2**-3,
+    )
+    tensor = s.TensorWindow(
+        histogram,
+        4,
+        {-3: 3, -4: 1},
+        ("bfloat16", "float16"),
+        "float16",
+        -41,
+        {"bfloat16": s.LostUpdates(5, 9, True)},
+        2**34,
+    )
+    key = s.TensorKey("encoder.Schicht_äß.重み", s.WEIGHT_GRADIENT)
+    return s.Session(
+        s.RunInfo("GröβeNet", "2024-05-06T07:08:09", (s.WEIGHT_GRADIENT, s.UPDATE), 10, False, {"torch": "2.13"}),
+        (s.TensorInfo(*key, "encoder.Schicht_äß", "Linear", (3, 5), "float32", "frozen: requires_grad is False"),),
+        (s.Window(10, 49, 4, {key: tensor}, {-3: 4}), s.Window(50, 90, 5, {key: tensor}, {-2: 5})),
+        (
+            s.Event(
+                step=12,
+                micro_batch=1,
+                phase="backward",
+                module="encoder",
+                what=s.ACTIVATION_GRADIENT,
+                tensor="encoder",
+                value="nan",
+                loss_scale=65536.0,
+                last_maxima=(0.5, 3e38),
+                skipped=True,
+                forward_finite=False,
+                gradients_finite=False,
+                explanation="為: its outputs were finite",
+            ),
+        ),
+        ("No gradient of the head was seen.",),
+        s.Progress(
+            91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))
+        ),
+    )

@@ -1,0 +1,137 @@
+"""The laws of a session's records: what merging keeps, and that order and bracketing make no difference."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import made_sessions as made
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpinspect.exponents import merge
+from mpinspect.session import (
+    LEAST_WINDOW_LIMIT,
+    WINDOW_LIMIT,
+    LostUpdates,
+    Session,
+    TensorWindow,
+    Window,
+    add_counts,
+    coarsen,
+    coarsen_plan,
+    merge_tensor_windows,
+    merge_windows,
+    window_limit,
+)
+
+KEY = made.KEY
+
+
+@given(st.lists(made.peak_maps, max_size=4))
+def test_add_counts_adds_every_exponent(parts):
+    total = add_counts(parts)
+    assert list(total) == sorted({exponent for part in parts for exponent in part})
+    assert all(count == sum(part.get(exponent, 0) for part in parts) for exponent, count in total.items())
+
+
+@given(made.windows, made.windows, made.windows)
+def test_merging_windows_is_associative(a, b, c):
+    left = merge_windows(merge_windows(a, b), c)
+    assert left == merge_windows(a, merge_windows(b, c))
+    assert left == merge_windows(a, b, c)
+
+
+@given(st.lists(made.tensor_windows, min_size=2, max_size=4))
+def test_merged_tensor_windows_keep_counts_and_the_worst_of_the_rest(parts):
+    merged = merge_tensor_windows(parts)
+    assert merged == merge_tensor_windows(parts[::-1])
+    assert merged.histogram == merge(part.histogram for part in parts)
+    assert merged.samples == sum(part.samples for part in parts)
+    assert merged.numel_max == max(part.numel_max for part in parts)
+    assert set(merged.dtypes) == {dtype for part in parts for dtype in part.dtypes}
+    floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
+    assert merged.floor_exponent == (max(floors) if floors else None)
+    for name, updates in merged.lost_updates.items():
+        assert updates.lost == sum(part.lost_updates[name].lost for part in parts if name in part.lost_updates)
+
+
+def test_merging_keeps_the_format_that_flushes_most():
+    histogram = made.step_window(0).tensors[KEY].histogram
+    parts = {
+        name: TensorWindow(histogram, 1, passed_through=name) for name in ("float32", "bfloat16", "float16", "new")
+    }
+    assert merge_tensor_windows([parts["bfloat16"], parts["float16"]]).passed_through == "float16"
+    assert merge_tensor_windows([parts["float32"], parts["bfloat16"]]).passed_through == "bfloat16"
+    assert merge_tensor_windows([parts["new"], parts["float16"]]).passed_through == "new"
+
+
+def test_totals_follow_the_order_of_watching_and_leave_out_what_was_never_seen():
+    session = made.full_session()
+    (key,) = [info.key for info in session.watched]
+    unwatched = made.step_window(3)
+    totals = Session(watched=session.watched, windows=(unwatched, *session.windows)).totals()
+    assert list(totals) == [key, KEY]
+    assert totals[key].samples == 8
+    assert (
+        totals[key].histogram == session.windows[0].tensors[key].histogram + session.windows[1].tensors[key].histogram
+    )
+    assert Session(watched=session.watched).totals() == {}
+
+
+def test_gradient_peaks_of_a_run_are_those_of_its_windows():
+    assert made.full_session().gradient_peaks() == {-3: 4, -2: 5}
+
+
+def test_lost_updates_add_and_are_measured_only_if_all_were():
+    assert LostUpdates(1, 4, True) + LostUpdates(2, 6, False) == LostUpdates(3, 10, False)
+    assert LostUpdates(1, 4).fraction == 0.25
+    assert LostUpdates(0, 0).fraction == 0.0
+
+
+@given(st.integers(0, 60), st.integers(1, 20))
+def test_coarsening_keeps_totals_and_order(steps, limit):
+    windows = [made.step_window(step) for step in range(steps)]
+    coarse = coarsen(windows, limit)
+    assert len(coarse) <= limit
+    assert Session(windows=coarse).totals() == Session(windows=tuple(windows)).totals()
+    assert Session(windows=coarse).gradient_peaks() == Session(windows=tuple(windows)).gradient_peaks()
+    edges = [(window.first_step, window.last_step) for window in coarse]
+    assert [step for first, last in edges for step in range(first, last + 1)] == list(range(steps))
+
+
+def test_windows_stay_about_equally_long_over_many_coarsenings():
+    windows: tuple[Window, ...] = ()
+    for step in range(2000):
+        windows = (*windows, made.step_window(step))
+        if len(windows) > 16:
+            windows = coarsen(windows, 8)
+            lengths = [window.sampled_steps for window in windows]
+            # No two neighbours could have been one, and twice the length would leave too few.
+            assert all(a + b > max(lengths) for a, b in pairwise(lengths))
+            assert 3 <= len(lengths) <= 8
+    assert sum(window.sampled_steps for window in windows) == 2000
+
+
+def test_few_windows_are_left_as_they_are():
+    windows = tuple(made.step_window(step) for step in range(5))
+    assert all(kept is window for kept, window in zip(coarsen(windows), windows, strict=True))
+    assert coarsen(()) == ()
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 10))
+def test_the_plan_covers_every_window_once(sizes, limit):
+    plan = coarsen_plan(sizes, limit)
+    assert len(plan) <= limit
+    assert [index for group in plan for index in group] == list(range(len(sizes)))
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        coarsen([made.step_window(0)], 0)
+
+
+def test_the_limit_falls_with_the_number_of_tensors():
+    assert window_limit(0) == window_limit(512) == WINDOW_LIMIT
+    assert window_limit(1000) == 65
+    assert window_limit(10**6) == LEAST_WINDOW_LIMIT
