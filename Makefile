@@ -1,0 +1,75 @@
+# Everything runs in .venv, which any target makes when it needs it: a bare machine needs make and Python >= 3.10.
+
+PYTHON ?= python3
+# A local wheel or an index of your own will do too: make demo TORCH="torch --index-url https://..."
+TORCH ?= torch==2.13.0
+# Test processes, one thread each.
+JOBS ?= 2
+# What pytest gets beside: make test ARGS='tests/test_session.py -k coarsen'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.package ## train a small language model with the inspector on; show what it found
+	$(BIN)/mpinspect demo
+
+.PHONY: test
+test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+.PHONY: check
+check: lint test ## all that CI runs: lint, then test
+
+.PHONY: lint
+lint: $(VENV)/.dev ## ruff (rules and format) and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(VENV)/.dev ## let ruff format the code and mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(VENV)/.bench ## run every benchmark
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+.PHONY: clean
+clean: ## remove .venv, caches and build output (your runs stay)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find mpinspect tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- set-up, once: a stamp per step, renewed when pyproject.toml changes ------------------------------------------------
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "mpinspect needs Python 3.10 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "venv is missing; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing $(TORCH) into $(VENV) (the first time this takes a few minutes)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.torch pyproject.toml
+	@echo "installing mpinspect into $(VENV)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "installing mpinspect and what its tests need into $(VENV)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.package
+
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "installing what the benchmarks compare with into $(VENV)"
+	@$(PIP) -e '.[dev,bench]'
+	@touch $@

@@ -1,0 +1,63 @@
+"""What every test shares: the --update-golden switch, a deterministic torch, and GPU tests skipped with their reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the files in tests/golden, then look at the diff"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    reason = _why_no_gpu()
+    if reason:
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: the text equals tests/golden/``name``; rewritten under --update-golden."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"{path.name} is missing: run pytest with --update-golden and look at what it wrote"
+        assert text == path.read_text(encoding="utf-8"), f"{name} changed; if that is meant, run with --update-golden"
+
+    return check
+
+
+@pytest.fixture
+def deterministic_torch() -> Iterator[int]:
+    """Seed 0, deterministic algorithms; the random state and the switch are put back afterwards. Gives the seed."""
+    import torch
+
+    before, state = torch.are_deterministic_algorithms_enabled(), torch.get_rng_state()
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    yield 0
+    torch.use_deterministic_algorithms(before)
+    torch.set_rng_state(state)
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    built = "torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+    return f"needs a CUDA device: {built}"
