@@ -144,13 +144,13 @@ class Inspector:
         """The sinks that keep the run in ``log_dir``, and what went wrong with it."""
         if log_dir is None:
             return [], []
+        from mpinspect.reports.tensorboard import TensorBoardSink
+
         try:
             path, trouble = _free_directory(Path(log_dir))
             writer = SessionWriter(path, info)
         except (SessionError, OSError) as error:
             return [], [f"nothing is written to {log_dir}: {error}. The run is kept in memory: save the report yourself"]
-        from mpinspect.reports.tensorboard import TensorBoardSink
-
         self.log_dir = path
         return [writer, TensorBoardSink(path)], trouble
 

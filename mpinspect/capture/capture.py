@@ -122,6 +122,7 @@ class Capture:
         self._computed_in: dict[str, torch.dtype] = {}
         self._root_scale: BackwardScale | None = None
         self._any_scaled = False
+        self._scaler_has_stepped = False
         self._stepping: set[int] = set()
         self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
         self._task = -1
@@ -153,6 +154,14 @@ class Capture:
         if self.clock.begun:
             self._end_step()
         self.collect(wait=True)
+        self._say_what_was_odd()
+
+    def _say_what_was_odd(self) -> None:
+        if self._scalers and self._any_scaled and self.clock.backwards and not self._scaler_has_stepped:
+            self._recording.note(
+                "the scaler scaled losses of this model and stepped no optimizer of it: its skips and its found_inf were not "
+                "seen. Call scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
+            )
 
     @guarded
     def collect(self, wait: bool) -> None:
@@ -425,6 +434,7 @@ class Capture:
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` begins."""
         self._stepping.add(id(optimizer))
+        self._scaler_has_stepped = self._scaler_has_stepped or self._is_ours(optimizer)
 
     @guarded
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:

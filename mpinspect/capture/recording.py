@@ -18,12 +18,13 @@ from mpinspect.session import (
     Window,
     coarsen,
     merge_windows,
+    window_limit,
 )
 
-#: Windows held in memory; twice as many are merged back to this.
-WINDOW_LIMIT = 128
 #: Events held; what follows is the same trouble again.
 EVENT_LIMIT = 1000
+#: Changes of the loss scale held: a dynamic scaler makes two every couple of thousand steps.
+SCALE_LIMIT = 1000
 #: Least time between two writes, and how many times a write's own cost must pass between two (2% at most).
 WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 50
@@ -100,7 +101,7 @@ class Recording:
         """The loss scale of a step; kept where it changes."""
         scales = self.progress.scales
         if not scales or scales[-1].scale != scale:
-            self._progress(scales=(*scales[-WINDOW_LIMIT:], ScaleChange(step, scale)))
+            self._progress(scales=(*scales[-SCALE_LIMIT:], ScaleChange(step, scale)))
 
     def scale_unknown(self, reason: str) -> None:
         """A backward ran whose loss scale can't be known."""
@@ -116,8 +117,8 @@ class Recording:
         """Take a closed window; the longer the run, the longer the windows."""
         self._windows.append(window)
         self._unwritten.append(window)
-        if len(self._windows) >= 2 * WINDOW_LIMIT:
-            self._windows = list(coarsen(self._windows, WINDOW_LIMIT))
+        if len(self._windows) >= 2 * window_limit(len(self._watched)):
+            self._windows = list(coarsen(self._windows))
             self._steps_per_window *= 2
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:

@@ -1,0 +1,44 @@
+"""Which machine a result comes from, and the file it is kept in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpinspect
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, GPU and versions, without the host's name."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "mpinspect": mpinspect.__version__,
+    }
+
+
+def write_results(path: str | Path, results: Any) -> None:
+    """Write results, the machine and today's date as JSON."""
+    document = {"date": datetime.date.today().isoformat(), "machine": machine(), "results": results}
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())

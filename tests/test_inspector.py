@@ -1,0 +1,298 @@
+"""The inspector as a user meets it: what it records, what it says of bad input, what it leaves in the log directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from models import cnn
+from torch import nn
+
+import mpinspect
+from mpinspect import Inspector, MpinspectWarning, Session
+from mpinspect.capture.recording import EVENT_LIMIT, Recording
+from mpinspect.session import WINDOW_LIMIT, Event, RunInfo, TensorKey, Window
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def _trained(model: nn.Module, steps: int = 3, **options: object) -> Inspector:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, **options) as inspector:
+        for _ in range(steps):
+            _step(model, optimizer, torch.randn(8, 4))
+    return inspector
+
+
+# -- the object -------------------------------------------------------------------------------------------------------
+
+
+def test_attach_and_detach_beside_the_context_manager() -> None:
+    model = nn.Linear(4, 1)
+    inspector = Inspector(model)
+    assert inspector.attach() is inspector
+    model(torch.ones(1, 4)).sum().backward()
+    inspector.detach()
+    inspector.detach()
+    assert not model._forward_hooks
+    with pytest.raises(RuntimeError, match="make a new Inspector"):
+        inspector.attach()
+    assert inspector.session().progress.ended
+
+
+def test_attaching_twice_is_an_error() -> None:
+    with Inspector(nn.Linear(1, 1)) as inspector, pytest.raises(RuntimeError, match="attached already"):
+        inspector.attach()
+
+
+def test_a_report_while_the_run_goes_on() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model) as inspector:
+        for steps in (1, 2):
+            _step(model, optimizer, torch.ones(1, 4))
+            report = inspector.report()
+            assert report.session.progress.steps == steps
+            assert report.session.totals()[TensorKey("weight", "weight_gradient")].samples == steps
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"every": 0}, ValueError, "every=0"),
+        ({"every": True}, ValueError, "every=True"),
+        ({"every": 2.0}, ValueError, "whole number"),
+        ({"capture": ("gradients",)}, ValueError, "unknown kinds"),
+        ({"capture": "weights"}, ValueError, "weight_gradient"),
+        ({"loss_scale": 0.0}, ValueError, "positive"),
+        ({"loss_scale": "128"}, TypeError, "number or a callable"),
+        ({"loss_scale": float("inf")}, ValueError, "finite"),
+        ({"optimizers": [3]}, TypeError, "Optimizer"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Inspector(nn.Linear(1, 1), **options)
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(TypeError, match="not function"):
+        Inspector(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_include_and_exclude() -> None:
+    model = cnn().model
+    with Inspector(model, include=["block.*", "head"], exclude="*.norm") as inspector:
+        model(torch.randn(2, 1, 8, 8)).sum().backward()
+    names = {key.name for key in inspector.session().totals()}
+    assert names == {"block.conv", "block.conv.weight", "block.conv.bias", "head", "head.weight", "head.bias"}
+
+
+def test_include_names_a_container() -> None:
+    model = cnn().model
+    with Inspector(model, include="block", capture="activation") as inspector:
+        model(torch.randn(2, 1, 8, 8))
+    assert set(inspector.session().totals()) == {TensorKey("block", "activation")}
+
+
+def test_the_record_of_a_long_run_is_bounded_and_exact() -> None:
+    recording = Recording(RunInfo())
+    steps = 5 * WINDOW_LIMIT
+    for step in range(steps):
+        recording.add_window(Window(step, step, 1, {}, {0: 1}))
+    windows = recording.session().windows
+    assert len(windows) < 2 * WINDOW_LIMIT
+    assert sum(window.sampled_steps for window in windows) == steps
+    assert recording.session().gradient_peaks() == {0: steps}
+
+
+def test_events_are_bounded() -> None:
+    recording = Recording(RunInfo())
+    with pytest.warns(MpinspectWarning, match="not listed"):
+        for step in range(EVENT_LIMIT + 10):
+            recording.event(Event(step, 0, "forward", "", "activation", "", "nan"))
+    assert len(recording.session().events) == EVENT_LIMIT
+
+
+# -- bad input: a clear message, and the training goes on -------------------------------------------------------------
+
+
+def test_nothing_ran() -> None:
+    with Inspector(nn.Linear(1, 1)) as inspector:
+        pass
+    text = str(inspector.report())
+    assert "no forward ran" in text
+    assert not inspector.report().loss_scale.available
+
+
+def test_no_backward_ran() -> None:
+    model = nn.Linear(1, 1)
+    with Inspector(model) as inspector:
+        model(torch.ones(1, 1))
+    report = inspector.report()
+    assert not report.loss_scale.available
+    assert "backward" in str(report)
+
+
+def test_a_model_without_parameters() -> None:
+    model = nn.ReLU()
+    with pytest.warns(MpinspectWarning, match="no parameters"), Inspector(model) as inspector:
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    assert inspector.session().totals()[TensorKey("", "activation_gradient")].histogram.nonzero == 2
+
+
+def test_everything_frozen() -> None:
+    model = nn.Linear(1, 1).requires_grad_(False)
+    with pytest.warns(MpinspectWarning, match="frozen"), Inspector(model) as inspector:
+        model(torch.ones(1, 1))
+    assert "requires_grad" in str(inspector.report())
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    model = nn.Linear(4, 1)
+    with pytest.warns(MpinspectWarning, match="'decoder"):
+        inspector = _trained(model, include=["decoder.*", "weight"])
+    assert set(inspector.session().totals()) == {TensorKey("weight", "weight_gradient")}
+
+
+def test_a_scaler_that_steps_no_optimizer_of_the_model() -> None:
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.warns(MpinspectWarning, match="no optimizer"), Inspector(model, scalers=scaler) as inspector:
+        for _ in range(2):
+            scaler.scale(model(other(torch.ones(1, 1))).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+    assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 2
+
+
+def test_nan_everywhere() -> None:
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, float("nan"))
+    inspector = _trained(model)
+    report = inspector.report()
+    assert report.events
+    assert not report.loss_scale.available
+    assert "nan" in str(report).lower()
+
+
+def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "taken"
+    path.write_text("something else")
+    with pytest.warns(MpinspectWarning, match="kept in memory"):
+        inspector = _trained(nn.Linear(4, 1), log_dir=path)
+    assert inspector.log_dir is None
+    assert inspector.session().progress.steps == 3
+    assert path.read_text() == "something else"
+
+
+def test_a_log_dir_that_cannot_be_made() -> None:
+    with pytest.warns(MpinspectWarning, match="kept in memory"):
+        inspector = _trained(nn.Linear(4, 1), log_dir="/proc/nowhere/run")
+    assert inspector.session().progress.steps == 3
+
+
+def test_a_log_dir_that_holds_another_run(tmp_path: Path) -> None:
+    first = _trained(nn.Linear(4, 1), steps=2, log_dir=tmp_path / "run")
+    with pytest.warns(MpinspectWarning, match="holds another run"):
+        second = _trained(nn.Linear(4, 1), steps=3, log_dir=tmp_path / "run")
+    assert (first.log_dir, second.log_dir) == (tmp_path / "run", tmp_path / "run-2")
+    assert Session.load(tmp_path / "run").progress.steps == 2
+    assert Session.load(tmp_path / "run-2").progress.steps == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own writer thread
+def test_a_log_dir_that_vanishes_under_way(tmp_path: Path) -> None:
+    import shutil
+
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(), Inspector(model, log_dir=tmp_path / "run") as inspector:
+        warnings.simplefilter("ignore", MpinspectWarning)
+        for step in range(4):
+            _step(model, optimizer, torch.ones(1, 4))
+            if step == 1:
+                shutil.rmtree(tmp_path / "run")
+            inspector._recording.write()
+    assert inspector.session().progress.steps == 4
+    assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 4
+
+
+def test_warnings_as_errors_do_not_stop_the_training() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inspector = _trained(nn.Linear(4, 1), include=["nothing.*", "weight"])
+    assert inspector.session().progress.steps == 3
+    assert any("matches no module" in note for note in inspector.session().notes)
+
+
+# -- the run directory ----------------------------------------------------------------------------------------------
+
+
+def test_the_session_file_holds_what_the_inspector_holds(tmp_path: Path) -> None:
+    inspector = _trained(nn.Linear(4, 1), 5, log_dir=tmp_path / "run")
+    held, kept = inspector.session(), Session.load(tmp_path / "run")
+    assert kept.totals() == held.totals()
+    assert kept.watched == held.watched
+    assert kept.events == held.events
+    assert kept.progress == held.progress
+    assert kept.info == held.info
+    assert list((tmp_path / "run").glob("events.out.tfevents.*"))
+
+
+_ENDLESS_RUN = """
+import sys, torch, mpinspect
+from mpinspect.capture import recording
+recording.WRITE_INTERVAL_S = 0.0
+recording.WRITE_COST_FACTOR = 0
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with mpinspect.Inspector(model, log_dir=sys.argv[1]):
+    step = 0
+    while True:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        step += 1
+        print(step, flush=True)
+"""
+
+
+def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", _ENDLESS_RUN, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if int(line) == 40:
+            break
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    result = subprocess.run(
+        [sys.executable, "-m", "mpinspect", "report", str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "weight" in result.stdout
+    session = Session.load(tmp_path / "run")
+    # Each step was its own interval here.
+    assert session.progress.steps >= 39
+    assert not session.progress.ended
+    assert session.totals()[TensorKey("weight", "weight_gradient")].samples >= 39
+
+
+def test_the_public_face() -> None:
+    for name in mpinspect.__all__:
+        assert getattr(mpinspect, name) is not None

@@ -1,0 +1,159 @@
+"""Lost updates: tested by rounding w + dw itself, against numpy's correctly rounded casts."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.capture.updates import lost_updates, unmoved
+from mpinspect.session import LostUpdates, TensorKey, TensorWindow
+
+DTYPES = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
+
+
+def _oracle(weight: np.ndarray, update: np.ndarray, dtype: torch.dtype) -> tuple[int, int]:
+    """Neighbour by neighbour in exact float64 arithmetic: is w16 still the nearest (ties: the even code) to w16 + dw?"""
+    stored = torch.tensor(weight).to(dtype)
+    w16 = stored.to(torch.float64).numpy()
+    codes = stored.view(torch.int16).numpy().astype(np.int32)
+    counted = np.isfinite(w16) & np.isfinite(update) & (update != 0)
+    lost = 0
+    for index in np.flatnonzero(counted):
+        total = w16[index] + np.float64(update[index])
+        # Double rounding would show in dtype(float32(total)); numpy and ml_dtypes round float64 as they are told.
+        if dtype == torch.float16:
+            with np.errstate(over="ignore"):
+                lost += bool(np.float16(total) == np.float16(w16[index]))
+        else:
+            lost += _rounds_back(Fraction(float(update[index])), int(codes[index]))
+    return lost, int(counted.sum())
+
+
+def _rounds_back(update: Fraction, code: int) -> bool:
+    """In exact rational arithmetic: no neighbour of the weight is nearer to weight + update (or as near and even)."""
+    magnitude = code & 0x7FFF
+    own = _bfloat16(magnitude)
+    outward = -update if code & 0x8000 else update
+    neighbours = [_bfloat16(magnitude + 1), _bfloat16(magnitude - 1) if magnitude else -_bfloat16(1)]
+    distances = [abs(own + outward - neighbour) for neighbour in neighbours]
+    return abs(outward) < min(distances) or (abs(outward) == min(distances) and magnitude % 2 == 0)
+
+
+def _bfloat16(code: int) -> Fraction:
+    return Fraction(float(np.array(code, np.int16).view(ml_dtypes.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "update", "lost"),
+    [
+        (torch.bfloat16, 1.0, -(2.0**-9), True),
+        (torch.bfloat16, 1.0, 2.0**-8, True),
+        (torch.bfloat16, 1.0, -(2.0**-9) * 1.01, False),
+        (torch.bfloat16, 1.0, 2.0**-8 * 1.01, False),
+        (torch.float16, 1.0, 2.0**-11, True),
+        (torch.float16, 1.0, -(2.0**-12), True),
+        (torch.float16, 1.0, 2.0**-11 * 1.001, False),
+        (torch.float16, 1.0, -(2.0**-12) * 1.001, False),
+        (torch.float16, -1.0, 2.0**-12, True),
+        (torch.float16, 1.0 + 2.0**-10, 2.0**-11, False),
+        (torch.float16, 0.0, 2.0**-25, True),
+        (torch.float16, 0.0, -(2.0**-25) * 1.001, False),
+        (torch.float16, 65504.0, 15.0, True),
+        (torch.float16, 65504.0, 16.0, False),
+    ],
+)
+def test_known_ties(dtype: torch.dtype, weight: float, update: float, lost: bool) -> None:
+    assert lost_updates(torch.tensor([weight]), torch.tensor([update]), dtype).tolist() == [int(lost), 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_updates_against_exact_rounding(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    n = 4000
+    sign = rng.choice([-1.0, 1.0], n)
+    weight = (np.exp2(rng.uniform(-28, 15.9, n)) * sign).astype(np.float32)
+    update = (weight * np.exp2(rng.uniform(-16, -5, n)) * rng.choice([-1.0, 1.0], n)).astype(np.float32)
+    weight[:50] = 0
+    weight[50:300] = np.exp2(rng.integers(-24, 15, 250))
+    update[:50] = np.exp2(rng.integers(-30, -20, 50))
+    update[50:300] = weight[50:300] * np.exp2(rng.integers(-14, -6, 250)) * rng.choice([-1.0, 1.0], 250)
+    assert tuple(lost_updates(torch.tensor(weight), torch.tensor(update), dtype).tolist()) == _oracle(weight, update, dtype)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(width=16, allow_nan=False, allow_infinity=False),
+    st.floats(width=32, min_value=-(2.0**20), max_value=2.0**20, allow_nan=False),
+)
+def test_any_fp16_weight_and_update(weight: float, update: float) -> None:
+    arrays = np.array([weight], np.float32), np.array([update], np.float32)
+    found = lost_updates(torch.tensor(arrays[0]), torch.tensor(arrays[1]), torch.float16)
+    assert tuple(found.tolist()) == _oracle(*arrays, torch.float16)
+
+
+def test_unmoved_weights_with_a_gradient() -> None:
+    before, after = torch.tensor([1.0, 1.0, 1.0, 2.0]), torch.tensor([1.0, 1.5, 1.0, 2.0])
+    gradient = torch.tensor([0.5, 0.5, 0.0, float("inf")])
+    assert unmoved(before, after, gradient).tolist() == [1, 2]
+
+
+def _updates(inspector: Inspector, name: str = "weight") -> TensorWindow:
+    return inspector.session().totals()[TensorKey(name, "update")]
+
+
+def _train(model: nn.Module, lr: float, **options: object) -> Inspector:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with Inspector(model, **options) as inspector:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum().backward()
+            optimizer.step()
+    return inspector
+
+
+def test_updates_of_fp32_weights_are_asked_for() -> None:
+    """Gradient 1, weight 1, rate 2^-12: below FP16's half gap above 1, but weights shrink, and 2^-12 is the tie below it."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    found = _updates(_train(model, 2.0**-12, capture=("update",)))
+    assert found.lost_updates["bfloat16"] == LostUpdates(12, 12)
+    # Steps 1 and 2: the weight rounds to 1, and 1 - 2^-12 is a tie that goes back to the even code of 1. Step 3: the weight
+    # is 1 - 2^-11, an odd code, and the tie goes away from it.
+    assert found.lost_updates["float16"] == LostUpdates(8, 12)
+    assert (found.samples, found.histogram.nonzero) == (3, 12)
+    assert found.histogram.max_abs == 2.0**-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_updates_of_half_weights_are_captured_by_default_and_measured(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 1, bias=False).to(dtype)
+    nn.init.ones_(model.weight)
+    name = str(dtype).removeprefix("torch.")
+    lost = _updates(_train(model, 2.0**-13, loss_scale=1.0)).lost_updates
+    assert lost == {name: LostUpdates(12, 12, measured=True)}
+    moved = _updates(_train(model, 0.5, loss_scale=1.0)).lost_updates
+    assert moved == {name: LostUpdates(0, 12, measured=True)}
+
+
+def test_updates_are_not_captured_for_fp32_weights_unless_asked() -> None:
+    inspector = _train(nn.Linear(4, 1), 0.1)
+    assert not [key for key in inspector.session().totals() if key.kind == "update"]
+
+
+def test_a_skipped_step_has_no_update() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with Inspector(model, capture=("update",)) as inspector:
+        scaler.scale(model(torch.full((1, 4), float("inf"))).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert inspector.session().totals() == {}
