@@ -105,7 +105,9 @@ def _in_forward(look: Seen, seen: Sequence[Seen], inputs: dict[str, set[int]], l
     if look.module in leaves and bad_inputs:
         parent = look.module.rpartition(".")[0]
         where = f"in the code of {parent!r}" if parent else "in the model's own code or in the data,"
-        return Culprit(FORWARD, parent, look, f"it arose {where} before {look.module!r}, whose input was not finite already")
+        return Culprit(
+            FORWARD, parent, look, f"it arose {where} before {look.module!r}, whose input was not finite already"
+        )
     return Culprit(FORWARD, look.module, look, "its output was the first that was not finite; what went in was finite")
 
 
@@ -140,7 +142,9 @@ def _in_code_after(look: Seen, producer: str, finite_at_output: set[str]) -> Cul
         if container in finite_at_output:
             reason = f"the gradient at its output was finite, the one at {producer!r} inside it was not: it arose in its own code"
             return Culprit(BACKWARD, container, look, reason)
-    reason = "the gradient arriving at its output was not finite: it arose in the code after it (the loss, or a function)"
+    reason = (
+        "the gradient arriving at its output was not finite: it arose in the code after it (the loss, or a function)"
+    )
     return Culprit(BACKWARD, producer, look, reason)
 
 
@@ -153,7 +157,11 @@ def _containers(module: str) -> list[str]:
 def _innermost(modules: Sequence[str]) -> list[str]:
     """The modules that do not contain another of them."""
     unique = list(dict.fromkeys(modules))
-    return [one for one in unique if not any(other != one and (one == "" or other.startswith(one + ".")) for other in unique)]
+    return [
+        one
+        for one in unique
+        if not any(other != one and (one == "" or other.startswith(one + ".")) for other in unique)
+    ]
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool:

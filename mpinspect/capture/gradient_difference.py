@@ -7,21 +7,24 @@ import math
 import torch
 
 from mpinspect.counting import count_exponents
+from mpinspect.exponents import ExponentHistogram
 
 
 class GradientDifference:
-    """Counts and sums, in float64, over any number of pairs of gradients of one parameter.
+    """Counts, and sums in float64, over any number of pairs of gradients of one parameter.
+
+    Attributes:
+        vanished: the *reference's* values of the elements that are not zero there and came out zero in the FP16 pass.
+        infs, nans: elements of the FP16 pass.
+        in_half: whether every finite value of the FP16 pass, still scaled, is one that FP16 has.
 
     Args:
-        flush_edge: magnitudes up to it are flushed by the format of the pass.
-        loss_scale: what the gradients of the pass are multiplied by.
+        loss_scale: what the gradients of the FP16 pass are multiplied by.
     """
 
-    def __init__(self, flush_edge: float, loss_scale: float) -> None:
-        self._edge = flush_edge / loss_scale
+    def __init__(self, loss_scale: float) -> None:
         self._scale = loss_scale
-        self.flushed = 0
-        self.lost_upstream = 0
+        self.vanished = ExponentHistogram.empty()
         self.infs = 0
         self.nans = 0
         self.in_half = True
@@ -36,11 +39,8 @@ class GradientDifference:
         self.infs += counts.infs
         self.nans += counts.nans
         self.in_half &= _holds_half(half)
-        zero = (half == 0) & (reference != 0) & reference.isfinite()
-        self.flushed += int(zero.sum())
-        exact = reference.double()
-        self.lost_upstream += int((zero & (exact.abs() > self._edge)).sum())
-        self._add_sums(exact, half.double() / self._scale)
+        self.vanished += count_exponents(reference[(half == 0) & (reference != 0) & reference.isfinite()])
+        self._add_sums(reference.double(), half.double() / self._scale)
 
     def _add_sums(self, reference: torch.Tensor, half: torch.Tensor) -> None:
         error = half - reference
@@ -54,11 +54,9 @@ class GradientDifference:
     @property
     def cosine(self) -> float | None:
         """Cosine of the angle between both; None where one is zero or not finite."""
-        squares = self._reference_square * self._half_square
-        if not self._all_finite or not squares:
-            return None
-        # Rounding may take it a hair beyond 1.
-        return max(-1.0, min(1.0, self._product / math.sqrt(squares)))
+        norms = math.sqrt(self._reference_square) * math.sqrt(self._half_square) if self._all_finite else 0.0
+        # Rounding may take the quotient a hair beyond 1.
+        return max(-1.0, min(1.0, self._product / norms)) if norms else None
 
     @property
     def relative_error(self) -> float | None:
@@ -74,6 +72,5 @@ def _flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _holds_half(values: torch.Tensor) -> bool:
-    """Whether every finite value is one that FP16 has."""
     finite = values[values.isfinite()]
     return bool((finite.half().to(finite.dtype) == finite).all())

@@ -39,11 +39,48 @@ _PRODUCTS = frozenset(
 )
 
 #: Functions that CUDA's autocast runs in FP32 and the CPU's does not, under the names that torch, Tensor or functional give them.
-_FLOAT32_NAMES = """
-    __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm
-    layer_norm log log10 log1p log2 log_softmax norm normalize pow prod reciprocal renorm rms_norm rsqrt sinh softmax softmin
-    softplus sum tan
-""".split()
+_FLOAT32_NAMES = (
+    *(
+        "__pow__",
+        "__rdiv__",
+        "__rpow__",
+        "__rtruediv__",
+        "acos",
+        "asin",
+        "cosh",
+        "cosine_similarity",
+        "cumprod",
+        "cumsum",
+    ),
+    *(
+        "dist",
+        "erfinv",
+        "exp",
+        "expm1",
+        "group_norm",
+        "layer_norm",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "log_softmax",
+        "norm",
+    ),
+    *(
+        "normalize",
+        "pow",
+        "prod",
+        "reciprocal",
+        "renorm",
+        "rms_norm",
+        "rsqrt",
+        "sinh",
+        "softmax",
+        "softmin",
+        "softplus",
+    ),
+    *("sum", "tan"),
+)
 
 #: Recurrent layers: oneDNN's fused kernel has no FP16 on most CPUs and hides its products.
 _RECURRENT_NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -56,7 +93,7 @@ def half_arithmetic() -> Iterator[None]:
     Use it around an FP16 autocast block *and* its backward. Attention is computed by its plain formula, with FP32
     scores. Affects the calling thread's operations; every setting is as before afterwards.
     """
-    with sdpa_kernel(SDPBackend.MATH), _Float32Functions(), _HalfProducts():
+    with sdpa_kernel(SDPBackend.MATH), _Float32Functions(), _HalfProducts():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -72,7 +109,7 @@ class _HalfProducts(TorchDispatchMode):
         return tree_map(_to_half, func(*tree_map(_to_float32, args), **tree_map(_to_float32, kwargs)))
 
 
-class _Float32Functions(TorchFunctionMode):
+class _Float32Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]
     """Hands FP32 copies of FP16 arguments to the functions that CUDA's autocast runs in FP32."""
 
     def __torch_function__(
@@ -87,7 +124,7 @@ class _Float32Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _named(names: list[str] | tuple[str, ...], *homes: object) -> frozenset[Callable[..., Any]]:
+def _named(names: tuple[str, ...], *homes: object) -> frozenset[Callable[..., Any]]:
     found = (getattr(home, name, None) for name in names for home in homes)
     return frozenset(function for function in found if function is not None)
 

@@ -107,7 +107,9 @@ class Recording:
         """A backward ran whose loss scale can't be known."""
         if self.progress.scale_known:
             self._progress(scale_known=False, scale_unknown_reason=reason)
-            self.note(f"the loss scale is not known ({reason}): counts are of the gradients as they are, without advice")
+            self.note(
+                f"the loss scale is not known ({reason}): counts are of the gradients as they are, without advice"
+            )
 
     def wants_window(self, sampled_steps: int) -> bool:
         """Whether the open window is long enough to be closed."""
@@ -168,4 +170,6 @@ class Recording:
                 tell(sink)
             except Exception as error:
                 self._sinks.remove(sink)
-                self.note(f"{type(sink).__name__} failed and is no longer written: {error}; the report is still complete")
+                self.note(
+                    f"{type(sink).__name__} failed and is no longer written: {error}; the report is still complete"
+                )

@@ -61,11 +61,6 @@ class ReferenceCounts:
         peaks = {max(highest): 1} if highest else {}
         self._windows.append(Window(len(self._windows), len(self._windows), 1, tensors, peaks))
 
-    def weight_gradients(self) -> dict[str, ExponentHistogram]:
-        """Histograms by parameter name, of all steps together."""
-        totals = self.session("").totals()
-        return {key.name: window.histogram for key, window in totals.items() if key.kind == WEIGHT_GRADIENT}
-
     def session(self, model: str) -> Session:
         """Everything counted, as a session of one window a step."""
         steps = len(self._windows)
@@ -82,7 +77,7 @@ class ReferenceCounts:
             for tensor in tensors_in(output):
                 # A leaf is a parameter or an input that the module handed on: its hook would stay behind.
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(gradient_arrived)
+                    tensor.register_hook(gradient_arrived)  # type: ignore[no-untyped-call]
 
         return forward_ran
 

@@ -24,6 +24,19 @@ from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, TensorWind
 
 IntArray = npt.NDArray[np.int64]
 
+#: Dtypes that values are rounded to before they can be counted.
+_NARROW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def passed_through(dtype: torch.dtype) -> str:
+    """Name of the narrow format that values of this dtype were rounded to; "float32" if none."""
+    return _NARROW.get(dtype, "float32")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The bare name: "float16" for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -74,8 +87,16 @@ class _Total:
 
     def add(self, row: IntArray) -> None:
         had, has = self.row[layout.HEADER :].any(), row[layout.HEADER :].any()
-        low = min(self.row[layout.MIN_BITS], row[layout.MIN_BITS]) if had and has else (self.row if had else row)[layout.MIN_BITS]
-        high = max(self.row[layout.MAX_BITS], row[layout.MAX_BITS]) if had and has else (self.row if had else row)[layout.MAX_BITS]
+        low = (
+            min(self.row[layout.MIN_BITS], row[layout.MIN_BITS])
+            if had and has
+            else (self.row if had else row)[layout.MIN_BITS]
+        )
+        high = (
+            max(self.row[layout.MAX_BITS], row[layout.MAX_BITS])
+            if had and has
+            else (self.row if had else row)[layout.MAX_BITS]
+        )
         self.row += row
         self.row[layout.MIN_BITS], self.row[layout.MAX_BITS] = low, high
 
@@ -128,9 +149,7 @@ class Tally:
         scale_seen: called with the step and the scale of its gradients (None: not known).
     """
 
-    def __init__(
-        self, drop: Callable[[str], None], scale_seen: Callable[[int, float | None], None]
-    ) -> None:
+    def __init__(self, drop: Callable[[str], None], scale_seen: Callable[[int, float | None], None]) -> None:
         self._drop = drop
         self._scale_seen = scale_seen
         self._pending: list[Sample] = []
@@ -167,7 +186,9 @@ class Tally:
         if not self._steps:
             return None
         tensors = {key: gathered.window() for key, gathered in self._open.items()}
-        window = Window(min(self._steps), max(self._steps), len(self._steps), tensors, dict(sorted(self._gradient_peaks.items())))
+        window = Window(
+            min(self._steps), max(self._steps), len(self._steps), tensors, dict(sorted(self._gradient_peaks.items()))
+        )
         self._open, self._steps, self._gradient_peaks = {}, [], {}
         return window
 
@@ -208,7 +229,9 @@ class Tally:
         """Add one row to its tensor; returns its unscaled peak exponent."""
         log2_scale = _log2(sample.scale)
         if log2_scale is None:
-            self._drop(f"a sample of {sample.key.name} was thrown away: its loss scale turned out to be no power of two")
+            self._drop(
+                f"a sample of {sample.key.name} was thrown away: its loss scale turned out to be no power of two"
+            )
             return None
         gathered = self._open.setdefault(sample.key, _Gathered())
         total = gathered.totals.get((log2_scale, len(row)))
@@ -291,6 +314,6 @@ def _peaks(rows: IntArray) -> list[int | None]:
     top = occupied.shape[1] - 1 - occupied[:, ::-1].argmax(axis=1)
     near_top = bins[np.arange(len(rows)), top, 2] > 0
     return [
-        lowest + int(index) + int(near) if used else None
-        for index, near, used in zip(top, near_top, occupied.any(axis=1), strict=True)
+        lowest + index + near if used else None
+        for index, near, used in zip(top.tolist(), near_top.tolist(), occupied.any(axis=1).tolist(), strict=True)
     ]

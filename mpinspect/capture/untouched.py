@@ -23,7 +23,7 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """The generators of torch (CPU, and every GPU once CUDA is in use), Python's ``random`` and NumPy's legacy one."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
@@ -85,9 +85,7 @@ class ModelState:
             if is_lazy(tensor):
                 raise ValueError(f"{name} has no shape yet (a lazy module): run one batch through the model first")
         self._tensors = [
-            _TensorState(
-                tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None, tensor.requires_grad
-            )
+            _TensorState(tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None, tensor.requires_grad)
             for _, tensor in found
         ]
 

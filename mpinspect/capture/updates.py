@@ -7,10 +7,18 @@ all lost, the first and the last because the gap below a power of two is half th
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+_EXPONENT_FIELD = 0x7F800000
 
 #: Storage formats asked about, by the names of mpinspect.formats.
 STORAGE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+#: Elements judged at a time on a CPU: the intermediate tensors stay in its caches, and torch does not split them over threads.
+_CHUNK = 1 << 15
 
 
 @torch.no_grad()
@@ -28,19 +36,29 @@ def lost_updates(weight: torch.Tensor, update: torch.Tensor, dtype: torch.dtype)
     Returns:
         int64 tensor of shape (2,) on the weight's device: (lost, non-zero).
     """
-    stored = weight.detach().to(dtype)
-    codes = stored.view(torch.int16).to(torch.int32) & 0x7FFF
-    magnitude = _value(codes, dtype)
-    # At the largest finite value the code above is inf; its step is that of the code below.
-    above = torch.where(_value(codes + 1, dtype).isinf(), 2 * magnitude - _value(codes - 1, dtype), _value(codes + 1, dtype))
-    below = torch.where(codes > 0, _value((codes - 1).clamp_min_(0), dtype), -above)
-    outward = torch.where(torch.signbit(stored), -update, update)
-    # Around zero both directions are alike.
-    half_gap = torch.where(outward >= 0, above - magnitude, magnitude - below) / 2
-    size = outward.abs()
-    even = (codes & 1) == 0
-    counted = (update != 0) & torch.isfinite(update) & torch.isfinite(magnitude)
-    lost = counted & ((size < half_gap) | ((size == half_gap) & even))
+    weight, update = weight.detach().reshape(-1), update.detach().reshape(-1)
+    if weight.device.type != "cpu" or weight.numel() <= _CHUNK:
+        return _lost(weight, update, dtype)
+    pieces = zip(torch.split(weight, _CHUNK), torch.split(update, _CHUNK), strict=True)
+    return torch.stack([_lost(*piece, dtype) for piece in pieces]).sum(dim=0)
+
+
+def _lost(weight: torch.Tensor, update: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    stored = weight.to(dtype)
+    value = stored.to(torch.float32)
+    magnitude = value.abs()
+    info = torch.finfo(dtype)
+    # Half the step between neighbours, from the exponent field alone; subnormals share the step of the smallest normal.
+    power = (magnitude.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
+    half_step = power.clamp_min(info.smallest_normal).mul_(info.eps / 2)
+    # Below a power of two the step is half as long (not below the smallest normal, where subnormals go on).
+    inward = torch.signbit(value) != torch.signbit(update)
+    shorter = inward.logical_and_(magnitude == power).logical_and_(magnitude > info.smallest_normal)
+    half_step = torch.where(shorter, half_step / 2, half_step)
+    size = update.abs()
+    even = (stored.view(torch.int16) & 1) == 0
+    counted = (size > 0).logical_and_(size < math.inf).logical_and_(magnitude < math.inf)
+    lost = (size == half_step).logical_and_(even).logical_or_(size < half_step).logical_and_(counted)
     return torch.stack([lost.sum(), counted.sum()])
 
 
@@ -57,8 +75,3 @@ def unmoved(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -
     """
     wanted = (gradient != 0) & torch.isfinite(gradient)
     return torch.stack([(wanted & (before == after)).sum(), wanted.sum()])
-
-
-def _value(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 values of magnitude codes."""
-    return codes.clamp_min(0).to(torch.int16).view(dtype).to(torch.float32)

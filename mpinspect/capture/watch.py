@@ -116,7 +116,9 @@ class Watch:
             consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
             consumers.append(module)
 
-    def output(self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None) -> None:
+    def output(
+        self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
+    ) -> None:
         """The forward's output (``row``: its counts, where it was counted already)."""
         self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
 
@@ -125,7 +127,13 @@ class Watch:
         self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
 
     def activation_gradient(
-        self, module: str, gradient: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None, is_input: bool
+        self,
+        module: str,
+        gradient: torch.Tensor,
+        number: int,
+        micro_batch: int,
+        row: torch.Tensor | None,
+        is_input: bool,
     ) -> None:
         """The gradient at a module's output, or at an input that no module was seen to make."""
         self._look(BACKWARD, ACTIVATION_GRADIENT, module, module, number, micro_batch, gradient, row, is_input=is_input)

@@ -1,0 +1,71 @@
+"""How the window of safe scales moves during a run: time blocks, and what a static and a dynamic scaler make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpinspect.analysis.report import TimeBlock
+from mpinspect.analysis.visibility import Visibility
+from mpinspect.exponents import merge
+from mpinspect.session import GRADIENT_KINDS, TensorKey, Window
+
+#: Blocks that a run is cut into: enough to see a trend, few enough that each holds many steps.
+MAX_BLOCKS = 8
+
+#: torch.amp.GradScaler's default growth interval, and the shortest that is suggested: an overflow costs a step in so many.
+LONGEST_GROWTH_INTERVAL = 2000
+SHORTEST_GROWTH_INTERVAL = 100
+
+#: Powers of two: the peaks of a steady training differ by one from block to block.
+LEAST_RISE = 2
+
+
+def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
+    """The windows in at most MAX_BLOCKS groups of neighbours with about as many sampled steps each."""
+    ordered = sorted(windows, key=lambda window: window.first_step)
+    whole = sum(window.sampled_steps for window in ordered)
+    blocks: dict[int, list[Window]] = {}
+    before = 0
+    for window in ordered:
+        middle = before + window.sampled_steps / 2
+        blocks.setdefault(int(MAX_BLOCKS * middle / whole) if whole else 0, []).append(window)
+        before += window.sampled_steps
+    return list(blocks.values())
+
+
+def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
+    """The gradients of a block of windows, merged."""
+    parts: dict[TensorKey, list[Visibility]] = {}
+    for window in block:
+        for key, tensor in window.tensors.items():
+            if key.kind in GRADIENT_KINDS:
+                parts.setdefault(key, []).append(Visibility.of(tensor))
+    return {key: _merged(seen) for key, seen in parts.items()}
+
+
+def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_INTERVAL) -> int:
+    """Steps after which a dynamic scaler should try twice the scale, to follow the window's rise.
+
+    Where the largest safe scale rises by d powers of two a step over the run, a scaler that grows by one in every 1/d steps
+    keeps up: 1/d, within 100 .. ``longest``. A rise of under LEAST_RISE is taken for chance. (A fall needs no interval:
+    the scaler backs off at once.)
+    """
+    known = [(block, block.log2_highest) for block in blocks if block.log2_highest is not None]
+    if len(known) < 2:
+        return longest
+    (first, before), (last, after) = known[0], known[-1]
+    steps = (last.first_step + last.last_step - first.first_step - first.last_step) / 2
+    if after - before < LEAST_RISE or steps <= 0:
+        return longest
+    return min(longest, max(SHORTEST_GROWTH_INTERVAL, int(steps / (after - before))))
+
+
+def moved(blocks: Sequence[TimeBlock]) -> int:
+    """Powers of two between the lowest and the highest ``log2_highest`` of the blocks."""
+    highest = [block.log2_highest for block in blocks if block.log2_highest is not None]
+    return max(highest) - min(highest) if highest else 0
+
+
+def _merged(parts: list[Visibility]) -> Visibility:
+    floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
+    return Visibility(merge(part.histogram for part in parts), max(floors) if floors else None)

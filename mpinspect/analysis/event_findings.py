@@ -1,0 +1,150 @@
+"""Infinities and NaNs: what they say about the run, and what a dynamic loss scale can and can't do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpinspect.analysis.report import Finding
+from mpinspect.analysis.wording import some
+from mpinspect.session import ACTIVATION, GRADIENT_KINDS, Event, Session, TensorKey, TensorWindow
+
+#: A dynamic scaler that skips more than one step in ten is no longer probing (its growth interval is hundreds of steps).
+SKIPPED_TOLERANCE = 0.1
+#: Fewer skips than this are no frequency.
+FEWEST_SKIPS = 3
+
+_ID = "non-finite-event"
+
+
+def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
+    """At most one finding for the forward and one for the backward; from the counts alone where nothing watched the steps."""
+    forward = [event for event in session.events if event.phase == "forward" or event.forward_finite is False]
+    backward = [event for event in session.events if event not in forward]
+    findings = []
+    if forward:
+        findings.append(_forward(forward))
+    if backward:
+        findings.append(_backward(backward, session))
+    return findings or _from_counts(totals)
+
+
+def _forward(events: Sequence[Event]) -> Finding:
+    first = min(events, key=lambda event: (event.step, event.micro_batch))
+    steps = {event.step for event in events}
+    skipped = len({event.step for event in events if event.skipped})
+    useless = (
+        f" The loss scale was backed off for it {_times(skipped)}, which can't help: the forward does not depend on it, and"
+        " every such step only takes half of the scale away."
+        if skipped
+        else ""
+    )
+    return Finding(
+        _ID,
+        "error",
+        first.module,
+        f"The forward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}.{useless}",
+        {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
+        f"Look at the inputs and the arithmetic of {first.module or 'the model'!r} at step {first.step}; where its values"
+        " grow beyond 65504, compute it in FP32 or BF16. No loss scale repairs a forward.",
+    )
+
+
+def _backward(events: Sequence[Event], session: Session) -> Finding:
+    first = min(events, key=lambda event: (event.step, event.micro_batch))
+    steps = sorted({event.step for event in events})
+    stepped = [event for event in events if event.skipped is False]
+    evidence = {**_evidence(first), "steps": len(steps), "skipped_steps": len({e.step for e in events if e.skipped})}
+    begin = f"The backward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}"
+    if stepped:
+        return Finding(
+            _ID,
+            "error",
+            first.module,
+            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound.",
+            evidence,
+            "Use a scaler that skips such steps (torch.amp.GradScaler), and start again from a checkpoint before that step.",
+        )
+    if not all(event.skipped for event in events):
+        return Finding(
+            _ID,
+            "warning",
+            first.module,
+            f"{begin}.",
+            evidence,
+            "Use a scaler that skips such steps (torch.amp.GradScaler).",
+        )
+    if _keeps_skipping(steps, session):
+        return Finding(
+            _ID,
+            "warning",
+            first.module,
+            f"{begin}; {len(steps)} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
+            " explains.",
+            evidence,
+            "Take the loss scale recommended here; if the scale is static, it is too large. NaNs at small scales are no"
+            " overflow: look at the backward of the module named.",
+        )
+    return Finding(
+        _ID,
+        "info",
+        first.module,
+        f"{begin}; the scaler skipped the step, as a dynamic loss scale does when it has grown too large.",
+        evidence,
+    )
+
+
+def _keeps_skipping(steps: Sequence[int], session: Session) -> bool:
+    """Whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over."""
+    opening = next((index for index, step in enumerate(steps) if step != index), len(steps))
+    later, rest = len(steps) - opening, session.progress.steps - opening
+    if rest <= 0:
+        scales = [event.loss_scale for event in session.events]
+        # Every step so far was skipped: hopeless where the scale does not fall.
+        return len(steps) >= FEWEST_SKIPS and len(set(scales)) == 1
+    return later >= FEWEST_SKIPS and later > SKIPPED_TOLERANCE * rest
+
+
+def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
+    """Where the steps were not watched, the counts still hold the infinities and NaNs of the sampled ones."""
+    broken = [key for key, window in totals.items() if window.histogram.infs or window.histogram.nans]
+    in_forward = [key.name for key in broken if key.kind == ACTIVATION]
+    names = in_forward or [key.name for key in broken if key.kind in GRADIENT_KINDS]
+    if not names:
+        return []
+    where = "the activations" if in_forward else "gradients"
+    elements = {name: sum(getattr(totals[key].histogram, name) for key in broken) for name in ("infs", "nans")}
+    return [
+        Finding(
+            _ID,
+            "error" if in_forward else "warning",
+            names[0],
+            f"There are {elements['infs']} infinities and {elements['nans']} NaNs in {where} of {some(names)}.",
+            {**elements, "layers": len(names)},
+            "Run with watch=True to learn in which step and module that begins.",
+        )
+    ]
+
+
+def _what(event: Event) -> str:
+    value = "an inf" if event.value == "inf" else "a NaN"
+    return f"the {event.what.replace('_', ' ')} of {event.module or 'the model'!r} held {value}"
+
+
+def _evidence(event: Event) -> dict[str, object]:
+    return {
+        "step": event.step,
+        "micro_batch": event.micro_batch,
+        "phase": event.phase,
+        "tensor": event.tensor,
+        "value": event.value,
+        "loss_scale": event.loss_scale,
+        "last_maxima": list(event.last_maxima),
+    }
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

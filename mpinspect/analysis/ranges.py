@@ -1,0 +1,75 @@
+"""Per tensor: what a format does to the values that were counted."""
+
+from __future__ import annotations
+
+from mpinspect.analysis.report import LayerReport
+from mpinspect.analysis.serving import least_log2_scale
+from mpinspect.analysis.visibility import Visibility
+from mpinspect.formats import FloatFormat
+from mpinspect.session import KINDS, Session, TensorInfo, TensorKey, TensorWindow, merge_tensor_windows
+
+
+def layer_reports(
+    session: Session, totals: dict[TensorKey, TensorWindow], format: FloatFormat, noise: frozenset[TensorKey]
+) -> tuple[LayerReport, ...]:
+    """One report a tensor, in the order in which they were watched; ``noise`` names those that hold rounding noise."""
+    return tuple(
+        layer_report(info, totals.get(info.key), format, rounding_noise=info.key in noise)
+        for info in tensor_infos(session, totals).values()
+    )
+
+
+def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> tuple[LayerReport, ...]:
+    """One report a kind over all of its tensors together. For orientation: a scale is judged layer by layer, never pooled."""
+    reports = []
+    for kind in KINDS:
+        parts = [window for key, window in totals.items() if key.kind == kind]
+        if parts:
+            reports.append(layer_report(TensorInfo("", kind, "", ""), merge_tensor_windows(parts), format))
+    return tuple(reports)
+
+
+def tensor_infos(session: Session, totals: dict[TensorKey, TensorWindow]) -> dict[TensorKey, TensorInfo]:
+    """What is known of every tensor: those watched, and those counted without having been announced."""
+    infos = {info.key: info for info in session.watched}
+    for key in totals:
+        infos.setdefault(key, TensorInfo(key.name, key.kind, key.name, ""))
+    return infos
+
+
+def layer_report(
+    info: TensorInfo,
+    window: TensorWindow | None,
+    format: FloatFormat,
+    *,
+    log2_scale: int = 0,
+    rounding_noise: bool = False,
+) -> LayerReport:
+    """What ``format`` does to one tensor's values times 2^log2_scale; all fields None if it was never seen.
+
+    ``log2_scale_needed``, ``max_log2_scale`` and ``range_offset`` are of the unscaled values whatever the scale.
+    """
+    if window is None or not window.samples:
+        return LayerReport(info.name, info.kind, info.module, info.module_type, 0, None)
+    histogram, seen = window.histogram, Visibility.of(window)
+    needed = least_log2_scale(histogram, format)
+    return LayerReport(
+        name=info.name,
+        kind=info.kind,
+        module=info.module,
+        module_type=info.module_type,
+        samples=window.samples,
+        histogram=histogram,
+        range_offset=histogram.range_offset(format),
+        flushed_fraction=seen.flushed_fraction(format, log2_scale),
+        already_flushed_fraction=seen.already_flushed_fraction(),
+        floor_exponent=window.floor_exponent,
+        subnormal_fraction=histogram.subnormal_fraction(format, log2_scale),
+        overflowed=histogram.overflowed_bounds(format, log2_scale)[1],
+        lost_l1_share=seen.lost_l1_share(format, log2_scale),
+        noise_to_signal=histogram.noise_to_signal(format, log2_scale),
+        log2_scale_needed=None if needed is None else max(needed, 0),
+        max_log2_scale=histogram.max_log2_scale(format),
+        lost_updates=dict(window.lost_updates) or None,
+        rounding_noise=rounding_noise,
+    )

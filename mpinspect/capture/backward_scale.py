@@ -1,0 +1,115 @@
+"""Which scale the backward that is running has: taken from the scaled loss itself as its backward begins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mpinspect.capture import loss_scale as scales
+from mpinspect.capture.loss_scale import BackwardScale
+from mpinspect.capture.outputs import tensors_in
+from mpinspect.capture.recording import Recording
+
+
+class ScaleOfBackward:
+    """Tells every backward's loss scale, at the moment of that backward.
+
+    A GradScaler's scaled loss carries a hook that fires before anything of the model: so the scale is that of *this*
+    backward, whichever scaler made it, and an unscaled backward beside it is known to be one.
+
+    Args:
+        loss_scale: of loops that scale by hand: a number, a callable, or None.
+        scalers: those given by the user.
+        fp16_weights: whether parameters are stored in FP16 (then a scale by hand is likely, and silence is no 1.0).
+        recording: takes the notes.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | Callable[[], Any] | None,
+        scalers: Iterable[Any],
+        fp16_weights: bool,
+        recording: Recording,
+    ) -> None:
+        self._by_hand = loss_scale
+        self._scalers = list(scalers)
+        self._fp16_weights = fp16_weights
+        self._recording = recording
+        self._of_scaled_loss: BackwardScale | None = None
+        self._task = -1
+        self._scale = scales.UNSCALED
+        self.any_scaled = False
+
+    @property
+    def by_scaler(self) -> bool:
+        """Whether the backward that is running began at a GradScaler's scaled loss."""
+        return self._of_scaled_loss is not None
+
+    def now(self, dtype: torch.dtype) -> tuple[BackwardScale, bool]:
+        """The scale of the backward that is running, and whether this is the first look at it. ``dtype``: of a gradient in it."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task and task != -1:
+            return self._scale, False
+        self._task = task
+        self._scale = self._find(dtype)
+        if self._scale.unknown:
+            self._recording.scale_unknown(self._scale.unknown)
+        return self._scale, True
+
+    def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
+        """A GradScaler scaled a loss. Returns the scaled losses that have a backward."""
+        self.any_scaled = True
+        scale = scales.from_scaler(scaler)
+        me = weakref.ref(self)
+
+        def backward_begins(gradient: torch.Tensor) -> None:
+            alive = me()
+            if alive is not None:
+                alive._begins(scale)
+
+        losses = [loss for loss in tensors_in(scaled) if loss.requires_grad and loss.grad_fn is not None]
+        for loss in losses:
+            loss.register_hook(backward_begins)
+        return losses
+
+    def _begins(self, scale: BackwardScale) -> None:
+        if self._of_scaled_loss is not None and self._of_scaled_loss.value != scale.value:
+            scale = BackwardScale(None, unknown="one backward ran through losses of different scales")
+        self._of_scaled_loss = scale
+        self._task = -1
+        # When this backward has ended its scale is over: another one may be unscaled.
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def _ended(self) -> None:
+        self._of_scaled_loss = None
+        self._task = -1
+
+    def _find(self, dtype: torch.dtype) -> BackwardScale:
+        if self._of_scaled_loss is not None:
+            return self._of_scaled_loss
+        if callable(self._by_hand):
+            return scales.from_callable(self._by_hand)
+        if self._by_hand is not None:
+            return scales.from_number(float(self._by_hand))
+        others = [scaler for scaler in self._scalers if not isinstance(scaler, torch.amp.GradScaler)]
+        if others:
+            return scales.from_scaler(others[0])
+        return scales.UNSCALED if self.any_scaled else self._without_scaling_seen(dtype)
+
+    def _without_scaling_seen(self, dtype: torch.dtype) -> BackwardScale:
+        if any(scaler.is_enabled() for scaler in self._scalers):
+            reason = (
+                "the scaler given has not scaled a loss through scaler.scale(); if you multiply by its scale yourself, "
+            )
+            return BackwardScale(None, unknown=reason + "pass loss_scale=scaler.get_scale")
+        if self._fp16_weights:
+            reason = "the weights are FP16 and no scaler was seen; pass loss_scale= (1.0 if the loss is not scaled)"
+            return BackwardScale(None, unknown=reason)
+        if dtype == torch.float16:
+            self._recording.note(
+                "no scaler scaled a loss and loss_scale was not given: the loss is taken as unscaled (1.0)"
+            )
+        return scales.UNSCALED

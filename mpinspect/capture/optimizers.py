@@ -1,0 +1,94 @@
+"""Which optimizers belong to the model, and what their steps do to its weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from mpinspect.capture.distributed import local_part
+from mpinspect.capture.layers import WatchedParameter
+from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
+from mpinspect.capture.updates import STORAGE_DTYPES, lost_updates, unmoved
+from mpinspect.counting.reference import count
+from mpinspect.session import UPDATE, TensorKey
+
+
+class ModelOptimizers:
+    """The optimizers that step parameters of the model: those given, and those found as they step.
+
+    Args:
+        given: the user's.
+        parameters: the model's, by id.
+    """
+
+    def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Mapping[int, WatchedParameter]) -> None:
+        self._parameters = parameters
+        self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        for optimizer in given:
+            self._ours[optimizer] = True
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer belongs to the model."""
+        known = self._ours.get(optimizer)
+        if known is None:
+            known = self._ours[optimizer] = next(self.parameters(optimizer), None) is not None
+        return known
+
+    def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
+        """The model's parameters among the optimizer's."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                watched = self._parameters.get(id(parameter))
+                if watched is not None:
+                    yield watched
+
+    @property
+    def any_fused(self) -> bool:
+        """Whether one of them takes found_inf on the device, so that nobody on the host knows if it stepped."""
+        return any(skips_on_device(optimizer) for optimizer, ours in self._ours.items() if ours)
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """A fused optimizer is told of found_inf on the device and skips without anyone knowing on the host."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+class UpdateCapture:
+    """Counts what a step adds to the weights, and what rounding would lose of it. Holds one copy of them meanwhile."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
+
+    def before(self, optimizer: torch.optim.Optimizer, parameters: Iterable[WatchedParameter]) -> None:
+        """The optimizer is about to step these parameters."""
+        self._before[id(optimizer)] = [
+            (watched, local_part(watched.parameter).detach().clone()) for watched in parameters if watched.counted
+        ]
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+        for watched, weight in self._before.pop(id(optimizer), ()):
+            gradient = watched.parameter.grad
+            if gradient is not None and weight.is_floating_point():
+                self._count(watched, weight, local_part(gradient))
+
+    def forget(self) -> None:
+        """Let the copies go: that step did not happen."""
+        self._before.clear()
+
+    @torch.no_grad()
+    def _count(self, watched: WatchedParameter, before: torch.Tensor, gradient: torch.Tensor) -> None:
+        after = local_part(watched.parameter).detach()
+        wide = torch.float64 if before.dtype == torch.float64 else torch.float32
+        update = after.to(wide) - before.to(wide)
+        key = TensorKey(watched.name, UPDATE)
+        self._tally.add(Sample(key, count(update), update.numel(), dtype_name(before.dtype)))
+        stored = passed_through(before.dtype)
+        if stored == "float32":
+            counts = {name: lost_updates(before, update, dtype) for name, dtype in STORAGE_DTYPES.items()}
+            self._tally.add_lost_updates(key, counts, dict.fromkeys(counts, False))
+        elif gradient.layout is torch.strided:
+            self._tally.add_lost_updates(key, {stored: unmoved(before, after, gradient)}, {stored: True})

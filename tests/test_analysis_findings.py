@@ -1,0 +1,467 @@
+"""What the report says of a session: nothing above info of a healthy one, and the right thing of the others."""
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from analysis_sessions import activation, logits, session_of, spread, through_fp16, weight, window_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpinspect.analysis import analyse
+from mpinspect.analysis.report import SEVERITIES
+from mpinspect.exponents import ExponentHistogram, merge
+from mpinspect.formats import FORMATS
+from mpinspect.session import (
+    ACTIVATION,
+    KINDS,
+    UPDATE,
+    WEIGHT,
+    Event,
+    LostUpdates,
+    Progress,
+    ScaleChange,
+    Session,
+    TensorInfo,
+    TensorKey,
+    TensorWindow,
+    Window,
+)
+
+FINE = spread({-14: 5000, -12: 20000, -6: 10}, zeros=25000)
+DEMO = {
+    activation("decoder"): logits(),
+    weight("decoder.weight"): spread({-20: 1000, -5: 10}),
+    weight("emb.weight"): FINE,
+}
+
+
+def found(report, id):
+    return next((finding for finding in report.findings if finding.id == id), None)
+
+
+def ids(report):
+    return {finding.id: finding.severity for finding in report.findings}
+
+
+# -- the sick one -----------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_told_what_flushes_and_what_is_fine():
+    report = analyse(session_of(DEMO, steps=160))
+    assert ids(report) == {"gradients-flushed": "warning", "weight-gradients-fine": "info"}
+    flushed = found(report, "gradients-flushed")
+    assert flushed.layer == "decoder"
+    assert flushed.evidence["flushed_fraction"] > 0.8
+    assert "would flush 88% of the non-zero elements of the activation gradients of 'decoder'" in flushed.message
+    assert "Multiply the loss by 8192" in flushed.fix
+    fine = found(report, "weight-gradients-fine")
+    assert "The weight gradients are fine" in fine.message
+    assert "activation gradients of 'decoder'" in fine.message
+
+
+def test_layers_are_judged_one_by_one_not_pooled():
+    """A large healthy layer does not hide a small sick one."""
+    sick = spread({-28: 1000, -24: 100})
+    report = analyse(session_of({activation("small"): sick, activation("large"): spread({-5: 10**9})}))
+    pooled = next(layer for layer in report.overall if layer.kind == "activation_gradient")
+    assert pooled.lost_l1_share.estimate < 1e-6
+    assert found(report, "gradients-flushed").layer == "small"
+
+
+@pytest.mark.parametrize(
+    ("scales", "severity"),
+    [
+        ((), "warning"),
+        ((ScaleChange(0, 1.0),), "warning"),
+        ((ScaleChange(0, 8.0),), "warning"),
+        ((ScaleChange(0, 64.0),), "info"),
+        ((ScaleChange(0, 2.0), ScaleChange(5, 2.0**16)), "info"),
+        ((ScaleChange(0, 2.0**16), ScaleChange(50, 2.0)), "warning"),
+        ((ScaleChange(0, None),), "warning"),
+    ],
+)
+def test_a_run_that_scales_enough_is_not_alarmed(scales, severity):
+    progress = Progress(100, 100, 0, 100, True, scales=scales)
+    report = analyse(session_of(DEMO, steps=100, progress=progress))
+    assert found(report, "gradients-flushed").severity == severity
+
+
+def test_a_run_in_bfloat16_is_not_alarmed():
+    seen = window_of(logits(), passed_through="bfloat16")
+    assert ids(analyse(session_of({activation("decoder"): seen}))) == {"gradients-flushed": "info"}
+
+
+def test_gradients_flushed_before_counting_are_reported():
+    seen = window_of(through_fp16(logits()), passed_through="float16", floor_exponent=-25)
+    report = analyse(session_of({activation("decoder"): seen}))
+    finding = found(report, "gradients-already-flushed")
+    assert finding.severity == "warning"
+    assert "88%" in finding.message
+    layer = report.layers[0]
+    assert layer.flushed_fraction.estimate == 0.0
+    assert layer.already_flushed_fraction.high == pytest.approx(0.879, abs=0.001)
+
+
+def test_overflow_without_a_scale_is_a_warning():
+    report = analyse(session_of({activation("fc"): spread({0: 1000, 17: 3})}))
+    assert ids(report)["gradients-overflow"] == "warning"
+    assert found(report, "gradients-overflow").evidence["max_log2_scale"] == -2
+    assert report.loss_scale.recommended < 1
+
+
+def test_layers_at_odds_are_named_with_the_ways_out():
+    report = analyse(session_of({activation("deep"): spread({-40: 1000}), activation("head"): spread({12: 1000})}))
+    finding = found(report, "scale-window-empty")
+    assert finding.severity == "warning"
+    assert "'deep' and 'head'" in finding.message
+    assert finding.evidence["conflicts"][0] == {
+        "needs_large": "deep",
+        "log2_lowest": 15,
+        "needs_small": "head",
+        "log2_highest": 3,
+    }
+    for way_out in ("FP32", "clip", "scale the layer by itself", "BF16"):
+        assert way_out in finding.fix
+
+
+def test_unknown_scale_is_said_and_nothing_is_claimed_of_the_gradients():
+    progress = Progress(10, 10, 0, 10, True, scale_known=False, scale_unknown_reason="no scaler was given.")
+    report = analyse(session_of(DEMO, progress=progress))
+    assert ids(report) == {"scale-unknown": "warning"}
+    assert not report.loss_scale.available
+
+
+def test_drift_is_information():
+    blocks = [{weight("w"): spread({-3 - 2 * i: 1000})} for i in range(4)]
+    report = analyse(session_of(*blocks))
+    assert ids(report) == {"scale-window-moves": "info"}
+    assert found(report, "scale-window-moves").evidence["powers_of_two"] == 6
+
+
+# -- the healthy ones: nothing above info -----------------------------------------------------------------------------
+
+
+def lognormal(centre: float, spread_log2: float, n: int, zeros: int, seed: int = 0) -> ExponentHistogram:
+    exponents = np.floor(np.random.default_rng(seed).normal(centre, spread_log2, n)).astype(int)
+    low = int(exponents.min())
+    return ExponentHistogram.from_counts(np.bincount(exponents - low), low, zeros=zeros)
+
+
+def healthy(zero_share: float) -> dict:
+    """Magnitudes of an image classifier: weight gradients around 2^-10, activation gradients around 2^-15, ReLU zeros."""
+    n = 200_000
+    zeros = int(n * zero_share / (1 - zero_share))
+    layers = {weight(f"{i}.weight"): lognormal(-10 - i / 4, 2, n, 0, i) for i in range(6)}
+    layers |= {activation(f"{i}"): lognormal(-15 - i / 4, 2.5, n, zeros, 10 + i) for i in range(6)}
+    return layers
+
+
+@pytest.mark.parametrize("zero_share", [0.0, 0.109, 0.67, 0.95])
+def test_true_zeros_are_no_underflow(zero_share):
+    report = analyse(session_of(healthy(zero_share)))
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert (report.loss_scale.needed, report.loss_scale.recommended) == (False, 1.0)
+
+
+@pytest.mark.parametrize("log2_scale", [0, 3, 16])
+def test_healthy_network_under_fp16_autocast_gets_nothing_above_info(log2_scale):
+    layers = {
+        key: window_of(through_fp16(histogram, log2_scale), passed_through="float16", floor_exponent=-25 - log2_scale)
+        for key, histogram in healthy(0.5).items()
+    }
+    report = analyse(session_of(layers))
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert report.loss_scale.needed is not True
+
+
+def test_a_large_flushed_fraction_of_no_weight_is_no_alarm():
+    """Half of a confident classifier's gradient elements flush and weigh a ten-thousandth."""
+    report = analyse(session_of({activation("pool"): spread({-35: 5000, -12: 5000})}))
+    assert report.layers[0].flushed_fraction.estimate == 0.5
+    assert report.findings == ()
+
+
+# -- infinities and NaNs ----------------------------------------------------------------------------------------------
+
+
+def event(step, phase="backward", **others):
+    defaults = {"loss_scale": 2.0**16, "skipped": True, "forward_finite": phase == "backward", "value": "inf"}
+    fields = {**defaults, **others}
+    return Event(step, 0, phase, "fc2", "activation", "fc2", **fields)
+
+
+def steps_with(events, steps=100, **others):
+    progress = Progress(steps, steps, len(events), steps, True, **others)
+    return analyse(session_of({weight("w"): FINE}, progress=progress, events=tuple(events)))
+
+
+def test_a_skipped_step_of_a_dynamic_scaler_is_information():
+    finding = found(steps_with([event(0), event(1), event(50)]), "non-finite-event")
+    assert finding.severity == "info"
+    assert "skipped" in finding.message
+
+
+def test_the_opening_search_of_a_dynamic_scaler_is_no_alarm():
+    """From 2^32 a scaler may skip a dozen steps in a row before the first one."""
+    opening = [event(step, loss_scale=2.0 ** (32 - step)) for step in range(14)]
+    assert found(steps_with(opening, steps=100), "non-finite-event").severity == "info"
+    assert found(steps_with(opening, steps=14), "non-finite-event").severity == "info"
+
+
+def test_frequent_skips_are_a_warning():
+    assert found(steps_with([event(step) for step in range(5, 100, 7)]), "non-finite-event").severity == "warning"
+
+
+def test_a_static_scale_that_never_lets_a_step_through_is_a_warning():
+    assert found(steps_with([event(step) for step in range(5)], steps=5), "non-finite-event").severity == "warning"
+
+
+def test_forward_nan_is_an_error_and_backing_off_is_called_useless():
+    events = [event(step, "forward", value="nan", loss_scale=None, forward_finite=False) for step in range(3, 43)]
+    finding = found(steps_with(events), "non-finite-event")
+    assert (finding.severity, finding.layer, finding.evidence["step"]) == ("error", "fc2", 3)
+    assert finding.evidence["skipped_steps"] == 40
+    assert "can't help" in finding.message
+    assert "No loss scale repairs a forward" in finding.fix
+
+
+def test_a_step_taken_on_infinite_gradients_is_an_error():
+    assert found(steps_with([event(7, skipped=False)]), "non-finite-event").severity == "error"
+    assert found(steps_with([event(7, skipped=None)]), "non-finite-event").severity == "warning"
+
+
+def test_without_a_watch_the_counts_tell():
+    nan = ExponentHistogram.from_counts([5], -3, nans=7, infs=1)
+    forward = analyse(session_of({TensorKey("fc", ACTIVATION): nan}))
+    assert ids(forward) == {"non-finite-event": "error"}
+    assert ids(analyse(session_of({weight("w"): nan}))) == {"non-finite-event": "warning"}
+
+
+def test_the_gravest_come_first():
+    report = analyse(session_of(DEMO, events=(event(3, "forward", forward_finite=False),)))
+    severities = [SEVERITIES.index(finding.severity) for finding in report.findings]
+    assert severities == sorted(severities, reverse=True)
+    assert report.findings[0].severity == "error"
+
+
+# -- weights, activations, updates, sums --------------------------------------------------------------------------------
+
+
+def updates(lost, dtype, *, measured=False):
+    window = TensorWindow(FINE, 10, lost_updates={"float16": LostUpdates(lost, 100, measured)})
+    info = TensorInfo("fc.weight", UPDATE, "fc", "Linear", (10, 10), dtype)
+    return analyse(session_of({TensorKey("fc.weight", UPDATE): window}, infos=(info,)))
+
+
+@pytest.mark.parametrize(
+    ("lost", "dtype", "measured", "severity"),
+    [
+        (87, "float16", False, "warning"),
+        (87, "float32", True, "warning"),
+        (87, "float32", False, "info"),
+        (9, "float16", False, "info"),
+        (0, "float16", False, None),
+    ],
+)
+def test_lost_updates_alarm_only_where_weights_are_stored_so(lost, dtype, measured, severity):
+    finding = found(updates(lost, dtype, measured=measured), "updates-lost")
+    assert (finding.severity if finding else None) == severity
+    if severity == "warning":
+        assert "87%" in finding.message
+        assert "FP32 master weights" in finding.fix
+
+
+def test_activations_beyond_the_format_are_a_warning():
+    report = analyse(session_of({TensorKey("mlp", ACTIVATION): spread({0: 100, 17: 1})}))
+    assert ids(report)["values-overflow"] == "warning"
+
+
+def test_sums_that_overflow_are_information():
+    # 65,536 ones a sample: the sum of them overflows FP16 for certain; 256 ones do not.
+    ones = ExponentHistogram.from_counts([655_360], 0, powers_of_two=[655_360])
+    few = ExponentHistogram.from_counts([2560], 0, powers_of_two=[2560])
+    report = analyse(session_of({TensorKey("a", ACTIVATION): ones, TensorKey("b", ACTIVATION): few}))
+    assert ids(report) == {"reductions-overflow": "info"}
+    finding = found(report, "reductions-overflow")
+    assert finding.evidence["tensors"] == {"a (activation)": ["certain", "certain"]}
+    assert finding.evidence["sum_abs"] == 65_536
+
+
+def test_a_single_square_of_256_overflows():
+    # |d| = 256 in a mean squared error: the square is 65,536.
+    square = ExponentHistogram.from_counts([10], 8, powers_of_two=[10])
+    finding = found(analyse(session_of({TensorKey("d", ACTIVATION): square})), "reductions-overflow")
+    assert finding.evidence["tensors"] == {"d (activation)": ["no", "certain"]}
+
+
+def test_formats_are_judged_by_range():
+    report = analyse(session_of({activation("wide"): logits(), weight("narrow"): spread({-8: 100, -5: 100})}))
+    verdicts = {(verdict.kind, verdict.format): verdict for verdict in report.formats}
+    assert len(verdicts) == 8
+    assert verdicts["weight_gradient", "float8_e4m3"].fits
+    assert not verdicts["activation_gradient", "float16"].fits
+    assert verdicts["activation_gradient", "float16"].worst_layer == "wide"
+    assert verdicts["activation_gradient", "bfloat16"].fits
+    assert verdicts["activation_gradient", "float8_e5m2"].scaling == "per-tensor"
+    huge = analyse(session_of({weight("w"): spread({20: 3})})).formats
+    assert [verdict.overflows for verdict in huge] == [True, False, False, False]
+
+
+# -- coverage -----------------------------------------------------------------------------------------------------------
+
+
+def test_coverage_names_what_never_fired_with_a_reason():
+    infos = (
+        TensorInfo("a", "activation_gradient", "a", "Linear"),
+        TensorInfo("b", "activation_gradient", "b", "Linear"),
+        TensorInfo("c.weight", "weight_gradient", "c", "Linear", (2, 2), "float32", "frozen: requires_grad is False"),
+        TensorInfo("d", ACTIVATION, "d", "Linear"),
+        TensorInfo("e", UPDATE, "e", "Linear"),
+    )
+    report = analyse(session_of({activation("a"): FINE}, infos=infos))
+    assert (report.coverage.watched, report.coverage.seen) == (5, 1)
+    assert report.coverage.never_fired == (
+        ("b", "activation_gradient", "no backward reached it"),
+        ("c.weight", "weight_gradient", "frozen: requires_grad is False"),
+        ("d", "activation", "its module's forward never ran"),
+        ("e", "update", "no optimizer step was sampled"),
+    )
+    assert str(report.coverage) == "1 of 5 watched tensors were seen"
+    assert ids(report) == {"never-fired": "info"}
+    assert str(analyse(session_of({activation("a"): FINE})).coverage) == "all 1 watched tensors were seen"
+
+
+@pytest.mark.parametrize(
+    ("progress", "reason"),
+    [
+        (Progress(), "no forward ran"),
+        (Progress(steps=9, backwards=9), "no step was sampled"),
+        (Progress(steps=9, sampled_steps=9), "no backward ran"),
+    ],
+)
+def test_coverage_of_a_session_that_saw_nothing(progress, reason):
+    watched = (TensorInfo("a", "activation_gradient", "a", "Linear"),)
+    report = analyse(Session(watched=watched, progress=progress))
+    assert report.coverage.never_fired == (("a", "activation_gradient", reason),)
+    assert not report.loss_scale.available
+
+
+# -- every possible session ---------------------------------------------------------------------------------------------
+
+odd_histograms = st.builds(
+    lambda counts, low, zeros, infs, nans: ExponentHistogram.from_counts(
+        counts, low, zeros=zeros, infs=infs, nans=nans
+    ),
+    st.lists(st.integers(0, 50), max_size=6),
+    st.integers(-1074, 1000),
+    st.integers(0, 9),
+    st.integers(0, 2),
+    st.integers(0, 2),
+)
+odd_windows = st.builds(
+    TensorWindow,
+    odd_histograms,
+    st.integers(0, 5),
+    passed_through=st.sampled_from(["float32", "float16", "bfloat16"]),
+    floor_exponent=st.none() | st.integers(-160, 5),
+    lost_updates=st.dictionaries(
+        st.sampled_from(["float16", "bfloat16"]), st.builds(LostUpdates, st.integers(0, 5), st.integers(0, 5))
+    ),
+)
+odd_sessions = st.builds(
+    Session,
+    watched=st.lists(
+        st.builds(
+            TensorInfo, st.sampled_from("abc"), st.sampled_from(KINDS), st.sampled_from(["", "a"]), st.just("Linear")
+        ),
+        max_size=4,
+    ).map(tuple),
+    windows=st.lists(
+        st.builds(
+            Window,
+            st.integers(0, 9),
+            st.integers(0, 9),
+            st.integers(0, 3),
+            st.dictionaries(
+                st.builds(TensorKey, st.sampled_from(["a", "a.bias", ""]), st.sampled_from(KINDS)), odd_windows
+            ),
+            st.dictionaries(st.integers(-160, 160), st.integers(1, 3), max_size=2),
+        ),
+        max_size=3,
+    ).map(tuple),
+    events=st.lists(
+        st.builds(
+            Event,
+            st.integers(0, 9),
+            st.just(0),
+            st.sampled_from(["forward", "backward"]),
+            st.just("a"),
+            st.sampled_from(KINDS),
+            st.just("a"),
+            st.sampled_from(["inf", "nan"]),
+            loss_scale=st.sampled_from([None, 0.0, 1.0, 3.0, 2.0**16, float("inf")]),
+            skipped=st.none() | st.booleans(),
+            forward_finite=st.none() | st.booleans(),
+        ),
+        max_size=3,
+    ).map(tuple),
+    progress=st.builds(
+        Progress,
+        st.integers(0, 9),
+        st.integers(0, 9),
+        scale_known=st.booleans(),
+        scales=st.lists(
+            st.builds(ScaleChange, st.integers(0, 9), st.sampled_from([None, 1.0, 2.0**16])), max_size=3
+        ).map(lambda changes: tuple(sorted(changes, key=lambda change: change.step))),
+    ),
+)
+
+
+@given(odd_sessions, st.sampled_from(sorted(FORMATS)))
+def test_every_session_has_a_report(session, name):
+    report = analyse(session, FORMATS[name])
+    assert report.format == name
+    assert all(finding.severity in SEVERITIES for finding in report.findings)
+    json.dumps([asdict(finding) for finding in report.findings])
+    for layer in report.layers:
+        for share in (layer.flushed_fraction, layer.lost_l1_share, layer.already_flushed_fraction):
+            if share is not None:
+                assert 0 <= share.low <= share.estimate * (1 + 1e-9) + 1e-12
+                assert share.estimate <= share.high * (1 + 1e-9) + 1e-12
+                assert share.high <= 1 + 1e-9
+    if report.loss_scale.available and report.loss_scale.needed is not False:
+        assert report.loss_scale.recommended <= report.loss_scale.highest
+    assert report.loss_scale.reason
+
+
+def test_the_empty_session():
+    report = analyse(Session())
+    assert (report.layers, report.findings, report.events, report.formats, report.overall) == ((), (), (), (), ())
+    assert "no gradient was seen" in report.loss_scale.reason
+
+
+def test_only_activations_give_ranges_but_no_advice():
+    report = analyse(session_of({TensorKey("fc", ACTIVATION): FINE, TensorKey("fc.weight", WEIGHT): FINE}))
+    assert not report.loss_scale.available
+    assert [layer.flushed_fraction.estimate for layer in report.layers] == [0.0, 0.0]
+
+
+def test_nan_everywhere_is_said():
+    nan = ExponentHistogram.from_counts([], 0, nans=100)
+    report = analyse(session_of({activation("fc"): nan, weight("fc.weight"): nan}))
+    assert "infinite or NaN" in report.loss_scale.reason
+    assert ids(report) == {"non-finite-event": "warning"}
+
+
+def test_overall_pools_each_kind():
+    report = analyse(session_of(DEMO))
+    weights = next(layer for layer in report.overall if layer.kind == "weight_gradient")
+    assert weights.histogram == merge(histogram for key, histogram in DEMO.items() if key.kind == "weight_gradient")
+
+
+def test_tensors_nobody_announced_are_reported_too():
+    session = session_of(DEMO)
+    report = analyse(replace(session, watched=()))
+    assert {layer.name for layer in report.layers} == {key.name for key in DEMO}
