@@ -168,10 +168,7 @@ class ExponentHistogram:
         return hash((self._scalars(), self.counts.tobytes()))
 
     def __repr__(self) -> str:
-        if not len(self.counts):
-            span = "no finite non-zero value"
-        else:
-            span = f"2^{self.min_exponent}..2^{self.max_exponent}"
+        span = f"2^{self.min_exponent}..2^{self.max_exponent}" if len(self.counts) else "no finite non-zero value"
         return (
             f"ExponentHistogram({self.total} elements, {span}, zeros={self.zeros}, infs={self.infs}, nans={self.nans})"
         )
@@ -305,6 +302,8 @@ class ExponentHistogram:
         flushed_counts, flushed_powers, flushed_tops = self._flushed_part(format, log2_scale)
         step = np.maximum(scaled, format.min_normal_exponent) - format.mantissa_bits - log2_scale - top
         kept = (self.counts - flushed_counts).astype(np.float64)
+        # Where nothing is kept there is no rounding, and the step may lie beyond float64's range.
+        step[kept == 0] = -math.inf
         rounding = float((kept * np.exp2(2 * step) / 12).sum())
         lost = self._sum_over(flushed_counts, flushed_powers, flushed_tops, self.min_exponent - top, power=2)
         signal = self._sum_over(*self._arrays(), self.min_exponent - top, power=2)
@@ -369,14 +368,12 @@ class ExponentHistogram:
             return Interval(0.0, 0.0, 0.0)
         with np.errstate(over="ignore", under="ignore"):
             weight = np.exp2(power * (min_exponent + np.arange(len(counts), dtype=np.float64)))
-            other = (counts - powers - tops).astype(np.float64)
-            # inf * 0 must stay out: a weight may be inf where there is nothing to weigh.
-            weight = np.where(counts > 0, weight, 0.0)
-            exact = float((weight * powers).sum())
-            low = exact + float((weight * (other + tops * NEAR_TOP_SIGNIFICAND**power)).sum())
-            high = exact + float((weight * (other + tops)).sum()) * 2.0**power
+            other = counts - powers - tops
             mean = MEAN_SIGNIFICAND if power == 1 else MEAN_SQUARE_SIGNIFICAND
-            estimate = exact + float((weight * (other * mean + tops * 2.0**power)).sum())
+            exact, plain, near = (_weighed(weight, part) for part in (powers, other, tops))
+            low = exact + plain + near * NEAR_TOP_SIGNIFICAND**power
+            high = exact + (plain + near) * 2.0**power
+            estimate = exact + plain * mean + near * 2.0**power
         return Interval(estimate, low, high)
 
 
@@ -408,6 +405,11 @@ def merge(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
 
 
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
+def _weighed(weight: npt.NDArray[np.float64], counts: IntArray) -> float:
+    """Sum of weight * counts; a weight may be inf where there is nothing to weigh, and inf * 0 must stay out."""
+    return float(np.multiply(weight, counts, out=np.zeros(len(counts)), where=counts > 0).sum())
 
 
 def _significand(value: float, exponent: int, what: str) -> float:

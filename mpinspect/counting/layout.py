@@ -1,13 +1,14 @@
 """The row of integers that a counting kernel fills and the host reads: one layout for every way of counting.
 
 A row is int64. Its length tells the layout: NARROW holds every exponent that float32, float16, bfloat16 and the
-FP8 formats have, WIDE those of float64. Rows of one tensor can be summed except for the two extremes.
+FP8 formats have, WIDE those of float64. Rows of one layout can be summed except for the two extremes, which are merged
+by minimum and maximum.
 
 =========== ==========================================================================================
 ZEROS       elements that are zero
 INFS, NANS  infinite elements, NaNs
-MIN_BITS    float64 bits of the smallest non-zero finite magnitude (meaningless when there is none)
-MAX_BITS    float64 bits of the largest finite magnitude
+MIN_BITS    float64 bits of the smallest non-zero finite magnitude (infinity's when there is none)
+MAX_BITS    float64 bits of the largest finite magnitude (0 when there is none)
 HEADER + 3i exact powers of two of exponent i + lowest exponent
   ... + 1   other values of that exponent
   ... + 2   values whose significand is at least 2 - 2^-11
@@ -16,7 +17,7 @@ HEADER + 3i exact powers of two of exponent i + lowest exponent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
         row: int64, shape (NARROW.length,) or (WIDE.length,).
 
     Raises:
-        ValueError: another length.
+        ValueError: another length, or extremes that disagree with the counts.
     """
     layout = _BY_LENGTH.get(len(row))
     if layout is None:
@@ -63,8 +64,7 @@ def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
     if not used.size:
         return ExponentHistogram.from_counts([], 0, zeros=zeros, infs=infs, nans=nans)
     low, high = int(used[0]), int(used[-1])
-    min_abs, max_abs = row[MIN_BITS : MAX_BITS + 1].view(np.float64)
-    return ExponentHistogram.from_counts(
+    histogram = ExponentHistogram.from_counts(
         counts[low : high + 1],
         layout.lowest_exponent + low,
         powers_of_two=bins[low : high + 1, 0],
@@ -72,6 +72,19 @@ def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
         zeros=zeros,
         infs=infs,
         nans=nans,
-        min_abs=float(min_abs),
-        max_abs=float(max_abs),
     )
+    smallest, largest = _decompose(int(row[MIN_BITS])), _decompose(int(row[MAX_BITS]))
+    if (smallest[0], largest[0]) != (histogram.min_exponent, histogram.max_exponent):
+        raise ValueError(
+            "a row's smallest or largest magnitude does not lie in its first or last exponent with a count"
+        )
+    return replace(histogram, min_significand=smallest[1], max_significand=largest[1])
+
+
+def _decompose(bits: int) -> tuple[int, float]:
+    """Exponent and significand of float64 bits, by integers: a flush-denormals mode takes subnormals for zero."""
+    field, mantissa = bits >> 52, bits & ((1 << 52) - 1)
+    if field:
+        return field - 1023, 1 + mantissa * 2.0**-52
+    exponent = mantissa.bit_length() - 1 - 1074
+    return exponent, mantissa * 2.0 ** -(mantissa.bit_length() - 1)

@@ -1,0 +1,216 @@
+"""Counting by integer arithmetic on the bits of float32 or float64 values: exact, on any device, without a wait.
+
+With e the magnitude bits of a value, exponent field and mantissa as one integer,
+
+    (e >> m) + ((e - 1) >> m) + ((e + near) >> m)        m mantissa bits, near = 2^(m - 11)
+
+is 3 field - 1 for a power of two, 3 field + 1 for a significand of at least 2 - 2^-11, and 3 field between: one
+number names the exponent and both edge counters. Subnormals are first written as if the exponent field went on
+below zero, by converting their mantissa, an integer, to a float. Nothing here computes with the value itself, so that
+neither its dtype's precision nor a flush-denormals mode can change a count.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from mpinspect.counting.layout import MAX_BITS, MIN_BITS, NARROW, WIDE, RowLayout
+
+#: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value, so that rows merge by minimum.
+NO_MINIMUM = 0x7FF << 52
+
+#: Elements to take at a time where torch may use several threads: below the 32768 from which it splits an operation.
+#: Such a split costs more than it gains here, and stalls for milliseconds where other processes are busy.
+HOST_CHUNK = 32512
+#: Elements at a time on a GPU: about 28 bytes of temporaries each, so some 120 MB, and few enough launches.
+DEVICE_CHUNK = 1 << 22
+
+# Histograms that the threads of a GPU write to in turn: most values share a few bins, and atomic additions to one
+# address wait for each other.
+_COPIES = 32
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """An IEEE 754 binary encoding as torch holds it.
+
+    Args:
+        dtype, int_dtype: the floating dtype and the integer dtype of its bits.
+        mantissa_bits, bias: as the standard has them.
+        layout: the row that holds its exponents.
+    """
+
+    dtype: torch.dtype
+    int_dtype: torch.dtype
+    mantissa_bits: int
+    bias: int
+    layout: RowLayout
+
+    @property
+    def infinity(self) -> int:
+        """Magnitude bits of infinity; everything above is NaN."""
+        return (2 * self.bias + 1) << self.mantissa_bits
+
+    @property
+    def magnitude_mask(self) -> int:
+        """All bits but the sign; also the largest integer of ``int_dtype``."""
+        return self.infinity | (self.min_normal - 1)
+
+    @property
+    def min_normal(self) -> int:
+        """Magnitude bits of the smallest normal value."""
+        return 1 << self.mantissa_bits
+
+    @property
+    def slots(self) -> int:
+        """Different results of ``slots_of``: zero, three per exponent, infinity, NaN."""
+        return self.layout.length - 2
+
+
+BINARY32 = Encoding(torch.float32, torch.int32, 23, 127, NARROW)
+BINARY64 = Encoding(torch.float64, torch.int64, 52, 1023, WIDE)
+_REBIAS = BINARY64.bias - BINARY32.bias
+
+
+def slots_of(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """The counter of each value: 0 for zero, then power of two, other, near the top for each exponent, then inf, NaN.
+
+    Args:
+        magnitude: bits without the sign, of ``encoding.int_dtype``, any shape.
+
+    Returns:
+        Same shape and dtype, 0 .. ``encoding.slots`` - 1.
+    """
+    m = encoding.mantissa_bits
+    bits = magnitude.clamp_max(encoding.infinity + 1)
+    below_zero = (encoding.bias + m - 1) << m
+    subnormal = bits.to(encoding.dtype).view(encoding.int_dtype).sub_(below_zero)
+    extended = torch.where(bits < encoding.min_normal, subnormal, bits)
+    slots = extended >> m
+    slots += (extended - 1) >> m
+    slots += extended.add_(1 << (m - 11)) >> m
+    # The smallest subnormal, field 1 - m and a power of two, gets slot 1; zero lies far below it.
+    return slots.add_(3 * m - 1).clamp_min_(0)
+
+
+def count_on_host(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """The row of a one-dimensional CPU tensor of bits, taken as one chunk."""
+    if not bits.numel():
+        return row_of(torch.zeros(encoding.slots, dtype=torch.int64, device="cpu"), NO_MINIMUM, 0, encoding)
+    magnitude = bits & encoding.magnitude_mask
+    counts = torch.bincount(slots_of(magnitude, encoding), minlength=encoding.slots)
+    return row_of(counts, *extremes_on_host(magnitude, encoding), encoding)
+
+
+def extremes_on_host(
+    magnitude: torch.Tensor, encoding: Encoding, scratch: torch.Tensor | None = None
+) -> tuple[int, int]:
+    """Bits of the smallest non-zero and of the largest finite magnitude.
+
+    Args:
+        magnitude: bits without the sign, on the CPU, at least one.
+        scratch: memory of the same shape and dtype to overwrite.
+
+    Returns:
+        The first is infinity's bits or more, the second 0, where there is no such value.
+    """
+    low, high = (int(end) for end in torch.aminmax(magnitude))
+    if high >= encoding.infinity:
+        # The sign of (bits - infinity), spread over the word, keeps the finite values and clears the rest.
+        below = torch.sub(magnitude, encoding.infinity, out=scratch)
+        high = int((below.bitwise_right_shift_(8 * below.itemsize - 1).bitwise_and_(magnitude)).amax())
+    if low == 0:
+        # Zero minus one has every bit set: without the sign, the largest integer, beyond every other value.
+        less = torch.sub(magnitude, 1, out=scratch)
+        low = int(less.bitwise_and_(encoding.magnitude_mask).amin()) + 1
+    return low, high
+
+
+def row_of(counts: torch.Tensor, low: int, high: int, encoding: Encoding) -> torch.Tensor:
+    """Lay a row out on the CPU.
+
+    Args:
+        counts: int64, shape (encoding.slots,).
+        low, high: as from ``extremes_on_host``.
+    """
+    ends = (_float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM, _float64_bits(high, encoding))
+    return torch.cat((counts[:1], counts[-2:], torch.tensor(ends, device="cpu"), counts[1:-2]))
+
+
+def _float64_bits(magnitude: int, encoding: Encoding) -> int:
+    if encoding is BINARY64:
+        return magnitude
+    if magnitude >= BINARY32.min_normal:
+        return (magnitude << 29) + (_REBIAS << 52)
+    bits: int = struct.unpack("<q", struct.pack("<d", magnitude * 2.0**-149))[0]
+    return bits
+
+
+def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """The row of a one-dimensional tensor of bits, on its device, without a host synchronisation."""
+    rows = []
+    for part in torch.split(bits, DEVICE_CHUNK) if bits.numel() else ():
+        magnitude = part & encoding.magnitude_mask
+        counts = histogram_on_device(slots_of(magnitude, encoding), encoding.slots)
+        ends = _extremes_on_device(magnitude, encoding)
+        rows.append(torch.cat((counts[:1], counts[-2:], ends, counts[1:-2])))
+    return merge_rows(rows) if rows else empty_row(encoding, bits.device)
+
+
+def empty_row(encoding: Encoding, device: torch.device) -> torch.Tensor:
+    """The row of no elements."""
+    row = torch.zeros(encoding.layout.length, dtype=torch.int64, device=device)
+    row[MIN_BITS].fill_(NO_MINIMUM)
+    return row
+
+
+def histogram_on_device(slots: torch.Tensor, length: int) -> torch.Tensor:
+    """What ``torch.bincount(slots, minlength=length)`` gives, which reads the largest slot back from the GPU first."""
+    copies = torch.zeros(_COPIES * length, dtype=torch.int64, device=slots.device)
+    copy = torch.arange(slots.numel(), device=slots.device, dtype=torch.int64) % _COPIES
+    one = torch.ones(1, dtype=torch.int64, device=slots.device)
+    copies.scatter_add_(0, copy.mul_(length).add_(slots), one.expand(slots.numel()))
+    return copies.view(_COPIES, length).sum(0)
+
+
+def _extremes_on_device(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """MIN_BITS and MAX_BITS, shape (2,), int64."""
+    below_low = ((magnitude - 1) & encoding.magnitude_mask).amin()
+    high = magnitude.masked_fill(magnitude >= encoding.infinity, 0).amax()
+    none = below_low >= encoding.infinity - 1
+    # One is added where it cannot overflow.
+    ends = torch.stack((torch.where(none, below_low, below_low + 1), high)).to(torch.int64)
+    if encoding is BINARY32:
+        ends = widened(ends).view(torch.int64)
+    return torch.stack((ends[0].masked_fill(none, NO_MINIMUM), ends[1]))
+
+
+def widened(magnitude: torch.Tensor) -> torch.Tensor:
+    """float64 values of float32 magnitude bits, exactly; a plain conversion takes subnormals for zero in some modes.
+
+    Args:
+        magnitude: integers without a sign bit, any shape.
+
+    Returns:
+        float64, same shape.
+    """
+    bits = magnitude.to(torch.int64)
+    normal = ((bits << 29) + (_REBIAS << 52)).view(torch.float64)
+    small = torch.where(bits < BINARY32.min_normal, bits.to(torch.float64) * 2.0**-149, normal)
+    # Infinity and NaN keep their all-ones exponent field.
+    special = ((bits << 29) | NO_MINIMUM).view(torch.float64)
+    return torch.where(bits < BINARY32.infinity, small, special)
+
+
+def merge_rows(rows: list[torch.Tensor]) -> torch.Tensor:
+    """One row for several of one length on one device: counts add, extremes are kept. No host synchronisation."""
+    if len(rows) == 1:
+        return rows[0]
+    stacked = torch.stack(rows)
+    merged = stacked.sum(0)
+    merged[MIN_BITS] = stacked[:, MIN_BITS].amin()
+    merged[MAX_BITS] = stacked[:, MAX_BITS].amax()
+    return merged

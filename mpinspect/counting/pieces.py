@@ -1,0 +1,100 @@
+"""What a tensor's values are, as plain strided integer tensors of their bits, whatever the tensor's layout is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+_FLOATS_BY_NAME = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+)
+#: The real dtypes that can be counted, of those that this torch has.
+COUNTABLE = frozenset(getattr(torch, name) for name in _FLOATS_BY_NAME.split() if hasattr(torch, name))
+_COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The stored values as a strided tensor of a real dtype, and how many zeros there are beside them.
+
+    Complex numbers become their real and imaginary parts; a sparse tensor that is not coalesced is coalesced first.
+
+    Raises:
+        TypeError: not a tensor, or of a dtype or kind that has no exponents to count.
+        ValueError: a tensor on the meta device.
+    """
+    check(tensor)
+    values = tensor.detach()
+    if type(values) is not torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            values = values.as_subclass(torch.Tensor)
+    implicit_zeros = 0
+    if values.layout is not torch.strided:
+        values, implicit_zeros = _stored(values)
+    if values.dtype in _COMPLEX:
+        # Conjugating changes no magnitude; a lazily conjugated tensor has no real view, its conjugate has one.
+        values = torch.view_as_real(values.conj() if values.is_conj() else values)
+        implicit_zeros *= 2
+    return values.resolve_neg(), implicit_zeros
+
+
+def check(tensor: torch.Tensor) -> None:
+    """Raise a clear error for what cannot be counted."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"expected a torch.Tensor or a NumPy array of floating-point numbers, not {_kind(tensor)}")
+    if tensor.is_nested:
+        raise TypeError("a nested tensor cannot be counted as a whole: count tensor.values() or each of unbind()")
+    if tensor.dtype not in COUNTABLE and tensor.dtype not in _COMPLEX:
+        raise TypeError(
+            f"a tensor of {tensor.dtype} has no floating-point exponents to count; floating-point and complex dtypes "
+            "have (convert it, or leave this tensor out)"
+        )
+    if tensor.device.type == "meta":
+        raise ValueError("a tensor on the meta device has a shape but no values to count: materialise the model first")
+
+
+def flat_bits(values: torch.Tensor, size: int) -> tuple[Iterator[torch.Tensor], int]:
+    """The bits of a strided tensor as one-dimensional pieces of at most ``size``, and how often each occurs.
+
+    Memory that is not dense is copied piece by piece; an expanded dimension is counted once and multiplied.
+    """
+    bits = values.view(_BITS[values.dtype.itemsize])
+    times = 1
+    if not bits.is_contiguous() and bits.numel():
+        repeated = [d for d in range(bits.dim()) if bits.stride(d) == 0]
+        times = math.prod(bits.shape[d] for d in repeated)
+        for dimension in reversed(repeated):
+            bits = bits.select(dimension, 0)
+        order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
+        bits = bits.permute(order)
+    return _pieces(bits, size), times
+
+
+def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    if bits.is_contiguous():
+        yield from torch.split(bits.view(-1), size)
+    elif bits.numel() <= size:
+        yield bits.reshape(-1)
+    else:
+        # The longest dimension, halved: any tensor gets small enough, and the halves may be dense.
+        longest = max(range(bits.dim()), key=lambda d: bits.shape[d])
+        for half in bits.tensor_split(2, dim=longest):
+            yield from _pieces(half, size)
+
+
+def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if tensor.layout is torch.sparse_coo:
+        values = tensor.coalesce().values()
+    elif tensor.layout in _COMPRESSED:
+        values = tensor.values()
+    else:
+        values = tensor.to_dense()
+    # Detached: as a view of a sparse tensor, complex values would refuse a real view.
+    return values.detach(), tensor.numel() - values.numel()
+
+
+def _kind(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -1,0 +1,143 @@
+"""Counting in torch alone, on any device: the way that the others are measured against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from mpinspect.counting.binary32 import count_chunks
+from mpinspect.counting.bits import (
+    BINARY32,
+    BINARY64,
+    DEVICE_CHUNK,
+    HOST_CHUNK,
+    count_on_device,
+    count_on_host,
+    empty_row,
+    merge_rows,
+    widened,
+)
+from mpinspect.counting.codes import count_codes, float32_bits
+from mpinspect.counting.layout import HEADER, MIN_BITS, ZEROS
+from mpinspect.counting.pieces import flat_bits, plain_values
+from mpinspect.counting.workers import POOL, single_threaded
+
+# One thread's chunk of a large tensor: 1 MiB of float32 in, 1 MiB in each of two scratch buffers.
+_CHUNK = 1 << 18
+# 8-bit dtypes: from here on counting 256 codes and folding them is faster than looking at every value.
+_CODES_FROM = 1 << 12
+# From here on waking other threads pays.
+_POOL_FROM = 1 << 20
+
+
+@torch.no_grad()
+def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
+    """Count the exponents of a tensor's elements.
+
+    The counts are exact integers, taken from the bits of the values: neither the tensor's own dtype nor a
+    flush-denormals mode plays a part. The tensor is not changed, no graph is built, no global setting is touched.
+
+    Args:
+        tensor: any shape and layout; float64, float32, float16, bfloat16, float8 or complex (both parts are counted).
+        divisor: count x / divisor instead, divided in float64: a loss scale that is not a power of two (for one that is,
+            shift the histogram). A number, or a tensor with one element on the tensor's device. Its sign is ignored.
+
+    Returns:
+        int64 row on the tensor's device, see ``layout``: WIDE for float64, complex128 and with a divisor, else NARROW.
+        On CUDA nothing waits for the device, unless the tensor is sparse and not coalesced. Tensors of Apple's GPUs are
+        counted on the CPU, which waits.
+
+    Raises:
+        TypeError: integer, boolean, quantized or nested tensors, and what is no tensor.
+        ValueError: a tensor on the meta device, or a divisor that is zero, infinite or NaN.
+    """
+    values, implicit_zeros = plain_values(tensor)
+    if values.device.type == "mps":
+        # Apple's GPUs have no float64, which the extremes are written in.
+        values = values.cpu()
+    if divisor is not None:
+        row = _count_divided(values, divisor)
+    elif values.device.type == "cpu":
+        row = _count_on_cpu(values)
+    else:
+        row = _count_on_device(values)
+    if implicit_zeros:
+        row[ZEROS] += implicit_zeros
+    return row.to(tensor.device)
+
+
+def _count_on_cpu(values: torch.Tensor) -> torch.Tensor:
+    numel = values.numel()
+    if numel <= (_CODES_FROM if values.dtype.itemsize == 1 else HOST_CHUNK):
+        pieces, times = flat_bits(values, HOST_CHUNK)
+        return _repeated(_count_small(list(pieces), values.dtype), times)
+    threads = torch.get_num_threads() if numel >= _POOL_FROM else 1
+    with single_threaded() as alone:
+        threads = threads if alone else 1
+        pieces, times = flat_bits(values, min(-(-numel // threads), _CHUNK) if alone else HOST_CHUNK)
+        rows = POOL.map(_counter(values.dtype), list(pieces), threads)
+        return _repeated(merge_rows(rows), times)
+
+
+def _counter(dtype: torch.dtype) -> Callable[[Iterable[torch.Tensor]], torch.Tensor]:
+    if dtype == torch.float64:
+        return partial(_count_small, dtype=dtype)
+    if dtype == torch.float32:
+        return count_chunks
+    return partial(count_codes, dtype=dtype)
+
+
+def _count_small(pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Every value by its own bits: no set-up to pay for."""
+    encoding = BINARY64 if dtype == torch.float64 else BINARY32
+    rows = [empty_row(encoding, torch.device("cpu"))]
+    for piece in pieces:
+        for part in torch.split(piece, HOST_CHUNK):
+            bits = part if dtype == encoding.dtype else float32_bits(part, dtype)
+            rows.append(count_on_host(bits, encoding))
+    # One piece is the usual case, and the one whose time counts.
+    return merge_rows(rows) if len(rows) > 2 else rows[-1]
+
+
+def _count_on_device(values: torch.Tensor) -> torch.Tensor:
+    """The way of every other device; on CUDA no operation in it waits for the device."""
+    encoding = BINARY64 if values.dtype == torch.float64 else BINARY32
+    pieces, times = flat_bits(values, DEVICE_CHUNK)
+    rows = [
+        count_on_device(piece if values.dtype == encoding.dtype else float32_bits(piece, values.dtype), encoding)
+        for piece in pieces
+    ]
+    return _repeated(merge_rows(rows), times)
+
+
+def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(divisor, torch.Tensor):
+        by: float | torch.Tensor = divisor.detach().to(values.device, torch.float64).reshape(()).abs()
+    else:
+        by = abs(float(divisor))
+        if by == 0 or not math.isfinite(by):
+            raise ValueError(f"cannot divide by {divisor!r}: a loss scale is a finite number other than zero")
+    pieces, times = flat_bits(values, HOST_CHUNK if values.device.type == "cpu" else DEVICE_CHUNK)
+    counter = count_on_host if values.device.type == "cpu" else count_on_device
+    rows = []
+    for piece in pieces:
+        quotient = _as_float64(piece, values.dtype) / by
+        rows.append(counter(quotient.view(torch.int64), BINARY64))
+    return _repeated(merge_rows(rows), times)
+
+
+def _as_float64(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float64:
+        return bits.view(torch.float64)
+    wide = bits if dtype == torch.float32 else float32_bits(bits, dtype)
+    return widened(wide & BINARY32.magnitude_mask)
+
+
+def _repeated(row: torch.Tensor, times: int) -> torch.Tensor:
+    if times != 1:
+        row[:MIN_BITS] *= times
+        row[HEADER:] *= times
+    return row

@@ -1,0 +1,123 @@
+"""A few threads of our own, on which torch does not spread an operation over further threads.
+
+Counting works on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than it saves, and
+stalls for milliseconds at a time where another process keeps a core busy; giving each thread its own chunks does not.
+``torch.set_num_threads`` would change the user's program, so what is set is OpenMP's own thread count, which every
+thread has for itself; the calling thread gets its own back. Where torch does not take it (another threading library),
+``single_threaded`` says so and the caller keeps to chunks that torch does not split.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Beyond this the interpreter lock, taken between operations, leaves little to gain.
+_MOST_THREADS = 8
+
+
+@contextmanager
+def single_threaded() -> Iterator[bool]:
+    """Torch operations started by this thread inside the block run on this thread alone, if the block gets True."""
+    before = torch.get_num_threads()
+    if before == 1:
+        yield True
+        return
+    set_threads = _openmp_setter()
+    if set_threads is None:
+        yield False
+        return
+    set_threads(1)
+    try:
+        yield torch.get_num_threads() == 1
+    finally:
+        set_threads(before)
+
+
+class WorkerPool:
+    """Threads beside the calling one; started on first use, and anew in a forked child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def map(self, work: Callable[[Iterable[Item]], Result], items: Sequence[Item], threads: int) -> list[Result]:
+        """``work`` in each of some threads, one of them the caller's, on the items that it takes from a common queue.
+
+        A thread whose core is busy with something else takes fewer. Blocks until all are done; call it inside
+        ``single_threaded``. Raises what ``work`` raised.
+        """
+        queue = _Queue(items)
+        others = max(1, min(threads, _MOST_THREADS, len(items))) - 1
+        tasks = [task for task in (self._submit(work, queue) for _ in range(others)) if task is not None]
+        mine = work(queue)
+        # A thread that has not begun by now finds nothing left: not worth waiting for.
+        return [mine, *(task.result() for task in tasks if not task.cancel())]
+
+    def _submit(self, work: Callable[[Iterable[Item]], Result], queue: _Queue[Item]) -> Future[Result] | None:
+        try:
+            return self._started().submit(_alone, work, queue)
+        except RuntimeError:
+            # No new threads at this point: the interpreter is shutting down. The caller takes every item.
+            return None
+
+    def _started(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(_MOST_THREADS - 1, thread_name_prefix="mpinspect-count")
+            return self._executor
+
+    def forget(self) -> None:
+        """Drop the threads, which a fork does not copy, and the lock, which may have been held at that moment."""
+        self._lock = threading.Lock()
+        self._executor = None
+
+
+class _Queue(Generic[Item]):
+    """An iterator that several threads may draw from."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> _Queue[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        with self._lock:
+            return next(self._items)
+
+
+def _alone(work: Callable[[Iterable[Item]], Result], queue: _Queue[Item]) -> Result:
+    with single_threaded():
+        return work(queue)
+
+
+@cache
+def _openmp_setter() -> Callable[[int], None] | None:
+    """``omp_set_num_threads`` of the OpenMP library that torch uses; None where there is none to be found."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            setter = ctypes.CDLL(str(path)).omp_set_num_threads
+        except (OSError, AttributeError):
+            continue
+        setter.argtypes, setter.restype = [ctypes.c_int], None
+        return setter
+    return None
+
+
+POOL = WorkerPool()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=POOL.forget)
