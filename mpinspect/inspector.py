@@ -150,7 +150,9 @@ class Inspector:
             path, trouble = _free_directory(Path(log_dir))
             writer = SessionWriter(path, info)
         except (SessionError, OSError) as error:
-            return [], [f"nothing is written to {log_dir}: {error}. The run is kept in memory: save the report yourself"]
+            return [], [
+                f"nothing is written to {log_dir}: {error}. The run is kept in memory: save the report yourself"
+            ]
         self.log_dir = path
         return [writer, TensorBoardSink(path)], trouble
 
@@ -164,7 +166,9 @@ def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
     for number in range(2, _SIBLINGS):
         path = wanted.with_name(f"{wanted.name}-{number}")
         if not (path / FILE_NAME).exists():
-            return path, [f"{wanted} holds another run already: this one is written to {path}. Give each run its own log_dir"]
+            return path, [
+                f"{wanted} holds another run already: this one is written to {path}. Give each run its own log_dir"
+            ]
     return wanted, []
 
 

@@ -201,20 +201,20 @@ class RangeReport:
     overall: tuple[LayerReport, ...] = ()
 
     def __str__(self) -> str:
-        from mpinspect.reports import text
+        from mpinspect.reports.text import render
 
-        return text.render(self)
+        return render(self)
 
     def _repr_html_(self) -> str:
-        from mpinspect.reports import text
+        from mpinspect.reports.text import render_html
 
-        return text.render_html(self)
+        return render_html(self)
 
     def to_json(self) -> str:
         """The report as JSON text (schema: docs/report-schema.md)."""
-        from mpinspect.reports import json
+        from mpinspect.reports.json import render
 
-        return json.render(self)
+        return render(self)
 
     def to_dataframe(self) -> Any:
         """One row a layer and kind, as a pandas DataFrame.
@@ -222,9 +222,9 @@ class RangeReport:
         Raises:
             ImportError: pandas is not installed (``pip install mpinspect[pandas]``).
         """
-        from mpinspect.reports import dataframe
+        from mpinspect.reports.dataframe import render
 
-        return dataframe.render(self)
+        return render(self)
 
     def save(self, path: str | Path) -> Path:
         """Write the report in the form that the suffix names: .txt .md .json .png. Returns the path.
@@ -233,6 +233,6 @@ class RangeReport:
             ValueError: another suffix.
             OSError: the file can't be written.
         """
-        from mpinspect import reports
+        from mpinspect.reports import save
 
-        return reports.save(self, path)
+        return save(self, path)

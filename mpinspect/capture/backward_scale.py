@@ -72,7 +72,7 @@ class ScaleOfBackward:
 
         losses = [loss for loss in tensors_in(scaled) if loss.requires_grad and loss.grad_fn is not None]
         for loss in losses:
-            loss.register_hook(backward_begins)
+            loss.register_hook(backward_begins)  # type: ignore[no-untyped-call]
         return losses
 
     def _begins(self, scale: BackwardScale) -> None:

@@ -62,7 +62,7 @@ class HostCopy:
         if stacked.device.type == "cuda":
             self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             self._host.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(stacked.device))
         else:
             self._host = stacked.to("cpu")
@@ -86,17 +86,9 @@ class _Total:
     row: IntArray
 
     def add(self, row: IntArray) -> None:
-        had, has = self.row[layout.HEADER :].any(), row[layout.HEADER :].any()
-        low = (
-            min(self.row[layout.MIN_BITS], row[layout.MIN_BITS])
-            if had and has
-            else (self.row if had else row)[layout.MIN_BITS]
-        )
-        high = (
-            max(self.row[layout.MAX_BITS], row[layout.MAX_BITS])
-            if had and has
-            else (self.row if had else row)[layout.MAX_BITS]
-        )
+        # The extremes of a row without values are neutral: infinity and zero.
+        low = min(self.row[layout.MIN_BITS], row[layout.MIN_BITS])
+        high = max(self.row[layout.MAX_BITS], row[layout.MAX_BITS])
         self.row += row
         self.row[layout.MIN_BITS], self.row[layout.MAX_BITS] = low, high
 
@@ -310,10 +302,11 @@ def _peaks(rows: IntArray) -> list[int | None]:
     """
     lowest = (layout.NARROW if rows.shape[1] == layout.NARROW.length else layout.WIDE).lowest_exponent
     bins = rows[:, layout.HEADER :].reshape(len(rows), -1, 3)
-    occupied = bins.any(axis=2)
+    occupied: npt.NDArray[np.bool_] = bins.sum(axis=2) > 0
+    used: npt.NDArray[np.bool_] = occupied.sum(axis=1) > 0
     top = occupied.shape[1] - 1 - occupied[:, ::-1].argmax(axis=1)
     near_top = bins[np.arange(len(rows)), top, 2] > 0
     return [
-        lowest + index + near if used else None
-        for index, near, used in zip(top.tolist(), near_top.tolist(), occupied.any(axis=1).tolist(), strict=True)
+        lowest + index + near if has_value else None
+        for index, near, has_value in zip(top.tolist(), near_top.tolist(), used.tolist(), strict=True)
     ]

@@ -206,7 +206,7 @@ class Watch:
             first.what,
             first.name,
             "nan" if math.isnan(first.largest) else "inf",
-            log.scale.value if log.scale is not None else None,
+            _scale_value(log.scale),
             tuple(self._ring(first.what, first.name)),
             log.skipped,
             culprit.finite_in_forward(seen),
@@ -266,6 +266,13 @@ def extremes(tensor: torch.Tensor) -> torch.Tensor | None:
     low, high = torch.aminmax(tensor)
     both = torch.stack([low, high])
     return both if both.dtype == torch.float64 else both.to(torch.float32)
+
+
+def _scale_value(scale: BackwardScale | None) -> float | None:
+    """The scale as a number; one still on a GPU is waited for, which only happens where there is an event to tell."""
+    if scale is None or scale.on_device is None:
+        return None if scale is None else scale.value
+    return float(scale.on_device)
 
 
 def _version(tensor: torch.Tensor) -> int:

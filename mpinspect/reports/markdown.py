@@ -1,0 +1,164 @@
+"""The report as GitHub Markdown: a table of layers to paste into an issue or a job's summary."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+
+from mpinspect.analysis.report import SEVERITIES, LossScaleAdvice, RangeReport
+from mpinspect.reports.table import (
+    LayerRow,
+    layer_row,
+    log2_recommended,
+    percent,
+    power_of_two,
+    printable,
+    seen_layers,
+    worst,
+)
+from mpinspect.session import UPDATE
+
+#: Rows of layers; GitHub cuts a comment at 65,536 characters.
+MAX_LAYERS = 100
+MAX_EVENTS = 10
+MAX_NEVER_FIRED = 50
+
+#: What Markdown could take for a mark.
+_MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
+
+
+def render(report: RangeReport) -> str:
+    """The report as GitHub-flavoured Markdown; names are escaped, tables' pipes included."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def escape(text: str) -> str:
+    """Text that Markdown and HTML show as it is, on one line."""
+    return _MARKS.sub(r"\\\1", html.escape(printable(text), quote=False))
+
+
+def _lines(report: RangeReport) -> Iterator[str]:
+    session, progress = report.session, report.session.progress
+    yield f"# {escape(session.info.model) or 'A model'} in {report.format}"
+    yield ""
+    yield f"{progress.steps:,} steps, {progress.sampled_steps:,} sampled, {progress.skipped_steps:,} skipped."
+    yield from _section("Infinite or NaN", _events(report))
+    yield from _section("Loss scale", _loss_scale(report.loss_scale))
+    yield from _section("Findings", _findings(report))
+    yield from _section("Layers", _layers(report))
+    yield from _section("Updates", _updates(report))
+    yield from _section("Other formats", _formats(report))
+    yield from _section("Coverage", _coverage(report))
+    yield from _section("Notes", [f"- {escape(note)}" for note in session.notes])
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """A heading and its lines; nothing where there are none."""
+    found = list(lines)
+    if found:
+        yield from ("", f"## {title}", "", *found)
+
+
+def _table(columns: list[str], rows: Iterable[list[str]], *, right: int = 0) -> list[str]:
+    """A table whose cells are escaped already; the columns from ``right`` on are set to the right."""
+    ruler = ["---" if index < right else "---:" for index in range(len(columns))]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows)]
+
+
+def _events(report: RangeReport) -> Iterator[str]:
+    if not report.events:
+        return
+    columns = ["step", "phase", "module", "tensor", "value", "loss scale"]
+    shown = report.events[:MAX_EVENTS]
+    rows = [
+        [
+            str(event.step),
+            event.phase,
+            escape(event.module) or "(the model)",
+            f"{escape(event.tensor)} ({escape(event.what)})",
+            event.value,
+            "?" if event.loss_scale is None else power_of_two(event.loss_scale),
+        ]
+        for event in shown
+    ]
+    yield from _table(columns, rows, right=len(columns))
+    if len(report.events) > len(shown):
+        yield f"\n... and {len(report.events) - len(shown):,} more."
+
+
+def _loss_scale(advice: LossScaleAdvice) -> Iterator[str]:
+    if not advice.available:
+        yield f"**No loss scale can be suggested.** {escape(advice.reason)}"
+        return
+    window = f"window {power_of_two(advice.lowest)} .. {power_of_two(advice.highest)}"
+    head = "No loss scaling is needed" if advice.needed is False else "Suggested: " + power_of_two(advice.recommended)
+    yield f"**{head}**; {window}. {escape(advice.reason)}"
+
+
+def _findings(report: RangeReport) -> Iterator[str]:
+    for finding in sorted(report.findings, key=lambda finding: -SEVERITIES.index(finding.severity)):
+        fix = f" *{escape(finding.fix)}*" if finding.fix else ""
+        yield f"- **{finding.severity}** {escape(finding.id)}: {escape(finding.message)}{fix}"
+
+
+def _layers(report: RangeReport) -> Iterator[str]:
+    seen = [layer for layer in seen_layers(report) if layer.kind != UPDATE]
+    if not seen:
+        yield "No tensor was counted."
+        return
+    shown = worst(seen, MAX_LAYERS)
+    k = log2_recommended(report.loss_scale)
+    columns = ["layer", "kind", "range offset", "flushed at scale 1", "L1 lost", "subnormal"]
+    columns += [f"flushed at {'?' if k is None else f'2^{k}'}", "largest", "remarks"]
+    yield from _table(columns, (_cells(layer_row(layer, report)) for layer in shown), right=2)
+    if len(shown) < len(seen):
+        yield f"\nThe {len(shown)} worst of {len(seen):,} rows; all are in the JSON report."
+    yield "\n\\~ estimate, with its \\[bounds\\]; ? not known; - does not apply."
+
+
+def _cells(row: LayerRow) -> list[str]:
+    figures = (row.range_offset, row.flushed, row.lost_l1_share, row.subnormal, row.flushed_scaled, row.largest)
+    return [escape(row.name), escape(row.kind), *map(escape, figures), escape(", ".join(row.remarks))]
+
+
+def _updates(report: RangeReport) -> Iterator[str]:
+    """Updates that rounding would lose if weights were stored in a format."""
+    layers = [layer for layer in seen_layers(report) if layer.kind == UPDATE and layer.lost_updates]
+    if not layers:
+        return
+    rows = [
+        [escape(layer.name), escape(storage), percent(lost.fraction), "measured" if lost.measured else "if stored so"]
+        for layer in worst(layers, MAX_LAYERS)
+        for storage, lost in (layer.lost_updates or {}).items()
+    ]
+    yield from _table(["layer", "stored in", "updates lost", ""], rows, right=2)
+
+
+def _formats(report: RangeReport) -> Iterator[str]:
+    if not report.formats:
+        return
+    rows = [
+        [
+            verdict.format,
+            escape(verdict.kind),
+            verdict.scaling,
+            "yes" if verdict.fits else "no, values overflow" if verdict.overflows else "no",
+            escape(verdict.worst_layer),
+            f"\\~{percent(verdict.worst_lost_l1_share)}",
+        ]
+        for verdict in report.formats
+    ]
+    yield from _table(["format", "for", "scaling", "would do", "worst layer", "its L1 lost"], rows, right=5)
+
+
+def _coverage(report: RangeReport) -> Iterator[str]:
+    yield f"{report.coverage}."
+    never = report.coverage.never_fired
+    if not never:
+        return
+    yield ""
+    rows = [[escape(name), escape(kind), escape(reason)] for name, kind, reason in never[:MAX_NEVER_FIRED]]
+    yield from _table(["never seen", "kind", "reason"], rows, right=3)
+    if len(never) > MAX_NEVER_FIRED:
+        yield f"\n... and {len(never) - MAX_NEVER_FIRED:,} more."

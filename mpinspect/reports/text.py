@@ -1,0 +1,215 @@
+"""The report as plain text: readable without colour, in ASCII but for names, in a narrow terminal as in a wide one."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from mpinspect.analysis.report import (
+    SEVERITIES,
+    Finding,
+    FormatVerdict,
+    LossScaleAdvice,
+    RangeReport,
+    TimeBlock,
+)
+from mpinspect.reports.table import percent, power_of_two, printable
+from mpinspect.reports.text_layers import layer_tables
+from mpinspect.session import Event
+
+#: Lines of lists that can be long.
+MAX_EVENTS = 5
+MAX_NAMES = 12
+MAX_NOTES = 20
+
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
+_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+def render(report: RangeReport, width: int | None = None) -> str:
+    """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width or _terminal_width(), color_system=None, force_jupyter=False, legacy_windows=False
+    )
+    render_console(report, console)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
+
+
+def render_html(report: RangeReport, width: int = 110) -> str:
+    """The same in a ``<pre>`` with colours, for notebooks; everything in it is escaped."""
+    console = Console(
+        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
+    )
+    render_console(report, console)
+    return console.export_html(inline_styles=True, code_format=_HTML)
+
+
+def render_console(report: RangeReport, console: Console) -> None:
+    """Print the report to a rich console, in colour if that has any."""
+    for section in _sections(report, console.width):
+        console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
+
+
+def _terminal_width() -> int:
+    return max(40, min(shutil.get_terminal_size((100, 24)).columns, 160))
+
+
+def _sections(report: RangeReport, width: int) -> Iterator[RenderableType]:
+    yield from _headline(report)
+    if report.events:
+        yield from _titled("Infinite or NaN", _events(report.events))
+    yield from _titled("Loss scale", _loss_scale(report.loss_scale))
+    yield from layer_tables(report, width)
+    if report.findings:
+        yield from _titled("Findings", _findings(report.findings))
+    if report.formats:
+        yield from _titled("Other formats", _formats(report.formats))
+    yield from _titled("Coverage", _coverage(report))
+    if report.session.notes:
+        yield from _titled("Notes", _capped([Text(f"- {printable(note)}") for note in report.session.notes], MAX_NOTES))
+
+
+def _titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    yield Text(f"\n{title}", style="bold")
+    for line in lines:
+        yield Padding(line, (0, 0, 0, 2))
+
+
+def _capped(lines: list[Text], limit: int) -> list[Text]:
+    more = len(lines) - limit
+    return lines if more <= 0 else [*lines[:limit], Text(f"... and {more:,} more", style="dim")]
+
+
+def _headline(report: RangeReport) -> Iterator[Text]:
+    session, progress = report.session, report.session.progress
+    yield Text(f"{printable(session.info.model) or 'A model'} in {report.format}", style="bold")
+    skipped = f", {progress.skipped_steps:,} skipped" if progress.skipped_steps else ""
+    state = "" if progress.ended else " so far"
+    yield Text(f"{progress.steps:,} steps{state}, {progress.sampled_steps:,} sampled{skipped}")
+
+
+# -- what broke -----------------------------------------------------------------------------------------------------
+
+
+def _events(events: tuple[Event, ...]) -> Iterator[Text]:
+    """The first in full, some of the others in a line each."""
+    first = events[0]
+    yield Text(f"first: {_where(first)}", style="bold red")
+    facts = [f"loss scale {power_of_two(first.loss_scale) if first.loss_scale else 'unknown'}"]
+    if first.forward_finite is not None:
+        facts.append(f"the forward was {'finite' if first.forward_finite else 'not finite'}")
+    if first.gradients_finite is not None:
+        facts.append(f"the gradients were {'finite' if first.gradients_finite else 'not finite'}")
+    if first.skipped is not None:
+        facts.append(f"the optimizer's step was {'skipped' if first.skipped else 'taken'}")
+    yield Text("; ".join(facts))
+    if first.last_maxima:
+        yield Text(
+            "largest magnitudes before, oldest first: " + ", ".join(f"{value:.3g}" for value in first.last_maxima)
+        )
+    if first.explanation:
+        yield Text(printable(first.explanation))
+    yield from _capped([Text(_where(event)) for event in events[1:]], MAX_EVENTS)
+
+
+def _where(event: Event) -> str:
+    batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
+    module = printable(event.module) or "the model itself"
+    tensor = f" of {printable(event.tensor)}" if event.tensor not in ("", event.module) else ""
+    return f"step {event.step}{batch}, {event.phase}, {module}: {event.value} in the {event.what.replace('_', ' ')}{tensor}"
+
+
+# -- the loss scale -------------------------------------------------------------------------------------------------
+
+
+def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
+    if not advice.available:
+        yield Text("No loss scale can be suggested.", style="bold")
+        yield Text(printable(advice.reason))
+        return
+    yield Text(headline(advice), style="bold")
+    yield Text(printable(advice.reason))
+    if advice.needed is not False and advice.static_scale is not None:
+        yield Text(f"A scale that stays fixed over the run: {power_of_two(advice.static_scale)}.")
+    if advice.dynamic is not None and advice.needed is not False:
+        start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
+        yield Text(f"A dynamic scale: torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})")
+    for pair in advice.conflicts[1:]:
+        needs, limit = printable(pair.needs_large), printable(pair.needs_small)
+        yield Text(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
+    if len({(block.log2_lowest, block.log2_highest) for block in advice.blocks}) > 1:
+        yield Text("The window over time: " + "; ".join(map(_block, advice.blocks)))
+
+
+def headline(advice: LossScaleAdvice) -> str:
+    """One line: the scale and its window."""
+    window = f"window {power_of_two(advice.lowest)} .. {power_of_two(advice.highest)}"
+    if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
+        window = (
+            f"no scale serves all: {power_of_two(advice.lowest)} is needed, {power_of_two(advice.highest)} the largest"
+        )
+    if advice.needed is False:
+        return f"No loss scaling is needed; {window}"
+    doubt = "" if advice.needed else " (if one is needed: not known)"
+    return f"Suggested loss scale: {power_of_two(advice.recommended)}{doubt}; {window}; {_headroom(advice)}"
+
+
+def _headroom(advice: LossScaleAdvice) -> str:
+    spare = advice.headroom
+    return "headroom ?" if spare is None else f"headroom {spare} {'power' if spare == 1 else 'powers'} of two"
+
+
+def _block(block: TimeBlock) -> str:
+    window = f"2^{block.log2_lowest} .. 2^{block.log2_highest}"
+    return f"steps {block.first_step:,}-{block.last_step:,} {window if block.log2_lowest is not None else 'none'}"
+
+
+# -- the rest -------------------------------------------------------------------------------------------------------
+
+
+def _findings(findings: tuple[Finding, ...]) -> Iterator[Text]:
+    """The severe ones first."""
+    for finding in sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)):
+        text = Text(f"{finding.severity}  ", style=_STYLES[finding.severity])
+        text.append(f"{finding.id}", style="bold")
+        text.append(f"  {printable(finding.message)}", style="default")
+        yield text
+        if finding.fix:
+            yield Text(f"  fix: {printable(finding.fix)}")
+
+
+def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[Text]:
+    """A line a kind: the formats that would do, then those that would not and why."""
+    for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
+        of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
+        yes = ", ".join(_format_name(verdict) for verdict in of_kind if verdict.fits)
+        no = "; ".join(f"{_format_name(verdict)} ({_why_not(verdict)})" for verdict in of_kind if not verdict.fits)
+        parts = ([f"would do: {yes}"] if yes else []) + ([f"would not: {no}"] if no else [])
+        yield Text(f"{kind.replace('_', ' ')}s: {'. '.join(parts)}")
+
+
+def _format_name(verdict: FormatVerdict) -> str:
+    return verdict.format if verdict.scaling == "none" else f"{verdict.format} with {verdict.scaling} scaling"
+
+
+def _why_not(verdict: FormatVerdict) -> str:
+    why = "values overflow in" if verdict.overflows else f"~{percent(verdict.worst_lost_l1_share)} of L1 lost in"
+    return f"{why} {printable(verdict.worst_layer) or 'the model'}"
+
+
+def _coverage(report: RangeReport) -> Iterator[Text]:
+    yield Text(str(report.coverage))
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, kind, reason in report.coverage.never_fired:
+        groups.setdefault((kind, reason or "reason unknown"), []).append(printable(name) or "(the model)")
+    lines = []
+    for (kind, reason), names in groups.items():
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        lines.append(Text(f"no {kind.replace('_', ' ')} ({printable(reason)}): {', '.join(names[:MAX_NAMES])}{more}"))
+    yield from _capped(lines, MAX_NOTES)

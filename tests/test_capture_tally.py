@@ -1,0 +1,168 @@
+"""Rows to windows: scales divided out, extremes kept, and values that arrive a step late, as they do from a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mpinspect import Inspector, count_exponents
+from mpinspect.capture import tally as tally_module
+from mpinspect.capture.loss_scale import BackwardScale, from_number
+from mpinspect.capture.tally import HostCopy, Sample, Tally
+from mpinspect.counting import count, layout
+from mpinspect.exponents import ExponentHistogram
+from mpinspect.session import TensorKey
+
+KEY = TensorKey("fc.weight", "weight_gradient")
+
+
+def _tally() -> tuple[Tally, list[str], list[tuple[int, float | None]]]:
+    dropped: list[str] = []
+    scales: list[tuple[int, float | None]] = []
+    return Tally(dropped.append, lambda step, scale: scales.append((step, scale))), dropped, scales
+
+
+def _sample(values: torch.Tensor, scale: float = 1.0, narrow: str = "float32") -> Sample:
+    known = from_number(scale)
+    return Sample(KEY, count(values * scale, known.divisor), values.numel(), "float32", narrow, known)
+
+
+@pytest.mark.parametrize("scales", [(1.0,), (1.0, 2.0**16), (0.5, 1000.0, 8.0)])
+def test_samples_of_different_scales_add_up_unscaled(scales: tuple[float, ...]) -> None:
+    torch.manual_seed(0)
+    tally, dropped, seen = _tally()
+    parts = [torch.randn(100) for _ in scales]
+    for step, (values, scale) in enumerate(zip(parts, scales, strict=True)):
+        tally.add(_sample(values, scale))
+        tally.end_step(step)
+    window = tally.close_window()
+    assert window is not None
+    expected = count_exponents(torch.cat(parts))
+    found = window.tensors[KEY]
+    if 1000.0 in scales:
+        # x * 1000 is rounded to float32 before it is divided again: the counts may differ at the bins' edges only.
+        assert found.histogram.total == expected.total
+        assert np.abs(found.histogram.counts - expected.counts).sum() <= 2
+    else:
+        assert found.histogram == expected
+    assert (found.samples, found.numel_max) == (len(scales), 100)
+    assert seen == list(enumerate(scales))
+    assert dropped == []
+    assert tally.close_window() is None
+
+
+def test_values_without_an_exponent() -> None:
+    tally, _, _ = _tally()
+    for values in ([0.0, float("nan")], [float("inf")], [0.5], [0.0]):
+        tally.add(_sample(torch.tensor(values)))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    histogram = window.tensors[KEY].histogram
+    assert (histogram.zeros, histogram.nans, histogram.infs, histogram.nonzero) == (2, 1, 1, 1)
+    assert (histogram.min_abs, histogram.max_abs) == (0.5, 0.5)
+    assert window.tensors[KEY].peaks == {-1: 1}
+    assert window.gradient_peaks == {-1: 1}
+
+
+def test_the_peak_is_that_of_eleven_bits() -> None:
+    tally, _, _ = _tally()
+    tally.add(_sample(torch.tensor([2 - 2**-11])))
+    tally.add(_sample(torch.tensor([1.5, 2.0**-30])))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.tensors[KEY].peaks == {0: 1, 1: 1}
+    assert window.gradient_peaks == {1: 1}
+
+
+@pytest.mark.parametrize(("scale", "floor"), [(1.0, -25), (2.0**16, -41), (1000.0, -34)])
+def test_the_visibility_floor(scale: float, floor: int) -> None:
+    tally, _, _ = _tally()
+    tally.add(_sample(torch.ones(3), scale, narrow="float16"))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.tensors[KEY].floor_exponent == floor
+
+
+def test_a_scale_on_the_device_that_turns_out_odd_drops_the_sample() -> None:
+    tally, dropped, _ = _tally()
+    scale = BackwardScale(None, torch.tensor(1000.0), power_of_two=True)
+    tally.add(Sample(KEY, count(torch.ones(3)), 3, "float32", scale=scale))
+    tally.end_step(0)
+    assert tally.close_window() is not None
+    assert len(dropped) == 1
+    assert "no power of two" in dropped[0]
+
+
+def test_a_scale_on_the_device_is_divided_out_on_the_host() -> None:
+    tally, _, seen = _tally()
+    scale = BackwardScale(None, torch.tensor(8.0), power_of_two=True)
+    tally.add(Sample(KEY, count(torch.ones(3)), 3, "float32", scale=scale))
+    tally.end_step(4)
+    window = tally.close_window()
+    assert window is not None
+    assert window.tensors[KEY].histogram.max_abs == 0.125
+    assert seen == [(4, 8.0)]
+
+
+def test_wide_and_narrow_rows_of_one_tensor() -> None:
+    tally, _, _ = _tally()
+    narrow, wide = torch.tensor([1.0]), torch.tensor([2.0**-1000], dtype=torch.float64)
+    for values in (narrow, wide):
+        tally.add(Sample(KEY, count(values), 1, str(values.dtype)))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.tensors[KEY].histogram == count_exponents(narrow) + count_exponents(wide)
+
+
+class _LateCopy(HostCopy):
+    """A copy that, like one from a GPU, has not arrived when it is first asked for."""
+
+    asked = 0
+    waited = 0
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._questions = 0
+
+    def ready(self) -> bool:
+        type(self).asked += 1
+        self._questions += 1
+        return self._questions > 1
+
+    def values(self) -> object:
+        type(self).waited += self._questions == 0
+        return super().values()
+
+
+def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and events come a step late, complete and in order; only the end waits, for the last step."""
+    monkeypatch.setattr(tally_module, "HostCopy", _LateCopy)
+    monkeypatch.setattr("mpinspect.capture.watch.HostCopy", _LateCopy)
+    _LateCopy.asked = _LateCopy.waited = 0
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model) as inspector:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float("nan") if step == 2 else 2.0**step)).sum().backward()
+            optimizer.step()
+            if step == 2:
+                assert inspector._recording.events == []
+        assert _LateCopy.asked > 0
+        assert _LateCopy.waited == 0
+    assert _LateCopy.waited > 0
+    session = inspector.session()
+    assert [event.step for event in session.events] == [2]
+    assert session.totals()[TensorKey("weight", "weight_gradient")].peaks == {0: 1, 1: 1, 3: 1}
+
+
+def test_row_layouts_are_told_by_their_length() -> None:
+    with pytest.raises(ValueError, match="values, not 7"):
+        layout.decode(np.zeros(7, np.int64))
+    assert layout.decode(np.zeros(layout.NARROW.length, np.int64)) == ExponentHistogram.empty()
