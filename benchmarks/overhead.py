@@ -36,7 +36,6 @@ ENTRANCES = (
     "_optimizer_steps",
     "_optimizer_stepped",
     "loss_scaled",
-    "_scaled_backward",
     "scaler_steps",
     "scaler_stepped",
 )

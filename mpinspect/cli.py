@@ -85,7 +85,12 @@ def _report(options: argparse.Namespace) -> int:
         session = read_session(options.run_dir)
     except (SessionError, OSError) as error:
         raise UnusableError(error) from error
-    return _put_out(analyse(session), options)
+    report = analyse(session)
+    if options.json:
+        sys.stdout.write(report.to_json())
+    else:
+        _print_text(report)
+    return _conclude(report, options)
 
 
 # -- demo -------------------------------------------------------------------------------------------------------------
@@ -95,20 +100,23 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", metavar="DIR", default="runs/demo", help="where the run is written (%(default)s)")
     parser.add_argument("--steps", type=_positive, default=160, metavar="N", help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
     _add_output_options(parser)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from mpinspect import demo
+    from mpinspect.demo import run
 
     try:
-        report = demo.run(
+        # It prints its report itself, as it goes.
+        report = run(
             log_dir=options.log_dir, steps=options.steps, seed=options.seed, quiet=options.quiet or options.json
         )
     except OSError as error:
-        raise UnusableError(f"the demo can't be written to {options.log_dir}: {error}") from error
-    return _put_out(report, options)
+        raise UnusableError(f"the demo can't run: {error}") from error
+    if options.json:
+        sys.stdout.write(report.to_json())
+    return _conclude(report, options)
 
 
 # -- what commands that end in a report share -------------------------------------------------------------------------
@@ -127,12 +135,8 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _put_out(report: RangeReport, options: argparse.Namespace) -> int:
-    """Print the report, write the files asked for, and tell by the exit status whether a finding was named."""
-    if options.json:
-        sys.stdout.write(report.to_json())
-    else:
-        _print_text(report)
+def _conclude(report: RangeReport, options: argparse.Namespace) -> int:
+    """Write the files asked for, and tell by the exit status whether a finding was named."""
     for path in filter(None, (options.png, options.md)):
         try:
             report.save(path)
