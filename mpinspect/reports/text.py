@@ -189,9 +189,9 @@ def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[Text]:
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
         yes = ", ".join(_format_name(verdict) for verdict in of_kind if verdict.fits)
-        no = "; ".join(f"{_format_name(verdict)} ({_why_not(verdict)})" for verdict in of_kind if not verdict.fits)
+        no = ", ".join(f"{_format_name(verdict)} ({_why_not(verdict)})" for verdict in of_kind if not verdict.fits)
         parts = ([f"would do: {yes}"] if yes else []) + ([f"would not: {no}"] if no else [])
-        yield Text(f"{kind.replace('_', ' ')}s: {'. '.join(parts)}")
+        yield Text(f"{kind.replace('_', ' ')}s: {'; '.join(parts)}")
 
 
 def _format_name(verdict: FormatVerdict) -> str:

@@ -1,0 +1,180 @@
+"""The command line: exit statuses, sentences on stderr, and what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import sessions
+
+import mpinspect
+from mpinspect import cli
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    sessions.word_model().save(path)
+    return path
+
+
+def test_report_prints_text(run_dir, capsys):
+    assert cli.main(["report", str(run_dir)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("WordModel in float16\n")
+    assert "Suggested loss scale" in out
+    assert err == ""
+
+
+def test_report_prints_json_and_nothing_else(run_dir, capsys):
+    assert cli.main(["report", str(run_dir), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "mpinspect.report"
+    assert document["loss_scale"]["available"] is True
+
+
+def test_report_writes_the_files_asked_for(run_dir, tmp_path, capsys):
+    png, md = tmp_path / "a" / "r.png", tmp_path / "b" / "r.md"
+    assert cli.main(["report", str(run_dir), "--png", str(png), "--md", str(md)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert md.read_text("utf-8").startswith("# WordModel in float16")
+
+
+@pytest.mark.parametrize(
+    ("severity", "fail_on", "status"),
+    [
+        ("info", [], 0),
+        ("error", [], 0),
+        ("info", ["warning"], 0),
+        ("warning", ["warning"], 1),
+        ("error", ["warning"], 1),
+        ("warning", ["error"], 0),
+        ("error", ["error"], 1),
+        ("info", ["planted"], 1),
+        ("warning", ["another"], 0),
+        ("info", ["another", "planted"], 1),
+    ],
+)
+def test_fail_on(severity, fail_on, status, run_dir, monkeypatch, capsys):
+    report = sessions.report_by_hand(sessions.word_model())
+    finding = dataclasses.replace(report.findings[0], id="planted", severity=severity)
+    planted = dataclasses.replace(report, findings=(finding,))
+    monkeypatch.setattr("mpinspect.analysis.analyse", lambda session: planted)
+    options = [part for name in fail_on for part in ("--fail-on", name)]
+    assert cli.main(["report", str(run_dir), *options]) == status
+
+
+@pytest.mark.parametrize("make", ["nothing", "empty directory", "foreign file"])
+def test_unreadable_input_is_a_sentence_and_status_2(make, tmp_path, capsys):
+    path = tmp_path / "run"
+    if make == "empty directory":
+        path.mkdir()
+    elif make == "foreign file":
+        path.write_bytes(b"PK\x03\x04 not ours")
+    assert cli.main(["report", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mpinspect: ")
+    assert err.count("\n") == 1
+    assert str(path) in err
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_write(run_dir, capsys):
+    (file,) = run_dir.iterdir()
+    data = file.read_bytes()
+    file.write_bytes(data[: -len(data) // 4])
+    assert cli.main(["report", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "ends within a record" in " ".join(out.split())
+
+
+def test_a_file_that_can_not_be_written_is_status_2(run_dir, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert cli.main(["report", str(run_dir), "--md", str(tmp_path / "file" / "r.md")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["report"],
+        ["unknown"],
+        ["report", "x", "--png", "x.jpg"],
+        ["report", "x", "--html", "x"],
+        ["demo", "--steps", "0"],
+    ],
+)
+def test_wrong_usage_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "usage: mpinspect" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"mpinspect {mpinspect.__version__}\n"
+
+
+def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    def run(**options):
+        seen.update(options)
+        return sessions.report_by_hand(sessions.word_model())
+
+    fake = types.ModuleType("mpinspect.demo")
+    fake.run = run
+    monkeypatch.setitem(sys.modules, "mpinspect.demo", fake)
+    monkeypatch.setattr(mpinspect, "demo", fake, raising=False)
+    assert cli.main(["demo", "--log-dir", str(tmp_path), "--steps", "7", "--seed", "3", "--json"]) == 0
+    assert seen == {"log_dir": str(tmp_path), "steps": 7, "seed": 3, "quiet": True}
+    assert json.loads(capsys.readouterr().out)["format"] == "float16"
+
+
+def test_names_that_the_terminal_can_not_print_do_not_end_the_report(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    sessions.all_sessions()["hostile"].save(path)
+    done = _run(["report", str(path)], env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert b"schicht.gr\\xf6\\xdfe" in done.stdout.replace(b"\n", b"")
+
+
+def test_a_reader_that_leaves_early_is_no_error(run_dir):
+    command = f"{sys.executable} -m mpinspect report {run_dir} --json | head -c 20; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    assert done.stdout == b'{\n  "schema": "mpins'
+    assert done.stderr == b""
+
+
+def test_python_m_mpinspect(run_dir):
+    done = _run(["report", str(run_dir)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"WordModel in float16")
+
+
+def test_help_names_every_command_and_the_statuses(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for command in cli.COMMANDS:
+        assert command.name in shown
+        assert command.help in shown
+    assert "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input" in shown
+
+
+def _run(arguments, env=None):
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "mpinspect", *arguments], capture_output=True, check=False, env=os.environ | (env or {})
+    )

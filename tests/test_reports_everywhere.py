@@ -1,0 +1,128 @@
+"""Every session through every report: the empty one, no gradients, NaN everywhere, 300 layers, hostile names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import sessions
+
+from mpinspect.analysis import analyse
+from mpinspect.reports import dataframe, markdown, plots, save, text
+from mpinspect.reports import json as json_report
+from mpinspect.reports.tensorboard import TensorBoardSink
+
+SESSIONS = sessions.all_sessions()
+REPORTS = {name: sessions.report_by_hand(session) for name, session in SESSIONS.items()}
+ANALYSED = {name: analyse(session) for name, session in SESSIONS.items()}
+
+
+def render_narrow(report):
+    return text.render(report, 60)
+
+
+def render_wide(report):
+    return text.render(report, 140)
+
+
+RENDERERS = (render_narrow, render_wide, text.render_html, markdown.render, json_report.render)
+
+
+@pytest.mark.parametrize("render", RENDERERS, ids=lambda render: f"{render.__module__}.{render.__name__}")
+@pytest.mark.parametrize("name", SESSIONS)
+def test_every_session_in_every_form_of_text(name, render):
+    for report in (REPORTS[name], ANALYSED[name]):
+        rendered = render(report)
+        rendered.encode("utf-8")
+        assert report.format in rendered
+        assert all(c.isprintable() or c == "\n" for c in rendered)
+        assert not any(escape in rendered for escape in ("\x1b", "\u202e", "Traceback", " object at 0x"))
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_every_session_as_a_dataframe(name):
+    frame = dataframe.render(ANALYSED[name])
+    assert len(frame) == len(ANALYSED[name].layers)
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_every_session_as_pictures(name, tmp_path):
+    for figure in (plots.range_offset(ANALYSED[name]), plots.heat_map(REPORTS[name])):
+        figure.canvas.draw()
+    path = plots.save(REPORTS[name], tmp_path / "picture.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_every_session_into_tensorboard(name, tmp_path):
+    session = SESSIONS[name]
+    sink = TensorBoardSink(tmp_path)
+    sink.watched(session.watched)
+    for window in session.windows[:2]:
+        sink.window(window)
+    for event in session.events:
+        sink.event(event)
+    for note in session.notes:
+        sink.note(note)
+    sink.progress(session.progress)
+    sink.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > 0
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_no_layer_name_is_cut_from_text(name):
+    """Folded over lines at most: with the white space taken out every shown name is there in full."""
+    from mpinspect.reports.table import printable, seen_layers, worst
+    from mpinspect.reports.text_layers import MAX_LAYERS
+
+    for width in (60, 90, 140):
+        lines = text.render(REPORTS[name], width).splitlines()
+        assert max(map(_cells, lines)) <= width
+        for layer in worst(seen_layers(REPORTS[name]), MAX_LAYERS):
+            assert _holds(lines, printable(layer.name)), (width, layer.name)
+
+
+def test_a_report_saves_itself_by_suffix(tmp_path):
+    report = REPORTS["word_model"]
+    for suffix in (".txt", ".md", ".json", ".png", ".JSON"):
+        path = save(report, tmp_path / "deep" / "er" / f"report{suffix}")
+        assert path.stat().st_size > 0
+    assert json.loads((tmp_path / "deep/er/report.json").read_text())["schema"] == "mpinspect.report"
+    assert report.save(str(tmp_path / "again.md")).read_text("utf-8").startswith("# WordModel")
+
+
+@pytest.mark.parametrize("name", ["report.html", "report", "report.txt.gz"])
+def test_an_unknown_suffix_is_refused_before_anything_is_written(name, tmp_path):
+    with pytest.raises(ValueError, match=r"names no form of report; there are \.txt \.md \.json \.png"):
+        save(REPORTS["word_model"], tmp_path / "new" / name)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_report_renders_itself():
+    report = ANALYSED["word_model"]
+    assert str(report).startswith("WordModel in float16\n")
+    assert report._repr_html_().startswith("<pre")
+    assert json.loads(report.to_json())["format"] == "float16"
+    assert len(report.to_dataframe()) == len(report.layers)
+
+
+def _cells(line):
+    from rich.cells import cell_len
+
+    return cell_len(line)
+
+
+def _holds(lines, name):
+    """Whether the name is in the lines in order: a column of one line, or its pieces at the starts of neighbouring ones."""
+    wanted = name.replace(" ", "")
+    for start in range(len(lines)):
+        rest = wanted
+        for line in lines[start:]:
+            piece = "".join(line.split())
+            common = next((n for n in range(min(len(piece), len(rest)), 0, -1) if piece[:n] == rest[:n]), 0)
+            rest = rest[common:]
+            if not rest or not common:
+                break
+        if not rest:
+            return True
+    return False

@@ -1,0 +1,130 @@
+"""The JSON report: every field, strict JSON, a stable form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sessions
+
+from mpinspect.analysis.report import LayerReport, RangeReport
+from mpinspect.exponents import ExponentHistogram
+from mpinspect.reports import json as json_report
+
+SCHEMA = Path(__file__).parents[1] / "docs" / "report-schema.md"
+
+#: Left out on purpose, as the schema says: they stand elsewhere in the report or only in the session file.
+LEFT_OUT = {("Session", "events"), ("Window", "tensors")}
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def report():
+    return sessions.report_by_hand(sessions.everything())
+
+
+def test_golden(report, golden):
+    golden("report.json", json_report.render(report))
+
+
+@pytest.mark.parametrize("name", sessions.all_sessions())
+def test_strict_json(name):
+    document = strict(json_report.render(sessions.report_by_hand(sessions.all_sessions()[name])))
+    assert (document["schema"], document["schema_version"]) == ("mpinspect.report", 1)
+
+
+def test_every_field_of_every_record_is_there(report):
+    missing = []
+
+    def compare(value, plain, path):
+        if dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                if (type(value).__name__, field.name) in LEFT_OUT:
+                    continue
+                if field.name not in plain:
+                    missing.append(f"{path}.{field.name}")
+                else:
+                    compare(getattr(value, field.name), plain[field.name], f"{path}.{field.name}")
+        elif isinstance(value, dict):
+            assert set(plain) == set(map(str, value)), path
+            for key, item in value.items():
+                compare(item, plain[str(key)], f"{path}.{key}")
+        elif isinstance(value, (tuple, list, np.ndarray)) and not hasattr(value, "_fields"):
+            assert len(plain) == len(value), path
+            plain = list(plain.values()) if isinstance(plain, dict) else plain
+            for index, item in enumerate(value):
+                compare(item, plain[index], f"{path}[{index}]")
+        elif isinstance(value, (int, str)) or value is None:
+            assert plain == value, path
+
+    compare(report, strict(json_report.render(report)), "report")
+    assert not missing
+
+
+def test_a_histogram_comes_back_whole(report):
+    layers = strict(json_report.render(report))["layers"]
+    for layer, plain in zip(report.layers, layers, strict=True):
+        if layer.histogram is None:
+            assert plain["histogram"] is None
+            continue
+        found = plain["histogram"]
+        again = ExponentHistogram.from_counts(
+            found["counts"],
+            found["min_exponent"],
+            powers_of_two=found["powers_of_two"],
+            near_top=found["near_top"],
+            zeros=found["zeros"],
+            infs=found["infs"],
+            nans=found["nans"],
+            min_abs=found["min_abs"] or None,
+            max_abs=found["max_abs"] or None,
+        )
+        assert again == layer.histogram
+
+
+def test_what_json_can_not_hold_is_a_string(report):
+    finding = dataclasses.replace(
+        report.findings[0],
+        evidence={"inf": float("inf"), "minus": -np.inf, "nan": np.float64("nan"), "int": np.int64(3), "odd": 1j},
+    )
+    document = strict(json_report.render(dataclasses.replace(report, findings=(finding,))))
+    expected = {"inf": "inf", "minus": "-inf", "nan": "nan", "int": 3, "odd": "1j"}
+    assert document["findings"][0]["evidence"] == expected
+
+
+def test_counts_stay_on_one_line(report):
+    histograms = [layer for layer in (*report.layers, *report.overall) if layer.histogram is not None]
+    lines = json_report.render(report).splitlines()
+    assert sum('"counts": [' in line and line.rstrip(",").endswith("}") for line in lines) == len(histograms)
+
+
+def test_the_schema_page_names_every_key(report):
+    """A new field must be documented: every key of a full report stands in docs/report-schema.md as code."""
+    documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
+    fields = {field.name for record in (RangeReport, LayerReport) for field in dataclasses.fields(record)}
+    keys = fields | set(_keys(strict(json_report.render(report))))
+    assert keys - documented == set()
+
+
+def _keys(plain, *, free=("versions", "evidence", "lost_updates", "peaks", "gradient_peaks")):
+    """Keys at any depth; not those of mappings whose keys are data."""
+    if isinstance(plain, list):
+        for item in plain:
+            yield from _keys(item)
+    elif isinstance(plain, dict):
+        for key, item in plain.items():
+            yield key
+            if key == "lost_updates" and item:
+                yield from _keys(list(item.values()))
+            elif key not in free:
+                yield from _keys(item)
