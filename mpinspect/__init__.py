@@ -19,6 +19,7 @@ from mpinspect.formats import (
     FloatFormat,
 )
 from mpinspect.inspector import Inspector, MpinspectWarning
+from mpinspect.probe import probe
 from mpinspect.session import Session
 from mpinspect.version import __version__
 
@@ -37,5 +38,6 @@ __all__ = [
     "Session",
     "__version__",
     "count_exponents",
+    "probe",
     "recommend_loss_scale",
 ]

@@ -198,9 +198,7 @@ def headline(report: RangeReport) -> str:
 
 def _range_offset(report: RangeReport) -> str:
     offsets = [
-        layer.range_offset
-        for layer in report.layers
-        if layer.kind in GRADIENT_KINDS and layer.range_offset is not None
+        layer.range_offset for layer in report.layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None
     ]
     if not offsets:
         return ""
@@ -238,7 +236,13 @@ def _draw(report: RangeReport, directory: Path) -> list[Path]:
 
 
 def _whereabouts(directory: Path, pictures: list[Path]) -> str:
-    lines = ["", "Pictures:", *(f"  {path}" for path in pictures), "TensorBoard:", f"  tensorboard --logdir {directory}"]
+    lines = [
+        "",
+        "Pictures:",
+        *(f"  {path}" for path in pictures),
+        "TensorBoard:",
+        f"  tensorboard --logdir {directory}",
+    ]
     return "\n".join([*lines, "This report again:", f"  mpinspect report {directory}"])
 
 

@@ -55,7 +55,7 @@ def test_the_demo_is_told_what_flushes_and_what_is_fine():
     assert flushed.layer == "decoder"
     assert flushed.evidence["flushed_fraction"] > 0.8
     assert "would flush 88% of the non-zero elements of the activation gradients of 'decoder'" in flushed.message
-    assert "Multiply the loss by 8192" in flushed.fix
+    assert "Multiply the loss by 4096" in flushed.fix
     fine = found(report, "weight-gradients-fine")
     assert "The weight gradients are fine" in fine.message
     assert "activation gradients of 'decoder'" in fine.message

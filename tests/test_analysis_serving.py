@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from mpinspect.analysis.ranges import layer_report
 from mpinspect.analysis.serving import (
     LOST_L1_TOLERANCE,
-    NEGLIGIBLE_FRACTION,
-    ample_log2_scale,
+    NEGLIGIBLE_L1_SHARE,
     flush_exponent,
     least_log2_scale,
 )
@@ -37,18 +36,11 @@ def histograms(draw: st.DrawFn) -> ExponentHistogram:
     )
 
 
-@given(histograms(), st.sampled_from(FORMATS), st.floats(1e-9, 0.9))
+@given(histograms(), st.sampled_from(FORMATS), st.floats(NEGLIGIBLE_L1_SHARE, 0.9))
 def test_least_scale_is_the_least_that_keeps_to_the_tolerance(histogram, format, tolerance):
     k = least_log2_scale(histogram, format, tolerance)
     assert histogram.lost_l1_share(format, k).estimate <= tolerance * (1 + 1e-9)
     assert histogram.lost_l1_share(format, k - 1).estimate > tolerance * (1 - 1e-9)
-
-
-@given(histograms(), st.sampled_from(FORMATS))
-def test_ample_scale_is_the_least_that_flushes_next_to_nothing(histogram, format):
-    k = ample_log2_scale(histogram, format)
-    assert histogram.flushed_fraction(format, k) <= NEGLIGIBLE_FRACTION
-    assert histogram.flushed_fraction(format, k - 1) > NEGLIGIBLE_FRACTION
 
 
 @given(histograms(), st.sampled_from(FORMATS), st.integers(1, 10**9), st.integers(-60, 0))
@@ -66,7 +58,6 @@ def test_exact_edges_of_a_single_value():
     assert least_log2_scale(spread({-25: 1}), FLOAT16) == 0
     tie = ExponentHistogram.from_counts([1], -25, powers_of_two=[1])
     assert least_log2_scale(tie, FLOAT16) == 1
-    assert ample_log2_scale(tie, FLOAT16) == 1
     assert least_log2_scale(spread({0: 1}), FLOAT16) == -25
     assert least_log2_scale(spread({0: 1}), FLOAT16_FTZ) == -14
     assert least_log2_scale(tie, FLOAT16_FTZ) == 11
@@ -74,7 +65,7 @@ def test_exact_edges_of_a_single_value():
 
 def test_no_value_needs_no_scale():
     assert least_log2_scale(spread({}, zeros=5, nans=1), FLOAT16) is None
-    assert ample_log2_scale(spread({}, infs=5), FLOAT16) is None
+    assert least_log2_scale(spread({}, infs=5), FLOAT16, NEGLIGIBLE_L1_SHARE) is None
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1.0, -1.0, math.nan])

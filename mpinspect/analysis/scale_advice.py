@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpinspect.analysis.drift import LONGEST_GROWTH_INTERVAL, growth_interval
 from mpinspect.analysis.overflow_odds import log2_room, overflow_probability_bound
@@ -75,6 +75,8 @@ def scale_advice(
     conflicts = scale_conflicts(gradients, format, rules.tolerance) if window.is_empty else ()
     times = tuple(_time_block(block) for block in blocks)
     first = next((block.window for block in blocks if block.window), window)
+    # As large as the whole run likes it, as far as the first steps allow: an overflow then costs a step, no more.
+    at_first = replace(first, log2_ample=max(first.log2_ample, chosen))
     return LossScaleAdvice(
         available=True,
         needed=needed,
@@ -89,7 +91,7 @@ def scale_advice(
         samples=steps - overflows,
         overflow_probability_bound=odds,
         static_scale=1.0 if needed is False else scale_of(_static(window, blocks).choose(rules.headroom)),
-        dynamic=DynamicSettings(scale_of(first.choose(rules.headroom)), growth_interval(times, rules.growth_interval)),
+        dynamic=DynamicSettings(scale_of(at_first.choose(rules.headroom)), growth_interval(times, rules.growth_interval)),
         blocks=times,
         reason=advice_reason(gradients, worst, window, conflicts, needed, chosen, format, (overflows, steps, odds)),
     )

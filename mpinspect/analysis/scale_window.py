@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpinspect.analysis.noise import without_noise
 from mpinspect.analysis.report import ScaleConflict
-from mpinspect.analysis.serving import LOST_L1_TOLERANCE, ample_log2_scale, least_log2_scale
+from mpinspect.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, least_log2_scale
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FloatFormat
@@ -53,10 +53,10 @@ class GradientRange:
         return least_log2_scale(self.histogram, format, tolerance, hidden=hidden, floor_exponent=floor)
 
     def log2_ample(self, format: FloatFormat) -> int | None:
-        """Least k at which next to nothing that was seen and is not noise is flushed."""
+        """Least k at which next to nothing that was seen and is not noise is lost."""
         signal = without_noise(self.histogram, self.noise_ceiling)
         # The ceiling is the whole run's: over a few steps all values of a gradient that is no noise can lie below it.
-        return ample_log2_scale(signal if len(signal.counts) else self.histogram, format)
+        return least_log2_scale(signal if len(signal.counts) else self.histogram, format, NEGLIGIBLE_L1_SHARE)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ScaleWindow:
     Args:
         log2_lowest: least k at which every layer is served, by what was seen; it may be negative.
         log2_certain: the same whatever was flushed before counting; at least ``log2_lowest``.
-        log2_ample: least k at which next to nothing is flushed (NEGLIGIBLE_FRACTION).
+        log2_ample: least k at which next to nothing is lost (NEGLIGIBLE_L1_SHARE).
         log2_highest: largest k without overflow.
     """
 

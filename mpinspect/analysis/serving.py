@@ -16,10 +16,10 @@ from mpinspect.formats import FloatFormat
 #: (scale 128) matches FP32. The flushed *fraction* of elements is no such measure: small elements are many and weigh little.
 LOST_L1_TOLERANCE = 1e-3
 
-#: A scale is ample when at most this share of the elements is flushed. Asking for none at all would let the smallest of a
-#: billion elements decide: in the same model one element of the logits' gradient in 11,000 is flushed at 2^13, and to
-#: save the last takes 2^19, which leaves no headroom.
-NEGLIGIBLE_FRACTION = 2.0**-12
+#: A scale is ample when every layer loses at most this share of its L1 mass: FP32, in which the unscaled gradient is
+#: used, does not resolve it (2^-24 is its rounding). Asking for no flushed element at all would let the smallest of a
+#: billion decide: in the same model that takes 2^20, which leaves no headroom, and 2^13 loses 1e-8.
+NEGLIGIBLE_L1_SHARE = 2.0**-24
 
 
 def flush_exponent(format: FloatFormat) -> int:
@@ -61,18 +61,6 @@ def least_log2_scale(
         edge = histogram.min_exponent - 1
         if hidden and floor_exponent is not None and hidden * 2.0 ** min(max(floor_exponent - top, -500), 500) > allowed:
             edge = min(edge, math.floor(math.log2(allowed / hidden)) + top)
-    return flush_exponent(format) - edge
-
-
-def ample_log2_scale(histogram: ExponentHistogram, format: FloatFormat) -> int | None:
-    """Least k at which at most NEGLIGIBLE_FRACTION of the elements is flushed: more scale gains nothing. None without a value."""
-    if not len(histogram.counts):
-        return None
-    flushed = np.cumsum(histogram.counts) - histogram.counts
-    if not format.flushes_subnormals:
-        flushed = flushed + histogram.powers_of_two
-    fine = np.flatnonzero(flushed <= NEGLIGIBLE_FRACTION * histogram.nonzero)
-    edge = histogram.min_exponent + (int(fine[-1]) if fine.size else -1)
     return flush_exponent(format) - edge
 
 

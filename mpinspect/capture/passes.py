@@ -55,7 +55,8 @@ class Passes:
         self.model_state.restore()
         for parameter in self.model.parameters():
             parameter.grad = None
-        with _eager(), torch.enable_grad():
+        # The backward runs outside of every autocast, the caller's included.
+        with _eager(), torch.enable_grad(), torch.autocast(self.device, enabled=False):
             with torch.autocast(self.device, torch.float16, enabled=half):
                 loss = self.loss_fn(self.model, batch)
             _require_loss(loss, number, finite=not half)
