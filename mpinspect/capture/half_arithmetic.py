@@ -97,7 +97,7 @@ def half_arithmetic() -> Iterator[None]:
         yield
 
 
-class _HalfProducts(TorchDispatchMode):
+class _HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes FP16 products in FP32 and rounds their results."""
 
     def __torch_dispatch__(
@@ -109,7 +109,7 @@ class _HalfProducts(TorchDispatchMode):
         return tree_map(_to_half, func(*tree_map(_to_float32, args), **tree_map(_to_float32, kwargs)))
 
 
-class _Float32Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Float32Functions(TorchFunctionMode):
     """Hands FP32 copies of FP16 arguments to the functions that CUDA's autocast runs in FP32."""
 
     def __torch_function__(

@@ -133,9 +133,10 @@ def _verdict(report: ProbeReport) -> str:
     if worst is None:
         return "No weight gradient was in FP16: there is nothing to hold a prediction against."
     predicted, measured = worst.unscaled.predicted_flushed_fraction, worst.unscaled.measured_flushed_fraction
+    figures = f"{_printable(worst.name)}: predicted {percent(predicted)}, measured {percent(measured)}"
     return (
-        f"Flushed weight gradients at scale 1, predicted and measured: they differ by at most "
-        f"{report.largest_difference:.4f} of a layer's non-zero elements ({_printable(worst.name)}: predicted {percent(predicted)}, measured {percent(measured)})."
+        "Flushed weight gradients at scale 1, predicted and measured: they differ by at most "
+        f"{report.largest_difference:.4f} of a layer's non-zero elements ({figures})."
     )
 
 
