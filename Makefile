@@ -1,7 +1,7 @@
 # Everything runs in .venv, which any target makes when it needs it: a bare machine needs make and Python >= 3.10.
 
 PYTHON ?= python3
-# A local wheel or an index of your own will do too: make demo TORCH="torch --index-url https://..."
+# Another version, or a wheel's path: make demo TORCH=torch==2.6.0
 TORCH ?= torch==2.13.0
 # Test processes, one thread each.
 JOBS ?= 2
@@ -42,7 +42,7 @@ format: $(VENV)/.dev ## let ruff format the code and mend what it can
 
 .PHONY: bench
 bench: $(VENV)/.bench ## run every benchmark
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for name in counting overhead session; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: clean
 clean: ## remove .venv, caches and build output (your runs stay)
