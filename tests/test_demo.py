@@ -1,0 +1,139 @@
+"""The demo: its text, its model, and what a short run prints and leaves behind."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mpinspect import demo
+from mpinspect.formats import FLOAT16
+from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Session
+
+
+def test_the_text_is_the_same_every_time():
+    first, second = demo.stdlib_tokens(30_000, 512), demo.stdlib_tokens(30_000, 512)
+    assert torch.equal(first.tokens, second.tokens)
+    assert first.words == second.words
+    assert len(first.tokens) == 30_000
+    assert len(first.words) == len(set(first.words)) == 512
+    assert int(first.tokens.max()) == 511
+    # A word that is more frequent has the smaller number.
+    counts = torch.bincount(first.tokens)[1:]
+    assert (counts[:-1] >= counts[1:]).all()
+
+
+def test_the_library_has_all_the_text_that_the_demo_wants():
+    corpus = demo.stdlib_tokens()
+    assert len(corpus.tokens) == 400_000
+    assert len(corpus.words) == 4096
+    training, held_out = corpus.split()
+    assert torch.equal(torch.cat([training.tokens, held_out.tokens]), corpus.tokens)
+    assert len(held_out.tokens) == 40_000
+
+
+def test_words_and_unreadable_bytes(tmp_path):
+    (tmp_path / "b.py").write_bytes(b"y = \xff\n")
+    (tmp_path / "a.py").write_text("x += x1")
+    corpus = demo.stdlib_tokens(7, 100, directory=tmp_path)
+    assert [corpus.words[token] for token in corpus.tokens] == ["x", "+", "=", "x1", "y", "=", "\ufffd"]
+
+
+def test_a_library_without_source_is_explained(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds only 0 words.*zip file"):
+        demo.stdlib_tokens(directory=tmp_path)
+    (tmp_path / "a.py").write_text("x " * 25_000)
+    assert len(demo.stdlib_tokens(directory=tmp_path).tokens) == 25_000
+
+
+def test_a_batch_is_contexts_and_the_words_that_follow():
+    corpus = demo.Corpus(torch.arange(100), ())
+    contexts, following = corpus.batch(torch.Generator().manual_seed(0), 50)
+    assert contexts.shape == (50, 3)
+    assert torch.equal(contexts + torch.tensor([3, 2, 1]), following[:, None].expand(50, 3))
+    assert following.min() >= 3
+
+
+def test_the_model_is_the_seeds_and_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    first, second, other = demo.word_model(1), demo.word_model(1), demo.word_model(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.output.weight, second.output.weight)
+    assert not torch.equal(first.output.weight, other.output.weight)
+    assert [name for name, _ in first.named_children()] == ["embedding", "hidden", "tanh", "output"]
+    assert first(torch.zeros(5, 3, dtype=torch.int64)).shape == (5, 4096)
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """Three steps: what was printed, the report, the directory."""
+    import contextlib
+    import io
+
+    directory = tmp_path_factory.mktemp("runs") / "demo"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        report = demo.run(log_dir=directory, steps=3)
+    return printed.getvalue(), report, directory
+
+
+def test_a_short_run_needs_scaling_at_the_output_and_not_in_the_weight_gradients(short_run):
+    _, report, _ = short_run
+    layers = {(layer.name, layer.kind): layer for layer in report.layers}
+    assert {name for name, kind in layers if kind == ACTIVATION_GRADIENT} == {"embedding", "hidden", "tanh", "output"}
+    assert layers["output", ACTIVATION_GRADIENT].flushed_fraction.estimate > 0.5
+    for (_, kind), layer in layers.items():
+        if kind == WEIGHT_GRADIENT:
+            assert layer.flushed_fraction.estimate < 0.01
+    assert report.loss_scale.needed
+    assert report.session.progress.sampled_steps == 3
+
+
+def test_the_headline_is_made_of_the_reports_figures(short_run):
+    printed, report, _ = short_run
+    histogram = next(
+        layer.histogram for layer in report.layers if (layer.name, layer.kind) == ("output", ACTIVATION_GRADIENT)
+    )
+    share = re.search(
+        r"Without scaling (\d+)% of the non-zero gradient elements at the output layer's activations", printed
+    )
+    assert int(share[1]) == round(100 * histogram.flushed_fraction(FLOAT16))
+    assert f"Suggested loss scale: {report.loss_scale.recommended:g} (2^" in printed
+    unused = min(layer.histogram.range_offset(FLOAT16) for layer in report.layers)
+    assert f"no gradient uses the top {unused} powers of two" in printed
+    assert "while the weight gradients are fine" in printed
+    assert str(report) in printed
+
+
+def test_the_run_leaves_pictures_a_log_and_a_session(short_run):
+    printed, report, directory = short_run
+    for name in ("range_offset.png", "layers.png"):
+        data = (directory / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 10_000
+        assert str(directory / name) in printed
+    assert list(directory.glob("events.out.tfevents.*"))
+    assert f"tensorboard --logdir {directory}" in printed
+    assert Session.load(directory).totals() == report.session.totals()
+
+
+def test_a_second_run_takes_the_next_name_and_quiet_is_quiet(short_run, capsys):
+    _, _, directory = short_run
+    demo.run(log_dir=directory, steps=1, quiet=True)
+    assert capsys.readouterr() == ("", "")
+    assert (directory.parent / "demo-2" / "layers.png").exists()
+
+
+def test_no_steps_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one"):
+        demo.run(log_dir=tmp_path, steps=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weight_gradients_are_not_called_fine(short_run):
+    import dataclasses
+
+    _, report, _ = short_run
+    worse = tuple(dataclasses.replace(layer, log2_scale_needed=3) for layer in report.layers)
+    assert "fine" not in demo.headline(dataclasses.replace(report, layers=worse))
