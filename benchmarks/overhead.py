@@ -180,12 +180,15 @@ def with_wandb(trainer: Trainer, steps: int) -> tuple[list[float], None] | None:
     return times, None
 
 
+WEIGHTS_ALONE = functools.partial(inspected, capture=("weight_gradient",), watch=False)
+
 #: name, most that the callbacks may take of the bare step, steps per round, how.
 WAYS: tuple[tuple[str, float | None, int, Callable[[Trainer, int], Any]], ...] = (
     ("weight + activation gradients, every step, watch on", 0.15, 4, inspected),
     ("every=10, watch off", 0.015, 10, functools.partial(inspected, every=10, watch=False)),
     ("watch alone", 0.025, 4, functools.partial(inspected, capture=())),
     ("between samples, watch off", None, 4, functools.partial(inspected, capture=(), watch=False)),
+    ("weight gradients alone, every step, watch off", None, 4, WEIGHTS_ALONE),
     ("all five kinds, every step, watch on", None, 4, functools.partial(inspected, capture=mpinspect.session.KINDS)),
     ("add_histogram of every gradient", None, 2, with_add_histogram),
     ("wandb.watch(log='gradients')", None, 2, with_wandb),

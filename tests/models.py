@@ -72,7 +72,9 @@ def gpt2() -> Subject:
     config._attn_implementation = "eager"
     model = transformers.GPT2LMHeadModel(config)
     model.train()
-    return Subject(model, lambda: torch.randint(0, 64, (2, 12)), lambda m, tokens: m(input_ids=tokens, labels=tokens).loss)
+    return Subject(
+        model, lambda: torch.randint(0, 64, (2, 12)), lambda m, tokens: m(input_ids=tokens, labels=tokens).loss
+    )
 
 
 SUBJECTS = {"cnn": cnn, "lstm": lstm, "gpt2": gpt2}

@@ -14,7 +14,9 @@ from mpinspect.session import KINDS
 STEPS = 6
 
 
-def _run(name: str, step: Callable[..., None], inspect: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+def _run(
+    name: str, step: Callable[..., None], inspect: bool
+) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(7)
     subject = SUBJECTS[name]()
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-3)

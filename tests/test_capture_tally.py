@@ -126,8 +126,8 @@ class _LateCopy(HostCopy):
     asked = 0
     waited = 0
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        super().__init__(tensors)
+    def __init__(self, stacked: torch.Tensor) -> None:
+        super().__init__(stacked)
         self._questions = 0
 
     def ready(self) -> bool:

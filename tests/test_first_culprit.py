@@ -189,7 +189,12 @@ def test_a_weight_gradient_alone_is_named_by_the_scaler_skipping() -> None:
             scaler.update()
             optimizer.zero_grad()
     (event,) = inspector.session().events
-    assert (event.step, event.module, event.what, event.tensor) == (1, "block.conv", "weight_gradient", "block.conv.weight")
+    assert (event.step, event.module, event.what, event.tensor) == (
+        1,
+        "block.conv",
+        "weight_gradient",
+        "block.conv.weight",
+    )
     assert event.value == "nan"
 
 

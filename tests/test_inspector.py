@@ -282,7 +282,10 @@ def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     run.wait()
     run.stdout.close()
     result = subprocess.run(
-        [sys.executable, "-m", "mpinspect", "report", str(tmp_path / "run")], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "mpinspect", "report", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "weight" in result.stdout

@@ -54,7 +54,9 @@ def test_the_scale_is_that_of_the_backward_not_of_the_report() -> None:
             scaler.update()
             optimizer.zero_grad()
     session = inspector.session()
-    assert [(change.step, change.scale) for change in session.progress.scales] == [(i, 2.0 ** (10 + i)) for i in range(4)]
+    assert [(change.step, change.scale) for change in session.progress.scales] == [
+        (i, 2.0 ** (10 + i)) for i in range(4)
+    ]
     assert _weight(session).peaks == {1: 4}
 
 

@@ -85,7 +85,9 @@ def test_random_updates_against_exact_rounding(dtype: torch.dtype) -> None:
     weight[50:300] = np.exp2(rng.integers(-24, 15, 250))
     update[:50] = np.exp2(rng.integers(-30, -20, 50))
     update[50:300] = weight[50:300] * np.exp2(rng.integers(-14, -6, 250)) * rng.choice([-1.0, 1.0], 250)
-    assert tuple(lost_updates(torch.tensor(weight), torch.tensor(update), dtype).tolist()) == _oracle(weight, update, dtype)
+    assert tuple(lost_updates(torch.tensor(weight), torch.tensor(update), dtype).tolist()) == _oracle(
+        weight, update, dtype
+    )
 
 
 @settings(max_examples=200, deadline=None)

@@ -91,7 +91,9 @@ def scale_advice(
         samples=steps - overflows,
         overflow_probability_bound=odds,
         static_scale=1.0 if needed is False else scale_of(_static(window, blocks).choose(rules.headroom)),
-        dynamic=DynamicSettings(scale_of(at_first.choose(rules.headroom)), growth_interval(times, rules.growth_interval)),
+        dynamic=DynamicSettings(
+            scale_of(at_first.choose(rules.headroom)), growth_interval(times, rules.growth_interval)
+        ),
         blocks=times,
         reason=advice_reason(gradients, worst, window, conflicts, needed, chosen, format, (overflows, steps, odds)),
     )

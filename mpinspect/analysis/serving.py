@@ -59,7 +59,11 @@ def least_log2_scale(
         edge = int(edges[served[-1]])
     else:
         edge = histogram.min_exponent - 1
-        if hidden and floor_exponent is not None and hidden * 2.0 ** min(max(floor_exponent - top, -500), 500) > allowed:
+        if (
+            hidden
+            and floor_exponent is not None
+            and hidden * 2.0 ** min(max(floor_exponent - top, -500), 500) > allowed
+        ):
             edge = min(edge, math.floor(math.log2(allowed / hidden)) + top)
     return flush_exponent(format) - edge
 

@@ -51,7 +51,8 @@ def unlisten(listener: ScalerListener) -> None:
 
 def _scaler_classes(owner: type) -> Iterator[type]:
     yield owner
-    for subclass in owner.__subclasses__():
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
         yield from _scaler_classes(subclass)
 
 

@@ -54,10 +54,9 @@ class Sample:
 
 
 class HostCopy:
-    """Tensors of one shape on their way to the host: at once from a CPU, asynchronously from a GPU."""
+    """A tensor on its way to the host: at once from a CPU, asynchronously from a GPU."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        stacked = torch.stack(tensors)
+    def __init__(self, stacked: torch.Tensor) -> None:
         self._event: Any = None
         if stacked.device.type == "cuda":
             self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
@@ -196,7 +195,10 @@ class Tally:
                 samples,
                 _copy_alike([sample.row for sample in samples]),
                 _copy_alike(on_device),
-                [(key, measured, list(counts), HostCopy(list(counts.values()))) for key, measured, counts in lost],
+                [
+                    (key, measured, list(counts), HostCopy(torch.stack(list(counts.values()))))
+                    for key, measured, counts in lost
+                ],
             )
         )
 
@@ -264,7 +266,7 @@ def _copy_alike(tensors: list[torch.Tensor | None]) -> list[tuple[list[int], Hos
         if tensor is not None:
             groups.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
     return [
-        (indices, HostCopy([tensor for index in indices if (tensor := tensors[index]) is not None]))
+        (indices, HostCopy(torch.stack([tensor for index in indices if (tensor := tensors[index]) is not None])))
         for indices in groups.values()
     ]
 

@@ -28,7 +28,7 @@ RING_LENGTH = 8
 
 @dataclass(frozen=True)
 class _Look:
-    """A look whose value is still on the device: (min, max) of the tensor, or a row of counts."""
+    """A look whose value is still on the device: smallest and largest value of the tensor, or a row of counts."""
 
     phase: str
     what: str
@@ -36,7 +36,7 @@ class _Look:
     module: str
     tensor: int
     micro_batch: int
-    value: torch.Tensor
+    value: tuple[torch.Tensor, ...]
     is_input: bool = False
 
 
@@ -245,14 +245,13 @@ class Watch:
         row: torch.Tensor | None,
         is_input: bool = False,
     ) -> None:
-        value = row[: layout.HEADER] if row is not None else extremes(tensor)
+        value = (row,) if row is not None else extremes(tensor)
         if value is not None:
             self._log.looks.append(_Look(phase, what, name, module, number, micro_batch, value, is_input))
 
 
-@torch.no_grad()
-def extremes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Smallest and largest value as a float32/float64 tensor of shape (2,), NaN if there is one; on its device, no wait.
+def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Smallest and largest value, 0-d each, NaN if there is one; on the tensor's device, without a wait.
 
     None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
     """
@@ -263,9 +262,7 @@ def extremes(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch.view_as_real(tensor)
     if not tensor.numel() or tensor.element_size() == 1:
         return None
-    low, high = torch.aminmax(tensor)
-    both = torch.stack([low, high])
-    return both if both.dtype == torch.float64 else both.to(torch.float32)
+    return tuple(torch.aminmax(tensor))
 
 
 def _scale_value(scale: BackwardScale | None) -> float | None:
@@ -281,10 +278,20 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _copies(looks: list[_Look]) -> list[tuple[list[int], HostCopy]]:
+    """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
     groups: dict[Any, list[int]] = {}
     for index, look in enumerate(looks):
-        groups.setdefault((look.value.device, look.value.dtype), []).append(index)
-    return [(indices, HostCopy([looks[index].value for index in indices])) for indices in groups.values()]
+        first = look.value[0]
+        groups.setdefault((first.device, first.dtype, len(look.value)), []).append(index)
+    return [(indices, HostCopy(_stacked([looks[index].value for index in indices]))) for indices in groups.values()]
+
+
+def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Extremes as (n, 2), float32 or float64; the heads of rows as (n, HEADER), int64."""
+    if len(values[0]) == 1:
+        return torch.stack([row[: layout.HEADER] for (row,) in values])
+    flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
+    return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
 
 
 def _largest(copies: list[tuple[list[int], HostCopy]], length: int) -> list[float]:

@@ -13,15 +13,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
-from mpinspect.counting.bits import BINARY32, HOST_CHUNK, NO_MINIMUM, extremes_on_host, row_of, slots_of
+from mpinspect.counting.bits import BINARY32, HOST_CHUNK, NO_MINIMUM, extremes_on_host, float64_bits, slots_of
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS
 
 # Bits cut off for the histogram: 4 mantissa bits stay, for neighbouring values of one exponent would otherwise wait for
 # each other's addition to the same counter. 2^12 counters of 8 bytes stay in the first-level cache.
 _CUT = 19
 _BINS = 1 << (31 - _CUT)
 _BINS_PER_FIELD = 1 << (23 - _CUT)
+
+_INFINITY_BIN = 255 << (23 - _CUT)
 
 _GROUP = 16
 _INFINITY = BINARY32.infinity
@@ -38,7 +42,7 @@ _TURNED_EDGE = _TURN - ((0x1000) << 9)
 # The slots of a row's counters: subnormals, then the normal exponents' threes, then infinity and NaN.
 _SUBNORMAL = slice(1, 70)
 _NORMAL = slice(70, 832)
-_INF_SLOT, _NAN_SLOT = 832, 833
+_INF_SLOT = 832
 
 
 class _Buffers(threading.local):
@@ -80,8 +84,14 @@ class _Counter:
         torch.bitwise_right_shift(bits, _CUT, out=other)
         bins = torch.bincount(other, minlength=_BINS)
         self.bins += bins
-        self._collect_edges(bits, other, groups, may_have_zeros=bool(bins[0]))
-        low, high = extremes_on_host(bits, BINARY32, other)
+        if bins[0]:
+            low, high = self._with_zeros(bits, other, infinities=bool(bins[_INFINITY_BIN:].any()))
+            edge = _EDGE
+        else:
+            low, high = extremes_on_host(bits, BINARY32, other)
+            torch.add(self._turn, bits, alpha=512, out=other)
+            edge = _TURNED_EDGE
+        self._collect_edges(bits, other, groups, edge)
         if low < _INFINITY:
             self.low = min(self.low, low)
         self.high = max(self.high, high)
@@ -91,29 +101,42 @@ class _Counter:
     def row(self) -> torch.Tensor:
         """The row of everything that was added."""
         self._count_waiting()
-        fields = self.bins.view(-1, _BINS_PER_FIELD).sum(1)
-        counts = torch.zeros_like(self.edges)
-        counts[_SUBNORMAL] = self.subnormals[_SUBNORMAL]
-        counts[0] = fields[0] - counts[_SUBNORMAL].sum()
-        threes = counts[_NORMAL].view(-1, 3)
-        threes.copy_(self.edges[_NORMAL].view(-1, 3))
+        # NumPy: the arrays are small, and in a training step, its caches cold, a call into torch costs several times more.
+        fields = self.bins.numpy().reshape(-1, _BINS_PER_FIELD).sum(1)
+        edges, subnormals = self.edges.numpy(), self.subnormals.numpy()[_SUBNORMAL]
+        row = np.zeros(NARROW.length, dtype=np.int64)
+        row[ZEROS] = fields[0] - subnormals.sum()
+        row[INFS] = edges[_INF_SLOT]
+        row[NANS] = fields[255] - edges[_INF_SLOT]
+        row[MIN_BITS] = float64_bits(self.low, BINARY32) if self.low < _INFINITY else NO_MINIMUM
+        row[MAX_BITS] = float64_bits(self.high, BINARY32)
+        bins = row[HEADER:]
+        bins[: len(subnormals)] = subnormals
+        threes = bins[len(subnormals) :].reshape(-1, 3)
+        threes[:] = edges[_NORMAL].reshape(-1, 3)
         threes[:, 1] = fields[1:255] - threes[:, 0] - threes[:, 2]
-        counts[_INF_SLOT] = self.edges[_INF_SLOT]
-        counts[_NAN_SLOT] = fields[255] - counts[_INF_SLOT]
-        return row_of(counts, self.low, self.high, BINARY32)
+        return torch.from_numpy(row)
 
-    def _collect_edges(
-        self, bits: torch.Tensor, other: torch.Tensor, groups: torch.Tensor, *, may_have_zeros: bool
-    ) -> None:
-        """Set aside the groups of values that hold a power of two or a value near the top of its exponent."""
-        grouped = len(groups) * _GROUP
-        if may_have_zeros:
-            torch.sub(bits, 1, out=other).bitwise_and_(_MANTISSA_AND_SIGN)
+    @staticmethod
+    def _with_zeros(bits: torch.Tensor, other: torch.Tensor, *, infinities: bool) -> tuple[int, int]:
+        """The extremes, and ``other`` filled for ``_collect_edges``, of a chunk that may hold zeros."""
+        if infinities:
+            low, high = extremes_on_host(bits, BINARY32, other)
+            torch.sub(bits, 1, out=other)
         else:
-            torch.add(self._turn, bits, alpha=512, out=other)
+            high = int(bits.amax())
+            torch.sub(bits, 1, out=other)
+            # Zero minus one is the largest unsigned integer; torch has no minimum of those.
+            low = int(other.numpy().view(np.uint32).min()) + 1
+        other.bitwise_and_(_MANTISSA_AND_SIGN)
+        return low, high
+
+    def _collect_edges(self, bits: torch.Tensor, other: torch.Tensor, groups: torch.Tensor, edge: int) -> None:
+        """Set aside the groups of values that hold a power of two or a value near the top: ``other`` reaches ``edge``."""
+        grouped = len(groups) * _GROUP
         if grouped:
             torch.amax(other[:grouped].view(_GROUP, -1), 0, out=groups)
-            found = (groups >= (_EDGE if may_have_zeros else _TURNED_EDGE)).nonzero().view(-1)
+            found = (groups >= edge).nonzero().view(-1)
             self._wait(bits[:grouped].view(_GROUP, -1).index_select(1, found).view(-1))
         if grouped < len(bits):
             self._wait(bits[grouped:].clone())

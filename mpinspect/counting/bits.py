@@ -136,11 +136,12 @@ def row_of(counts: torch.Tensor, low: int, high: int, encoding: Encoding) -> tor
         counts: int64, shape (encoding.slots,).
         low, high: as from ``extremes_on_host``.
     """
-    ends = (_float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM, _float64_bits(high, encoding))
+    ends = (float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM, float64_bits(high, encoding))
     return torch.cat((counts[:1], counts[-2:], torch.tensor(ends, device="cpu"), counts[1:-2]))
 
 
-def _float64_bits(magnitude: int, encoding: Encoding) -> int:
+def float64_bits(magnitude: int, encoding: Encoding) -> int:
+    """float64 bits of the value with these magnitude bits (finite)."""
     if encoding is BINARY64:
         return magnitude
     if magnitude >= BINARY32.min_normal:
