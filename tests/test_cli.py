@@ -26,7 +26,7 @@ def run_dir(tmp_path):
 def test_report_prints_text(run_dir, capsys):
     assert cli.main(["report", str(run_dir)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("WordModel in float16\n")
+    assert out.startswith("WordModel against float16\n")
     assert "Suggested loss scale" in out
     assert err == ""
 
@@ -42,7 +42,7 @@ def test_report_writes_the_files_asked_for(run_dir, tmp_path, capsys):
     png, md = tmp_path / "a" / "r.png", tmp_path / "b" / "r.md"
     assert cli.main(["report", str(run_dir), "--png", str(png), "--md", str(md)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert md.read_text("utf-8").startswith("# WordModel in float16")
+    assert md.read_text("utf-8").startswith("# WordModel against float16")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_reader_that_leaves_early_is_no_error(run_dir):
 def test_python_m_mpinspect(run_dir):
     done = _run(["report", str(run_dir)])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(b"WordModel in float16")
+    assert done.stdout.startswith(b"WordModel against float16")
 
 
 def test_help_names_every_command_and_the_statuses(capsys):

@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run_example(name: str, monkeypatch, capsys, steps: int) -> str:
+    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "argv", [name, "--steps", str(steps)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out

@@ -118,9 +118,10 @@ def test_the_record_of_a_long_run_is_bounded_and_exact() -> None:
 
 def test_events_are_bounded() -> None:
     recording = Recording(RunInfo())
+    for step in range(EVENT_LIMIT):
+        recording.event(Event(step, 0, "forward", "", "activation", "", "nan"))
     with pytest.warns(MpinspectWarning, match="not listed"):
-        for step in range(EVENT_LIMIT + 10):
-            recording.event(Event(step, 0, "forward", "", "activation", "", "nan"))
+        recording.event(Event(EVENT_LIMIT, 0, "forward", "", "activation", "", "nan"))
     assert len(recording.session().events) == EVENT_LIMIT
 
 
@@ -169,12 +170,14 @@ def test_a_scaler_that_steps_no_optimizer_of_the_model() -> None:
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.warns(MpinspectWarning, match="no optimizer"), Inspector(model, scalers=scaler) as inspector:
-        for _ in range(2):
-            scaler.scale(model(other(torch.ones(1, 1))).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            model.zero_grad()
+    inspector = Inspector(model, scalers=scaler).attach()
+    for _ in range(2):
+        scaler.scale(model(other(torch.ones(1, 1))).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    with pytest.warns(MpinspectWarning, match="no optimizer"):
+        inspector.detach()
     assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 2
 
 

@@ -100,7 +100,7 @@ def test_an_unknown_suffix_is_refused_before_anything_is_written(name, tmp_path)
 
 def test_a_report_renders_itself():
     report = ANALYSED["word_model"]
-    assert str(report).startswith("WordModel in float16\n")
+    assert str(report).startswith("WordModel against float16\n")
     assert report._repr_html_().startswith("<pre")
     assert json.loads(report.to_json())["format"] == "float16"
     assert len(report.to_dataframe()) == len(report.layers)

@@ -40,7 +40,7 @@ def escape(text: str) -> str:
 
 def _lines(report: RangeReport) -> Iterator[str]:
     session, progress = report.session, report.session.progress
-    yield f"# {escape(session.info.model) or 'A model'} in {report.format}"
+    yield f"# {escape(session.info.model) or 'A model'} against {report.format}"
     yield ""
     yield f"{progress.steps:,} steps, {progress.sampled_steps:,} sampled, {progress.skipped_steps:,} skipped."
     yield from _section("Infinite or NaN", _events(report))

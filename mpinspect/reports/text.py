@@ -88,7 +88,7 @@ def _capped(lines: list[Text], limit: int) -> list[Text]:
 
 def _headline(report: RangeReport) -> Iterator[Text]:
     session, progress = report.session, report.session.progress
-    yield Text(f"{printable(session.info.model) or 'A model'} in {report.format}", style="bold")
+    yield Text(f"{printable(session.info.model) or 'A model'} against {report.format}", style="bold")
     skipped = f", {progress.skipped_steps:,} skipped" if progress.skipped_steps else ""
     state = "" if progress.ended else " so far"
     yield Text(f"{progress.steps:,} steps{state}, {progress.sampled_steps:,} sampled{skipped}")
