@@ -9,10 +9,6 @@ happens to get; medians over the repetitions are given. The ratios, not the time
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -20,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import write_results
 from torch.utils.tensorboard import SummaryWriter
 
 from mpinspect.counting import count
@@ -74,14 +71,6 @@ def small_us(elements: int, repeats: int = 200) -> float:
     return round(statistics.median(time_ms(lambda: count(values)) for _ in range(repeats)) * 1e3, 1)
 
 
-def processor() -> str:
-    """The processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=25_000_000)
@@ -101,23 +90,14 @@ def main() -> None:
         side = ">=" if name.startswith("add_histogram") else "<="
         print(f"float32 {name}: {results['float32'][name]:.2f} (promised: {side} {limit})")
     if options.json:
-        record = {
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "machine": {
-                "platform": f"{platform.system()} {platform.machine()}",
-                "processor": processor(),
-                "cores": os.cpu_count(),
-                "torch_threads": torch.get_num_threads(),
-            },
-            "torch": torch.__version__,
+        results_of_all = {
             "elements": options.elements,
             "repeats": options.repeats,
             "limits_float32": LIMITS,
             "dtypes": results,
             "small_float32_us": small,
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_results(options.json, results_of_all)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long a session file takes to write and to read: 1,000 layers, 1,000 samples, and how large it is.
 
-    python benchmarks/session.py [--output benchmarks/results/session-cpu.json]
+    python benchmarks/session.py [--json benchmarks/results/session-cpu.json]
 
 Each layer has one gradient histogram a sample: about 40 powers of two of a normal distribution, the width that
 gradients of real layers have. Times are wall-clock; loading is repeated and the median given.
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from machine import write_results
 
 from mpinspect import session_file
 from mpinspect.exponents import ExponentHistogram
@@ -113,32 +112,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=1000)
     parser.add_argument("--samples", type=int, nargs="+", default=[256, 1000])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     results = [measure(options.layers, samples, options.repeats) for samples in options.samples]
-    report = {
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
-        "results": results,
-    }
-    print(json.dumps(report, indent=2))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def processor() -> str:
-    """The processor's name as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    print(json.dumps(results, indent=2))
+    if options.json:
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def probe(
         # Drawing the batches may have drawn from the generators: every sweep starts where the first one does.
         start = RandomState.now()
         first = _sweep(passes, given, 1.0)
-        session = passes.counts.session(type(model).__name__)
+        session = passes.session()
         advice = recommend_loss_scale(session)
         second_scale = advice.recommended if loss_scale is None else float(loss_scale)
         start.restore()

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from mpinspect.capture.capture import Capture
 from mpinspect.capture.half_arithmetic import half_arithmetic
-from mpinspect.capture.reference_gradients import ReferenceCounts
+from mpinspect.capture.layers import Selection, describe, find_layers, find_parameters
+from mpinspect.capture.recording import Recording
 from mpinspect.capture.untouched import ModelState
+from mpinspect.session import GRADIENT_KINDS, RunInfo, Session
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -28,23 +31,30 @@ class Passes:
         self.device = next(iter(self.trainable.values())).device.type
         self.emulated = self.device == "cpu"
         self.model_state = ModelState(model)
-        self.counts = ReferenceCounts(model)
+        self._counted = Recording(RunInfo(type(model).__name__, kinds=GRADIENT_KINDS, watch=False))
+        self._capture = _gradient_capture(model, self._counted)
         self.notes: list[str] = []
 
     def reference(self, batch: Any, number: int, *, count: bool) -> Gradients:
         """The FP32 gradients by parameter name; counted if asked for."""
-        with ExitStack() as stack:
-            if count:
-                stack.enter_context(self.counts.watching())
-            gradients = self._run(batch, number, 1.0, half=False)
         if count:
-            self.counts.end_step(gradients)
+            self._capture.attach()
+        try:
+            gradients = self._run(batch, number, 1.0, half=False)
+        finally:
+            if count:
+                # Each batch is a step of its own: detaching ends it.
+                self._capture.detach()
         if not gradients:
             raise ValueError(
                 f"no parameter got a gradient from batch {number}: the loss does not depend on any parameter that requires one. "
                 "Let loss_fn use the model it is given, without detach() or no_grad()"
             )
         return gradients
+
+    def session(self) -> Session:
+        """The FP32 gradients counted so far, one step a batch."""
+        return self._counted.session()
 
     def half(self, batch: Any, number: int, loss_scale: float) -> Gradients:
         """The FP16 gradients by parameter name, still multiplied by the scale."""
@@ -79,6 +89,24 @@ class Passes:
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
+
+
+def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
+    """Counts every gradient of plain backwards: no scaler, no autocast, no optimizer."""
+    everything = Selection(None, None)
+    layers, parameters = find_layers(model, everything), find_parameters(model, everything)
+    recording.watch(describe(layers, parameters, GRADIENT_KINDS))
+    return Capture(
+        layers,
+        parameters,
+        kinds=GRADIENT_KINDS,
+        every=1,
+        watch=False,
+        loss_scale=1.0,
+        optimizers=(),
+        scalers=(),
+        recording=recording,
+    )
 
 
 @contextmanager
