@@ -9,7 +9,7 @@ from dataclasses import asdict
 from mpinspect.analysis.drift import moved
 from mpinspect.analysis.report import Finding, LayerReport, LossScaleAdvice
 from mpinspect.analysis.scale_window import HEADROOM
-from mpinspect.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.analysis.serving import ALARMING_L1_SHARE, LOST_L1_TOLERANCE
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.analysis.wording import format_name, percent, power, some, tensor
 from mpinspect.formats import FloatFormat
@@ -98,6 +98,8 @@ def why_no_alarm(session: Session, worst: LayerReport, needed: int) -> str:
     key = TensorKey(worst.name, worst.kind)
     if {window.tensors[key].passed_through for window in session.windows if key in window.tensors} == {"bfloat16"}:
         return "The run uses BF16, which holds them without."
+    if _lost(worst) < ALARMING_L1_SHARE:
+        return "So little has not been seen to change a training; a loss scale would keep it."
     return ""
 
 

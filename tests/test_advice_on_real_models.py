@@ -1,0 +1,96 @@
+"""The advice on networks that are known to need no loss scaling: nothing above "info" on a healthy one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.analysis.report import RangeReport
+
+datasets = pytest.importorskip("sklearn.datasets", reason="the digits come with scikit-learn (mpinspect[examples])")
+
+
+def _digits() -> tuple[torch.Tensor, torch.Tensor]:
+    digits = datasets.load_digits()
+    return torch.tensor(digits.images / 16.0, dtype=torch.float32), torch.tensor(digits.target)
+
+
+def _mlp(activation: Callable[[], nn.Module], hidden: int) -> nn.Module:
+    widths = [64, *[128] * hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for wide, narrow in itertools.pairwise(widths):
+        layers += [nn.Linear(wide, narrow), activation()]
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8)),
+        nn.Conv2d(1, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(16 * 16, 10),
+    )
+
+
+HEALTHY = {
+    "ReLU MLP": lambda: _mlp(nn.ReLU, 2),
+    "4 sigmoid layers": lambda: _mlp(nn.Sigmoid, 4),
+    "CNN with BatchNorm": _cnn,
+}
+
+
+def _train(model: nn.Module, steps: int = 60) -> RangeReport:
+    images, labels = _digits()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(steps):
+            batch = torch.randint(0, len(labels), (64,), generator=generator)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    return inspector.report()
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_network_gets_no_alarm(name: str) -> None:
+    torch.manual_seed(0)
+    report = _train(HEALTHY[name]())
+    assert report.loss_scale.available
+    # The first sigmoid layer's gradients have nearly vanished: a little of them flushes, and training does not notice.
+    assert report.loss_scale.needed is (name == "4 sigmoid layers")
+    if not report.loss_scale.needed:
+        assert report.loss_scale.recommended == 1.0
+    # The window is given all the same.
+    assert report.loss_scale.lowest <= 2.0 < report.loss_scale.highest
+    assert {finding.severity for finding in report.findings} <= {"info"}
+    assert report.events == ()
+
+
+def test_zeros_of_a_relu_are_no_underflow() -> None:
+    torch.manual_seed(0)
+    report = _train(HEALTHY["ReLU MLP"]())
+    first = next(layer for layer in report.layers if (layer.name, layer.kind) == ("1", "activation_gradient"))
+    assert first.histogram is not None
+    assert first.histogram.zeros > 0.1 * first.histogram.total
+    assert first.flushed_fraction is not None
+    assert first.flushed_fraction.estimate < 0.05
+
+
+def test_a_bias_before_batch_norm_holds_rounding_noise() -> None:
+    torch.manual_seed(0)
+    report = _train(_cnn())
+    noise = {layer.name for layer in report.layers if layer.rounding_noise}
+    assert {"1.bias", "4.bias"} <= noise
+    assert not {"1.weight", "4.weight", "9.bias"} & noise
