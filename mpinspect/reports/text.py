@@ -155,7 +155,7 @@ def headline(advice: LossScaleAdvice) -> str:
             f"no scale serves all: {power_of_two(advice.lowest)} is needed, {power_of_two(advice.highest)} the largest"
         )
     if advice.needed is False:
-        return f"No loss scaling is needed; {window}"
+        return f"Scale 1 will do; {window}"
     doubt = "" if advice.needed else " (if one is needed: not known)"
     return f"Suggested loss scale: {power_of_two(advice.recommended)}{doubt}; {window}; {_headroom(advice)}"
 
