@@ -5,8 +5,10 @@ with mpinspect.Inspector(model, optimizers=optimizer, scalers=scaler) as inspect
 print(inspector.report())
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from mpinspect.analysis import recommend_loss_scale
-from mpinspect.counting import count_exponents
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import (
     BFLOAT16,
@@ -18,10 +20,13 @@ from mpinspect.formats import (
     TFLOAT32,
     FloatFormat,
 )
-from mpinspect.inspector import Inspector, MpinspectWarning
-from mpinspect.probe import probe
 from mpinspect.session import Session
 from mpinspect.version import __version__
+
+if TYPE_CHECKING:
+    from mpinspect.counting import count_exponents
+    from mpinspect.inspector import Inspector, MpinspectWarning
+    from mpinspect.probing import probe
 
 __all__ = [
     "BFLOAT16",
@@ -41,3 +46,23 @@ __all__ = [
     "probe",
     "recommend_loss_scale",
 ]
+
+#: Names that need torch, and where they are: found when they are used, so that a saved session is read without it.
+_WITH_TORCH = {
+    "Inspector": "inspector",
+    "MpinspectWarning": "inspector",
+    "count_exponents": "counting",
+    "probe": "probing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -130,6 +130,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
         "--fail-on",
         metavar="WHAT",
         action="append",
+        type=_named_finding,
         default=[],
         help="exit with 1 on findings of this severity or above ('warning', 'error'), or with this id; may be repeated",
     )
@@ -163,6 +164,17 @@ def _names(finding: Finding, fail_on: Iterable[str]) -> bool:
     named = set(fail_on)
     up_to = SEVERITIES[: SEVERITIES.index(finding.severity) + 1]
     return finding.id in named or not named.isdisjoint(up_to)
+
+
+def _named_finding(text: str) -> str:
+    from mpinspect.analysis.report import FINDING_IDS, SEVERITIES
+
+    # A name that no finding can have would let everything pass for ever.
+    if text not in (*SEVERITIES, *FINDING_IDS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a severity nor a finding: {', '.join((*SEVERITIES, *FINDING_IDS))}"
+        )
+    return text
 
 
 def _with_suffix(suffix: str) -> Callable[[str], str]:

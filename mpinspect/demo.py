@@ -6,7 +6,9 @@ logits are too small for FP16. Its text is the Python standard library, which ev
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 import sysconfig
 from collections import Counter
@@ -241,9 +243,17 @@ def _whereabouts(directory: Path, pictures: list[Path]) -> str:
         "Pictures:",
         *(f"  {path}" for path in pictures),
         "TensorBoard:",
-        f"  tensorboard --logdir {directory}",
+        f"  {_command('tensorboard')} --logdir {directory}",
     ]
-    return "\n".join([*lines, "This report again:", f"  mpinspect report {directory}"])
+    return "\n".join([*lines, "This report again:", f"  {_command('mpinspect')} report {directory}"])
+
+
+def _command(name: str) -> str:
+    """How to call a program of this Python's: by name, or by path where the shell would not find it."""
+    here = Path(sys.executable).parent / name
+    if shutil.which(name) or not here.exists():
+        return name
+    return os.path.relpath(here)
 
 
 def _free_directory(wanted: Path) -> Path:

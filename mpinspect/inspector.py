@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import sys
@@ -123,8 +124,7 @@ class Inspector:
     ) -> None:
         self.detach()
         if kind is not None and not _went_well(error):
-            # The run may leave nothing else behind.
-            print(self.report(), file=sys.stderr)
+            self._report_to_stderr()
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -138,6 +138,18 @@ class Inspector:
         """What the counts say: ranges by layer, findings, the suggested loss scale. While attached it waits for the GPU."""
         return analyse(self.session())
 
+    def _report_to_stderr(self) -> None:
+        """The run broke, and may leave nothing else behind. Whatever fails here must not hide the user's exception."""
+        try:
+            encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+            # A layer's name that the terminal lacks is printed escaped.
+            text = str(self.report()).encode(encoding, "backslashreplace").decode(encoding)
+            if sys.stderr is not None:
+                print(text, file=sys.stderr)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                print(f"mpinspect could not print its report: {error!r}", file=sys.stderr)
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _open(self, log_dir: str | Path | None, info: RunInfo) -> tuple[list[Sink], list[str]]:
@@ -149,9 +161,9 @@ class Inspector:
         try:
             path, trouble = _free_directory(Path(log_dir))
             writer = SessionWriter(path, info)
-        except (SessionError, OSError) as error:
+        except (SessionError, OSError, ValueError) as error:
             return [], [
-                f"nothing is written to {log_dir}: {error}. The run is kept in memory: save the report yourself"
+                f"nothing is written to {log_dir}: {str(error).rstrip('.')}. The run is kept in memory: save the report yourself"
             ]
         self.log_dir = path
         return [writer, TensorBoardSink(path)], trouble
@@ -163,6 +175,7 @@ def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
 
     if not (wanted / FILE_NAME).exists():
         return wanted, []
+    wanted = wanted.resolve()
     for number in range(2, _SIBLINGS):
         path = wanted.with_name(f"{wanted.name}-{number}")
         if not (path / FILE_NAME).exists():
@@ -225,7 +238,7 @@ def _misgivings(parameters: list[model_layers.WatchedParameter], selection: mode
 
 
 def _went_well(error: BaseException | None) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _now() -> str:

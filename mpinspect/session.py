@@ -267,7 +267,7 @@ def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
         sum(part.samples for part in parts),
         add_counts(part.peaks for part in parts),
         tuple(sorted({dtype for part in parts for dtype in part.dtypes})),
-        _narrowest(part.passed_through for part in parts),
+        narrowest(part.passed_through for part in parts),
         max(floors) if floors else None,
         lost,
         max(part.numel_max for part in parts),
@@ -341,7 +341,7 @@ def _fill(sizes: Sequence[int], length: int) -> list[range]:
     return [*groups, range(start, len(sizes))]
 
 
-def _narrowest(formats: Iterable[str]) -> str:
+def narrowest(formats: Iterable[str]) -> str:
     """Of the formats named the one that flushes most; one that is not known here is taken for the worst."""
     return max(formats, key=lambda name: (FORMATS[name].flush_edge if name in FORMATS else float("inf"), name))
 

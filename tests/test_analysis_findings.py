@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpinspect.analysis import analyse
+from mpinspect.analysis.coverage import NO_GRADIENT_SEEN
 from mpinspect.analysis.report import SEVERITIES
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS
@@ -323,7 +324,7 @@ def test_coverage_names_what_never_fired_with_a_reason():
     report = analyse(session_of({activation("a"): FINE}, infos=infos))
     assert (report.coverage.watched, report.coverage.seen) == (5, 1)
     assert report.coverage.never_fired == (
-        ("b", "activation_gradient", "no backward reached it"),
+        ("b", "activation_gradient", NO_GRADIENT_SEEN),
         ("c.weight", "weight_gradient", "frozen: requires_grad is False"),
         ("d", "activation", "its module's forward never ran"),
         ("e", "update", "no optimizer step was sampled"),

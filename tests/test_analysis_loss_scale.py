@@ -13,7 +13,7 @@ from mpinspect.analysis.overflow_odds import log2_highest, overflow_probability_
 from mpinspect.analysis.report import ScaleConflict, TimeBlock
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import BFLOAT16, FLOAT16
-from mpinspect.session import Event, Progress, Session, Window
+from mpinspect.session import Progress, Session, Window
 
 finite_spreads = st.dictionaries(st.integers(-60, 20), st.integers(1, 10**6), min_size=1, max_size=12).map(spread)
 
@@ -196,19 +196,6 @@ def test_unknown_scale_gives_no_advice_and_says_what_to_do():
     assert "loss_scale=" in advice.reason
 
 
-def test_overflow_that_a_scaler_met_lowers_the_window():
-    rounded = window_of(spread({-10: 1000}), passed_through="float16", floor_exponent=-41)
-    overflow = Event(5, 0, "backward", "fc", "activation_gradient", "fc", "inf", 2.0**16, (), True, True)
-    calm = session_of({activation("fc"): rounded})
-    assert recommend_loss_scale(calm).highest == 2.0**25
-    assert recommend_loss_scale(session_of({activation("fc"): rounded}, events=(overflow,))).highest == 2.0**15
-    # A NaN proves no overflow, and neither does an infinity of an FP32 run.
-    nan = Event(5, 0, "backward", "fc", "activation_gradient", "fc", "nan", 2.0**16, (), True, True)
-    assert recommend_loss_scale(session_of({activation("fc"): rounded}, events=(nan,))).highest == 2.0**25
-    fp32 = session_of({activation("fc"): spread({-10: 1000})}, events=(overflow,))
-    assert recommend_loss_scale(fp32).highest == 2.0**25
-
-
 def test_gradients_rounded_at_scale_1_are_not_taken_for_healthy():
     """Under autocast without a scale the flushed ones are gone; what is left crowds at the floor."""
     seen = window_of(through_fp16(logits()), passed_through="float16", floor_exponent=-25)
@@ -282,3 +269,11 @@ def test_any_number_of_windows_makes_at_most_eight_blocks_in_order():
 def test_blocks_without_gradients_are_kept_as_unknown():
     advice = recommend_loss_scale(session_of({weight("w"): logits()}, {weight("w"): spread({}, zeros=5)}))
     assert [block.log2_lowest is None for block in advice.blocks] == [False, True]
+
+
+def test_a_mean_over_more_samples_is_a_scale_already_in_the_gradients():
+    """Batch size and accumulation move the window by log2 N."""
+    one = recommend_loss_scale({"decoder": logits()})
+    of_eight = recommend_loss_scale({"decoder": logits().shifted(-3)})
+    assert (of_eight.lowest, of_eight.highest) == (8 * one.lowest, 8 * one.highest)
+    assert of_eight.recommended == 8 * one.recommended

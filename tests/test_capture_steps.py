@@ -5,6 +5,10 @@ from __future__ import annotations
 from mpinspect.capture.steps import StepClock
 
 
+class Optimizer:
+    """Something to know by identity."""
+
+
 def _train(clock: StepClock) -> None:
     if clock.forward(lambda: True):
         clock.advance()
@@ -20,7 +24,7 @@ def _step(clock: StepClock, optimizer: object, *, skipped: bool = False) -> None
 
 
 def test_one_optimizer() -> None:
-    clock, optimizer = StepClock(2), object()
+    clock, optimizer = StepClock(2), Optimizer()
     sampled = []
     for _ in range(4):
         sampled.append(clock.sampled)
@@ -31,7 +35,7 @@ def test_one_optimizer() -> None:
 
 
 def test_micro_batches() -> None:
-    clock, optimizer = StepClock(1), object()
+    clock, optimizer = StepClock(1), Optimizer()
     clock.know(optimizer)
     seen = []
     for _ in range(2):
@@ -44,7 +48,7 @@ def test_micro_batches() -> None:
 
 
 def test_a_skipped_step_is_a_step() -> None:
-    clock, optimizer = StepClock(1), object()
+    clock, optimizer = StepClock(1), Optimizer()
     for skipped in (False, True, False):
         _train(clock)
         _step(clock, optimizer, skipped=skipped)
@@ -52,7 +56,7 @@ def test_a_skipped_step_is_a_step() -> None:
 
 
 def test_two_known_optimizers_make_one_step() -> None:
-    clock, generator, discriminator = StepClock(1), object(), object()
+    clock, generator, discriminator = StepClock(1), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(discriminator)
     for _ in range(3):
@@ -63,7 +67,7 @@ def test_two_known_optimizers_make_one_step() -> None:
 
 
 def test_a_critic_that_steps_more_often() -> None:
-    clock, generator, critic = StepClock(1), object(), object()
+    clock, generator, critic = StepClock(1), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(critic)
     for _ in range(2):
@@ -96,3 +100,31 @@ def test_without_an_optimizer_an_unchanged_weight_is_another_micro_batch() -> No
         assert not clock.forward(lambda: False)
         clock.backward()
     assert (clock.step, clock.micro_batch) == (0, 2)
+
+
+def test_an_optimizer_that_replaces_another_ends_steps_by_itself() -> None:
+    clock, first, second = StepClock(1), Optimizer(), Optimizer()
+    for _ in range(3):
+        _train(clock)
+        _step(clock, first)
+    steps = []
+    for _ in range(4):
+        _train(clock)
+        _step(clock, second)
+        steps.append(clock.step)
+    # The first of its steps waits for the other optimizer; from the second on it is known to be alone.
+    assert steps == [3, 5, 6, 7]
+    del first
+    assert len(clock._known) == 1
+
+
+def test_a_loop_without_a_sign_of_updates_does_not_pile_up() -> None:
+    clock = StepClock(1)
+    ends = 0
+    for _ in range(600):
+        if clock.forward(lambda: False):
+            ends += 1
+            clock.advance()
+            clock.forward(lambda: False)
+        clock.backward()
+    assert ends == 2

@@ -167,3 +167,34 @@ def test_row_layouts_are_told_by_their_length() -> None:
     with pytest.raises(ValueError, match="values, not 7"):
         layout.decode(np.zeros(7, np.int64))
     assert layout.decode(np.zeros(layout.NARROW.length, np.int64)) == ExponentHistogram.empty()
+
+
+def test_an_overflow_in_fp16_counts_as_the_least_that_overflows_at_its_scale() -> None:
+    """The largest finite value that is left says nothing about what turned infinite."""
+    tally, _, _ = _tally()
+    scale = from_number(2.0**20)
+    values = torch.tensor([float("inf"), 2.0], dtype=torch.float16)
+    tally.add(Sample(KEY, count(values), 2, "float16", "float16", scale))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.gradient_peaks == {16 - 20: 1}
+
+
+def test_an_infinity_that_no_format_made_has_no_peak() -> None:
+    tally, _, _ = _tally()
+    tally.add(_sample(torch.tensor([float("inf"), 2.0])))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.gradient_peaks == {1: 1}
+
+
+def test_the_narrowest_format_stays() -> None:
+    tally, _, _ = _tally()
+    for narrow in ("float16", "bfloat16", "float32"):
+        tally.add(_sample(torch.ones(1), narrow=narrow))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.tensors[KEY].passed_through == "float16"

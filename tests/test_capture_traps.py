@@ -121,13 +121,91 @@ def test_compiled_model_keeps_one_graph_and_says_what_it_misses(attach_first: bo
     for _ in range(4):
         compiled(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-    inspector.detach()
+    with pytest.warns(mpinspect.MpinspectWarning, match=r"torch\.compile"):
+        inspector.detach()
     assert counter.frame_count == 1
     session = inspector.session()
-    assert session.notes == ()
     assert TensorKey("0.weight", "weight_gradient") in session.totals()
     never = {(name, kind) for name, kind, _ in inspector.report().coverage.never_fired}
     assert ("0", "activation_gradient") in never
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_run_says_what_it_did_not_see() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    compiled, _ = _compiled(model)
+    inspector = Inspector(model).attach()
+    compiled(torch.randn(2, 4)).sum().backward()
+    with pytest.warns(mpinspect.MpinspectWarning, match=r"torch\.compile"):
+        inspector.detach()
+    assert {key.kind for key in inspector.session().totals()} == {"weight_gradient"}
+
+
+def test_torch_func_transforms_are_left_alone() -> None:
+    from torch.func import functional_call, grad, vmap
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    inspector = Inspector(model).attach()
+    with pytest.warns(mpinspect.MpinspectWarning, match=r"torch\.func"):
+        vmap(grad(lambda x: functional_call(model, parameters, (x,)).sum()))(torch.ones(5, 3))
+    for _ in range(6):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    inspector.detach()
+    assert inspector.session().progress.steps == 6
+    assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 6
+
+
+def test_integer_parameters_and_lazy_ones() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    model.register_parameter("packed", nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            model.zero_grad()
+    found = totals(inspector)
+    # The lazy ones have no shape, and no hook, before the first forward.
+    assert found[TensorKey("0.weight", "weight_gradient")].samples == 2
+    assert found[TensorKey("0", "activation_gradient")].samples == 3
+    assert inspector.session().progress.steps == 3
+    assert not [key for key in found if key.name == "packed"]
+
+
+def test_a_layer_that_comes_later_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inspector = Inspector(model).attach()
+    model[1] = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.warns(mpinspect.MpinspectWarning, match=r"2 parameters came into the model.*1\.weight"):
+        inspector.detach()
+
+
+def test_inspectors_come_and_go_in_other_threads() -> None:
+    """torch walks its table of optimizer hooks while they run; adding to it meanwhile would end that step."""
+    import threading
+
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(10):
+                with Inspector(model):
+                    for _ in range(3):
+                        model(torch.ones(2, 4)).sum().backward()
+                        optimizer.step()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
 
 
 # -- accumulation, reuse, sharing ------------------------------------------------------------------------------------
@@ -317,6 +395,19 @@ def test_evaluation_is_not_counted() -> None:
         model.train()
         model(torch.ones(1, 1)).sum().backward()
     assert totals(inspector)[TensorKey("", "activation")].samples == 1
+
+
+def test_validation_in_train_mode_is_neither_counted_nor_a_step() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+    assert totals(inspector)[TensorKey("", "activation")].samples == 3
+    assert inspector.session().progress.steps == 3
 
 
 # -- checkpointing ----------------------------------------------------------------------------------------------------

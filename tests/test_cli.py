@@ -55,14 +55,14 @@ def test_report_writes_the_files_asked_for(run_dir, tmp_path, capsys):
         ("error", ["warning"], 1),
         ("warning", ["error"], 0),
         ("error", ["error"], 1),
-        ("info", ["planted"], 1),
-        ("warning", ["another"], 0),
-        ("info", ["another", "planted"], 1),
+        ("info", ["updates-lost"], 1),
+        ("warning", ["never-fired"], 0),
+        ("info", ["never-fired", "updates-lost"], 1),
     ],
 )
 def test_fail_on(severity, fail_on, status, run_dir, monkeypatch, capsys):
     report = sessions.report_by_hand(sessions.word_model())
-    finding = dataclasses.replace(report.findings[0], id="planted", severity=severity)
+    finding = dataclasses.replace(report.findings[0], id="updates-lost", severity=severity)
     planted = dataclasses.replace(report, findings=(finding,))
     monkeypatch.setattr("mpinspect.analysis.analyse", lambda session: planted)
     options = [part for name in fail_on for part in ("--fail-on", name)]
@@ -178,3 +178,38 @@ def _run(arguments, env=None):
     return subprocess.run(
         [sys.executable, "-m", "mpinspect", *arguments], capture_output=True, check=False, env=os.environ | (env or {})
     )
+
+
+def test_fail_on_something_that_no_finding_is_called(run_dir, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["report", str(run_dir), "--fail-on", "warnings"])
+    assert stopped.value.code == 2
+    assert "'warnings' is neither a severity nor a finding" in capsys.readouterr().err
+
+
+def test_every_finding_is_listed():
+    import re
+    from pathlib import Path
+
+    from mpinspect import analysis
+    from mpinspect.analysis.report import FINDING_IDS
+
+    texts = [
+        path.read_text("utf-8") for path in Path(analysis.__file__).parent.glob("*.py") if path.name != "report.py"
+    ]
+    made = {
+        name for text in texts for name in re.findall(r'Finding\(\s*"([a-z-]+)"|^_ID = "([a-z-]+)"', text, re.MULTILINE)
+    }
+    assert {one or other for one, other in made} == set(FINDING_IDS)
+
+
+def test_a_session_is_read_and_reported_without_torch(run_dir):
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import mpinspect, mpinspect.cli\n"
+        "assert mpinspect.Session.load(sys.argv[1]).windows\n"
+        "raise SystemExit(mpinspect.cli.main(['report', sys.argv[1]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Suggested loss scale" in done.stdout

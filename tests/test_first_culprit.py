@@ -228,6 +228,27 @@ def test_an_infinite_mask_does_no_harm() -> None:
     (event,) = inspector.session().events
     assert event.module == "1"
     assert event.gradients_finite is True
+    assert {finding.severity for finding in inspector.report().findings} <= {"info"}
+
+
+def test_a_mask_does_not_hide_the_culprit() -> None:
+    class Mask(nn.Module):
+        def forward(self, scores: torch.Tensor) -> torch.Tensor:
+            return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Mask(), nn.Softmax(-1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plant = Plant(model[1], math.nan)
+    plant.gradient_coming_out()
+    with Inspector(model) as inspector:
+        for step in range(4):
+            plant.armed = step == 2
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).square().sum().backward()
+            if step != 2:
+                optimizer.step()
+    told = [(event.step, event.phase, event.module) for event in inspector.session().events]
+    assert told[:2] == [(0, "forward", "2"), (2, "backward", "1")]
 
 
 def test_infinite_data_is_told_from_an_infinite_layer() -> None:
@@ -311,3 +332,37 @@ def test_accumulation_names_the_micro_batch() -> None:
             optimizer.zero_grad()
     event = inspector.session().events[0]
     assert (event.step, event.micro_batch, event.module) == (1, 2, "block.norm")
+
+
+def test_weights_that_are_broken_already_are_named() -> None:
+    """The optimizer made them so a step before; the module's arithmetic is not to blame."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                with torch.no_grad():
+                    model[1].weight[0, 0] = math.nan
+    event = inspector.session().events[0]
+    assert (event.step, event.phase, event.module) == (1, "forward", "1")
+    assert "'1.weight' itself is not finite" in event.explanation
+
+
+def test_the_cause_is_told_before_its_consequences() -> None:
+    """sqrt(0) in the backward of one step breaks the weights; every later forward is not finite for that reason."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for step in range(5):
+            optimizer.zero_grad()
+            y = model(torch.ones(1, 2)).square().sum()
+            (y * 0).sqrt().backward() if step == 2 else y.backward()
+            optimizer.step()
+    findings = [finding for finding in inspector.report().findings if finding.id == "non-finite-event"]
+    assert len(findings) == 1
+    assert findings[0].severity == "error"
+    assert "The backward was not finite" in findings[0].message
+    assert "step 2" in findings[0].message

@@ -302,3 +302,15 @@ def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
 def test_the_public_face() -> None:
     for name in mpinspect.__all__:
         assert getattr(mpinspect, name) is not None
+
+
+def test_a_fault_in_the_report_does_not_hide_the_users_exception(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(session: Session) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("mpinspect.inspector.analyse", broken)
+    with pytest.raises(ValueError, match="theirs"), Inspector(nn.Linear(1, 1)):
+        raise ValueError("theirs")
+    assert "could not print its report" in capsys.readouterr().err

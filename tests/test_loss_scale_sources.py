@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
-from mpinspect.capture.loss_scale import from_callable, from_number, from_scaler
+from mpinspect.capture.loss_scale import BackwardScale, from_callable, from_number, from_scaler
 from mpinspect.session import Session, TensorKey, TensorWindow
 
 
@@ -266,3 +266,92 @@ def test_the_talks_loop_by_hand_has_the_ranges_of_the_unscaled_loop() -> None:
             below, limit = (h._count_below(exponent) for h in (found, expected))
             assert abs(below - limit) <= 0.05 * expected.total
     assert count_exponents(reference.weight.grad) == _weight(plain.session()).histogram
+
+
+def test_every_fp32_gradient_of_an_fp16_backward_may_have_been_flushed() -> None:
+    """An embedding's gradient is FP32 under autocast, and what reaches it has passed through the FP16 layer after it."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(8, 4)
+            self.head = nn.Linear(4, 8, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens))
+
+    model = Tied()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Inspector(model, scalers=scaler) as inspector, torch.autocast("cpu", dtype=torch.float16):
+        scaler.scale(model(torch.tensor([1, 2])).float().square().mean()).backward()
+    assert model.embedding.weight.grad.dtype == torch.float32
+    for key, window in inspector.session().totals().items():
+        assert (window.passed_through, window.floor_exponent) == ("float16", -26), key
+
+
+def test_different_scalers_in_one_backward_are_not_guessed_at() -> None:
+    model = _model()
+    first, second = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 8.0))
+    inspector = Inspector(model).attach()
+    loss = model(torch.ones(1, 1)).sum()
+    with pytest.warns(MpinspectWarning, match="different scales"):
+        (first.scale(loss) + second.scale(loss)).backward()
+    inspector.detach()
+    assert not inspector.session().progress.scale_known
+    on_device = [BackwardScale(None, torch.tensor(4.0), source=source) for source in (1, 2, 1)]
+    assert not on_device[0].agrees_with(on_device[1])
+    assert on_device[0].agrees_with(on_device[2])
+
+
+def test_a_fused_optimizer_that_skips_on_the_device() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Inspector(model) as inspector:
+        for x in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((1, 1), x)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    session = inspector.session()
+    assert [(event.step, event.skipped) for event in session.events] == [(1, True)]
+    assert (session.progress.steps, session.progress.skipped_steps) == (3, 1)
+
+
+def test_scalers_of_other_threads_do_not_matter() -> None:
+    """Another network trains under its own scale in another thread, the inspected one without any."""
+    import threading
+
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    stop = threading.Event()
+
+    def train_other() -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        while not stop.is_set():
+            scaler.scale(other(torch.ones(4, 8)).sum()).backward()
+
+    thread = threading.Thread(target=train_other)
+    with Inspector(model, every=1) as inspector:
+        thread.start()
+        for _ in range(150):
+            model(torch.ones(1, 8)).sum().backward()
+            model.zero_grad()
+        stop.set()
+        thread.join()
+    session = inspector.session()
+    assert {change.scale for change in session.progress.scales} == {1.0}
+    assert _weight(session).histogram.max_abs == _weight(session).histogram.min_abs == 1.0
+    assert session.notes == ()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_a_scaled_backward(reentrant: bool) -> None:
+    """A reentrant checkpoint runs a backward inside the backward, under the same scale."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = _model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with Inspector(model) as inspector:
+        x = torch.full((1, 1), 3.0, requires_grad=True)
+        scaler.scale(checkpoint(model, x, use_reentrant=reentrant).sum()).backward()
+    assert _weight(inspector.session()).histogram.max_abs == 3.0

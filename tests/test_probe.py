@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mpinspect.analysis import analyse
 from mpinspect.capture.half_arithmetic import half_arithmetic
-from mpinspect.probe import probe
+from mpinspect.probing import probe
 
 # -- models -------------------------------------------------------------------------------------------------------------
 

@@ -159,3 +159,10 @@ def test_a_skipped_step_has_no_update() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert inspector.session().totals() == {}
+
+
+def test_a_learning_rate_of_zero_loses_nothing() -> None:
+    """The first step of a warm-up moves no weight, and rounding has no part in it."""
+    model = nn.Linear(4, 1, bias=False).to(torch.float16)
+    inspector = _train(model, 0.0, loss_scale=1.0)
+    assert not [key for key in inspector.session().totals() if key.kind == "update"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from mpinspect.analysis.report import Coverage
 from mpinspect.session import ACTIVATION, GRADIENT_KINDS, UPDATE, Session, TensorInfo, TensorKey, TensorWindow
 
+#: A gradient that did not come, though others did.
+NO_GRADIENT_SEEN = "not called, or compiled, or no backward reached it"
+
 
 def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> Coverage:
     """What was watched and what never fired, with a reason for each."""
@@ -22,7 +25,9 @@ def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:
     if not seen and not progress.sampled_steps:
         return "no step was sampled"
     if info.kind in GRADIENT_KINDS:
-        return "no backward ran" if not progress.backwards and not seen else "no backward reached it"
+        if not progress.backwards and not seen:
+            return "no backward ran"
+        return NO_GRADIENT_SEEN
     if info.kind == ACTIVATION:
         return "its module's forward never ran"
     return "no optimizer step was sampled" if info.kind == UPDATE else "it was never counted"

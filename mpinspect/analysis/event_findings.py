@@ -18,17 +18,38 @@ _ID = "non-finite-event"
 
 def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
     """At most one finding for the forward and one for the backward; from the counts alone where nothing watched the steps."""
-    forward = [event for event in session.events if event.phase == "forward" or event.forward_finite is False]
-    backward = [event for event in session.events if event not in forward]
+    harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
+    forward = [
+        event
+        for event in session.events
+        if event not in harmless and (event.phase == "forward" or event.forward_finite is False)
+    ]
+    backward = [event for event in session.events if event not in forward and event not in harmless]
     findings = []
-    if forward:
-        findings.append(_forward(forward))
+    if harmless:
+        findings.append(_harmless(harmless))
+    stepped = next((event.step for event in backward if event.skipped is False), None)
     if backward:
         findings.append(_backward(backward, session))
+    if forward and (stepped is None or forward[0].step <= stepped):
+        in_half = any(window.passed_through == "float16" for window in totals.values())
+        # What came first is the cause, or nearest to it.
+        findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
     return findings or _from_counts(totals)
 
 
-def _forward(events: Sequence[Event]) -> Finding:
+def _harmless(events: Sequence[Event]) -> Finding:
+    first = min(events, key=lambda event: (event.step, event.micro_batch))
+    return Finding(
+        _ID,
+        "info",
+        first.module,
+        f"In step {first.step} {_what(first)} and every gradient was finite all the same: on purpose, perhaps (a mask).",
+        _evidence(first),
+    )
+
+
+def _forward(events: Sequence[Event], in_half: bool) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
     steps = {event.step for event in events}
     skipped = len({event.step for event in events if event.skipped})
@@ -42,10 +63,12 @@ def _forward(events: Sequence[Event]) -> Finding:
         _ID,
         "error",
         first.module,
-        f"The forward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}.{useless}",
+        f"The forward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}"
+        f"{_known_cause(first)}.{useless}",
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
-        f"Look at the inputs and the arithmetic of {first.module or 'the model'!r} at step {first.step}; where its values"
-        " grow beyond 65504, compute it in FP32 or BF16. No loss scale repairs a forward.",
+        f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
+        + ("; where its values grow beyond 65504, compute it in FP32 or BF16" if in_half else "")
+        + ". No loss scale repairs a forward.",
     )
 
 
@@ -60,7 +83,8 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             _ID,
             "error",
             first.module,
-            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound.",
+            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
+            "is not finite later may come from that.",
             evidence,
             "Use a scaler that skips such steps (torch.amp.GradScaler), and start again from a checkpoint before that step.",
         )
@@ -128,6 +152,10 @@ def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
 def _what(event: Event) -> str:
     value = "an inf" if event.value == "inf" else "a NaN"
     return f"the {event.what.replace('_', ' ')} of {event.module or 'the model'!r} held {value}"
+
+
+def _known_cause(event: Event) -> str:
+    return f" ({event.explanation})" if event.explanation else ""
 
 
 def _evidence(event: Event) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpinspect.analysis.event_findings import event_findings
-from mpinspect.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
+from mpinspect.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings, runs_in_bfloat16
 from mpinspect.analysis.reductions import reduction_reports
 from mpinspect.analysis.report import SEVERITIES, Coverage, Finding, LayerReport, LossScaleAdvice
 from mpinspect.analysis.updates import update_findings
@@ -27,7 +27,7 @@ def findings(
     found = [
         *event_findings(session, totals),
         *gradient_findings(session, layers, advice, format),
-        *_forward_overflow(layers, format),
+        *_forward_overflow(session, layers, format),
         *update_findings(infos, totals),
         *_reductions(totals, format),
         *_never_fired(coverage),
@@ -35,7 +35,7 @@ def findings(
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
 
 
-def _forward_overflow(layers: Sequence[LayerReport], format: FloatFormat) -> list[Finding]:
+def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: FloatFormat) -> list[Finding]:
     """Activations and weights are not multiplied by the loss scale: what overflows there overflows at every scale."""
     over = [layer for layer in layers if layer.kind in (ACTIVATION, WEIGHT) and layer.overflowed and layer.histogram]
     if not over:
@@ -45,7 +45,7 @@ def _forward_overflow(layers: Sequence[LayerReport], format: FloatFormat) -> lis
     return [
         Finding(
             "values-overflow",
-            "warning",
+            "info" if runs_in_bfloat16(session, over) else "warning",
             worst.name,
             f"In {format_name(format.name)} {tensor(worst.name, worst.kind)} would overflow: the largest is {largest:.3g}, "
             f"the format ends at {format.max_finite:g}.",

@@ -31,7 +31,7 @@ def gradient_findings(
         _flushed(session, served, advice, format),
         _weights_fine(served, format),
         _already_flushed(served, format),
-        _overflow(gradients, advice, format),
+        _overflow(session, gradients, format),
         _window_empty(advice),
         _drift(advice),
         _noise(gradients),
@@ -95,12 +95,20 @@ def why_no_alarm(session: Session, worst: LayerReport, needed: int) -> str:
     """Why a layer that scale 1 fails is no alarm in this run; "" if it is one."""
     if runs_at_least(session, needed):
         return "The run's own loss scale serves it."
-    key = TensorKey(worst.name, worst.kind)
-    if {window.tensors[key].passed_through for window in session.windows if key in window.tensors} == {"bfloat16"}:
+    if runs_in_bfloat16(session, [worst]):
         return "The run uses BF16, which holds them without."
     if _lost(worst) < ALARMING_L1_SHARE:
         return "So little has not been seen to change a training; a loss scale would keep it."
     return ""
+
+
+def runs_in_bfloat16(session: Session, layers: Sequence[LayerReport]) -> bool:
+    """Whether the run holds these tensors in BF16, whose range is FP32's."""
+    keys = {TensorKey(layer.name, layer.kind) for layer in layers}
+    held = {
+        tensor.passed_through for window in session.windows for key, tensor in window.tensors.items() if key in keys
+    }
+    return held == {"bfloat16"}
 
 
 def runs_at_least(session: Session, log2_scale: int) -> bool:
@@ -176,14 +184,14 @@ def _hidden_bound(layer: LayerReport, view: Visibility, format: FloatFormat) -> 
     return view.lost_l1_share(format).high - layer.histogram.lost_l1_share(format).high
 
 
-def _overflow(gradients: Sequence[LayerReport], advice: LossScaleAdvice, format: FloatFormat) -> Finding | None:
+def _overflow(session: Session, gradients: Sequence[LayerReport], format: FloatFormat) -> Finding | None:
     over = [layer for layer in gradients if layer.overflowed]
     if not over:
         return None
     worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
     return Finding(
         "gradients-overflow",
-        "warning",
+        "info" if runs_in_bfloat16(session, over) else "warning",
         worst.name,
         f"Without loss scaling {tensor(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
         f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.",
@@ -252,7 +260,8 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
         "rounding-noise",
         "info",
         names[0],
-        f"The gradients of {some(names)} are zero in theory and hold rounding noise: no scale need serve them.",
+        f"The gradients of {some(names)} look like rounding noise, as those do that are zero in theory: no scale need serve "
+        "them.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
         "A bias before a normalisation or a softmax has no effect and can be left out.",
     )

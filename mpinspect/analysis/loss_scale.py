@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 from mpinspect.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, time_blocks
 from mpinspect.analysis.noise import is_rounding_noise, rounding_noise_ceilings
-from mpinspect.analysis.overflow_odds import log2_highest, log2_room
+from mpinspect.analysis.overflow_odds import log2_highest
 from mpinspect.analysis.ranges import tensor_infos
 from mpinspect.analysis.report import LossScaleAdvice
 from mpinspect.analysis.scale_advice import Block, ScaleRules, no_advice, scale_advice
@@ -78,8 +77,7 @@ def advise(
         cause = session.progress.scale_unknown_reason or "the loss scale of a backward could not be told"
         return no_advice(f"No advice: {cause}. Give the inspector the scaler (scalers=) or the scale (loss_scale=).")
     gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
-    overflows = observed_overflows(session, totals, rules.format)
-    peaks = add_counts((session.gradient_peaks(), overflows))
+    peaks = session.gradient_peaks()
     highest = log2_highest(peaks, rules.format, rules.growth_interval)
     window = scale_window(gradients, highest, rules.format, rules.tolerance)
     if window is None:
@@ -91,27 +89,6 @@ def advise(
         block = scale_window(found, top, rules.format, rules.tolerance)
         blocks.append(Block(group[0].first_step, max(part.last_step for part in group), block))
     return scale_advice(gradients, window, peaks, blocks, rules)
-
-
-def observed_overflows(
-    session: Session, totals: Mapping[TensorKey, TensorWindow], format: FloatFormat
-) -> dict[int, int]:
-    """Steps in which the backward overflowed this format although the forward was finite, as peaks.
-
-    What overflowed is not known, only that at that step's scale S something did: it counts as the least peak that
-    overflows at S. Only infinities in a run whose gradients really were of this format tell anything.
-    """
-    if not any(window.passed_through == format.name for window in totals.values()):
-        return {}
-    peaks: dict[int, int] = {}
-    for event in session.events:
-        scale = event.loss_scale
-        overflow = event.phase == "backward" and event.value == "inf" and event.forward_finite is True
-        if not overflow or scale is None or not 1 < scale < math.inf:
-            continue
-        exponent = log2_room(0, format) + 1 - math.ceil(math.log2(scale))
-        peaks[exponent] = peaks.get(exponent, 0) + 1
-    return peaks
 
 
 def _by_name(

@@ -15,12 +15,30 @@ if TYPE_CHECKING:
 SEVERITIES = ("info", "warning", "error")
 
 
+#: Every finding's id; a new finding is listed here.
+FINDING_IDS = (
+    "gradients-already-flushed",
+    "gradients-flushed",
+    "gradients-overflow",
+    "never-fired",
+    "non-finite-event",
+    "reductions-overflow",
+    "rounding-noise",
+    "scale-unknown",
+    "scale-window-empty",
+    "scale-window-moves",
+    "updates-lost",
+    "values-overflow",
+    "weight-gradients-fine",
+)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing worth knowing.
 
     Args:
-        id: stable, kebab-case, e.g. "gradients-flushed".
+        id: one of FINDING_IDS.
         severity: one of SEVERITIES.
         layer: name of the tensor or module it is about; "" for the whole run.
         message: one sentence: what was found.

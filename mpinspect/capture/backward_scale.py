@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,7 +40,8 @@ class ScaleOfBackward:
         self._scalers = list(scalers)
         self._fp16_weights = fp16_weights
         self._recording = recording
-        self._of_scaled_loss: BackwardScale | None = None
+        #: Scaled backwards under way: graph task -> the thread it runs on, and its scale.
+        self._scaled: dict[int, tuple[int, BackwardScale]] = {}
         self._task = -1
         self._scale = scales.UNSCALED
         self.any_scaled = False
@@ -46,7 +49,7 @@ class ScaleOfBackward:
     @property
     def by_scaler(self) -> bool:
         """Whether the backward that is running began at a GradScaler's scaled loss."""
-        return self._of_scaled_loss is not None
+        return self._of_scaled_loss() is not None
 
     def now(self, dtype: torch.dtype) -> tuple[BackwardScale, bool]:
         """The scale of the backward that is running, and whether this is the first look at it. ``dtype``: of a gradient in it."""
@@ -76,20 +79,34 @@ class ScaleOfBackward:
         return losses
 
     def _begins(self, scale: BackwardScale) -> None:
-        if self._of_scaled_loss is not None and self._of_scaled_loss.value != scale.value:
+        task = torch._C._current_graph_task_id()
+        known = self._scaled.get(task)
+        if known is not None and not known[1].agrees_with(scale):
             scale = BackwardScale(None, unknown="one backward ran through losses of different scales")
-        self._of_scaled_loss = scale
+        self._scaled[task] = (threading.get_ident(), scale)
         self._task = -1
         # When this backward has ended its scale is over: another one may be unscaled.
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._ended, task))
 
-    def _ended(self) -> None:
-        self._of_scaled_loss = None
+    def _ended(self, task: int) -> None:
+        self._scaled.pop(task, None)
         self._task = -1
 
+    def _of_scaled_loss(self) -> BackwardScale | None:
+        """The scale of the scaled loss that the running backward began at; None if it began elsewhere.
+
+        A backward inside another one (reentrant checkpointing) is a task of its own, on the same thread.
+        """
+        own = self._scaled.get(torch._C._current_graph_task_id())
+        if own is not None:
+            return own[1]
+        thread = threading.get_ident()
+        return next((scale for ident, scale in reversed(self._scaled.values()) if ident == thread), None)
+
     def _find(self, dtype: torch.dtype) -> BackwardScale:
-        if self._of_scaled_loss is not None:
-            return self._of_scaled_loss
+        scaled = self._of_scaled_loss()
+        if scaled is not None:
+            return scaled
         if callable(self._by_hand):
             return scales.from_callable(self._by_hand)
         if self._by_hand is not None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.nn.parameter import is_lazy
 
+from mpinspect.capture import optimizer_steps
 from mpinspect.capture import scalers as scaler_watch
 from mpinspect.capture.backward_scale import ScaleOfBackward
 from mpinspect.capture.distributed import is_distributed, local_part
@@ -27,7 +29,19 @@ from mpinspect.capture.steps import StepClock
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.watch import Watch
 from mpinspect.counting.reference import count
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT, TensorKey
+from mpinspect.session import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    UPDATE,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+    Event,
+    TensorKey,
+    narrowest,
+)
+
+#: Events whose module's weights are looked at, which waits for a GPU: what broke first is what matters.
+_MOST_EVENTS_LOOKED_INTO = 3
 
 
 class _GradientHook:
@@ -96,8 +110,14 @@ class Capture(Guarded):
         self._in_scaler_step: set[int] = set()
         self._handles = HandleList()
         self._hook_ids: list[tuple[torch.nn.Module, int]] = []
-        self._frozen: list[WatchedParameter] = []
-        self._computed_in: dict[str, torch.dtype] = {}
+        #: Parameters that can't be hooked yet: frozen, or lazy ones without a shape.
+        self._later: list[WatchedParameter] = []
+        #: The narrowest format that an output or a gradient of this step was seen in.
+        self._narrow = "float32"
+        self._any_output = self._any_call = False
+        #: Layers whose outputs were counted in this step with their gradients enabled.
+        self._counted_layers: set[str] = set()
+        self._may_capture_graphs = False
         self._weight_state: tuple[int, list[float] | None] | None = None
         self.attached = False
         self._sampled = False
@@ -108,28 +128,50 @@ class Capture(Guarded):
     def attach(self) -> None:
         """Put the hooks on."""
         self.attached = True
+        self._may_capture_graphs = torch.cuda.is_available()
         self._updated()
         self._begin_step()
         self._hook_modules()
         self._hook_parameters(self._parameters)
-        self._handles.add(register_optimizer_step_pre_hook(self._optimizer_steps))
-        self._handles.add(register_optimizer_step_post_hook(self._optimizer_stepped))
+        optimizer_steps.listen(self)
         scaler_watch.listen(self)
 
     def detach(self) -> None:
         """Take every hook off and take in what is still on its way."""
         self.attached = False
         scaler_watch.unlisten(self)
+        optimizer_steps.unlisten(self)
         self._handles.remove_all()
-        self._hook_ids.clear()
         self._updates.forget()
         if self.clock.begun:
             self._end_step()
         self.collect(wait=True)
+        self._say_what_was_missed()
         if self._scalers_given and self._scale.any_scaled and self.clock.backwards and not self._scaler_has_stepped:
             self._recording.note(
                 "the scaler scaled losses of this model and stepped no optimizer of it: its skipped steps were not seen. Call "
                 "scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
+            )
+        self._hook_ids.clear()
+
+    @guarded
+    def _say_what_was_missed(self) -> None:
+        if self.clock.backwards and self._hook_ids and not self._any_call:
+            self._recording.note(
+                "gradients arrived and no call of a module was seen: hooks do not run inside torch.compile, so only weight "
+                "gradients were counted and watched. Inspect the model uncompiled to see its activations"
+            )
+        root = next((layer.module for layer in self._layers if not layer.path), None)
+        known = {id(watched.parameter) for watched in self._parameters}
+        new = (
+            [name for name, parameter in root.named_parameters() if id(parameter) not in known]
+            if root is not None
+            else []
+        )
+        if new:
+            self._recording.note(
+                f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
+                f"{', '.join(new[:5])}{', ...' if new[5:] else ''}"
             )
 
     @guarded
@@ -140,7 +182,9 @@ class Capture(Guarded):
             self._recording.add_window(window)
         if wait and self._watch is not None:
             for event in self._watch.drain():
-                self._recording.event(event)
+                self._tell(event)
+            self.clock.skipped_steps += self._watch.take_skips_on_device()
+            self._recording.skips(self.clock.skipped_steps)
 
     def _hook_modules(self) -> None:
         owners = {watched.owner for watched in self._parameters if watched.counted}
@@ -155,38 +199,42 @@ class Capture(Guarded):
     def _hook_parameters(self, parameters: Iterable[WatchedParameter]) -> None:
         if WEIGHT_GRADIENT not in self._kinds and self._watch is None:
             return
-        self._frozen = [watched for watched in parameters if not watched.parameter.requires_grad]
+        self._later = [watched for watched in parameters if not _can_be_hooked(watched.parameter)]
         for watched in parameters:
             parameter: Any = watched.parameter
-            if not parameter.requires_grad:
+            if not _can_be_hooked(parameter):
                 continue
             if is_distributed(parameter):
                 accumulated = functools.partial(self._gradient_accumulated, watched)
                 self._handles.add(parameter.register_post_accumulate_grad_hook(accumulated))
             else:
-                self._handles.add(parameter.register_hook(functools.partial(self._weight_gradient, watched)))
+                hook: Any = functools.partial(self._weight_gradient, watched)
+                hook.__torch_unserializable__ = True
+                self._handles.add(parameter.register_hook(hook))
 
     # -- the forward --------------------------------------------------------------------------------------------
 
     def _forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
         # Between samples this line is all that a module call costs.
-        if not self._quiet:
+        if not self._quiet and not self._out_of_reach():
             self._module_called(layer, args, kwargs, output)
 
     @guarded
     def _module_called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
         # Inside a backward the forward is a recomputation (activation checkpointing): not counted again, but with
         # the reentrant kind its tensors are the ones that the gradients reach.
+        self._any_call = True
         recomputed = torch._C._current_graph_task_id() != -1
         if not recomputed and not self._training_forward(layer):
             return
         if not self._sampled and self._watch is None:
             return
         outputs = [local_part(tensor) for tensor in tensors_in(output)]
-        if outputs:
-            self._computed_in[layer.path] = outputs[0].dtype
+        for tensor in outputs:
+            self._any_output = True
+            self._pass_through(tensor.dtype)
         counted = self._sampled and layer.counted
-        rows = self._count_outputs(layer, outputs) if counted and ACTIVATION in self._kinds and not recomputed else {}
+        rows = self._count_outputs(layer, outputs) if counted and self._is_first_forward(layer, recomputed) else {}
         counted = counted and ACTIVATION_GRADIENT in self._kinds
         awaited: set[int] = set()
         if self._watch is not None:
@@ -198,12 +246,49 @@ class Capture(Guarded):
 
     def _training_forward(self, layer: Layer) -> bool:
         """Tell the clock of a forward; whether it belongs to training."""
-        if not (layer.module.training or torch.is_grad_enabled()):
-            return False
+        if not torch.is_grad_enabled():
+            # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
+            return layer.module.training
         if self.clock.forward(self._updated):
             self._end_step()
             self.clock.forward(self._updated)
         return True
+
+    def _is_first_forward(self, layer: Layer, recomputed: bool) -> bool:
+        """Whether outputs are to be counted: once each, with gradients enabled (a reentrant checkpoint's when recomputed)."""
+        if ACTIVATION not in self._kinds or not torch.is_grad_enabled():
+            return False
+        if recomputed:
+            return layer.path not in self._counted_layers
+        self._counted_layers.add(layer.path)
+        return True
+
+    def _pass_through(self, dtype: torch.dtype) -> None:
+        self._narrow = narrowest((self._narrow, passed_through(dtype)))
+
+    def _narrowed(self, dtype: torch.dtype) -> str:
+        """The format that a gradient of this dtype was rounded to on its way.
+
+        Under autocast an FP32 gradient may be the upcast of an FP16 one, here or at any layer after: so it counts as
+        rounded if anything in the step was. Where no output was seen (torch.compile), a GradScaler tells of FP16.
+        """
+        self._pass_through(dtype)
+        if not self._any_output and self._scale.by_scaler:
+            return narrowest((self._narrow, "float16"))
+        return self._narrow
+
+    def _out_of_reach(self) -> bool:
+        """Whether tensors can't be looked at just now, which is noted."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._recording.note(
+                "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
+            )
+            return True
+        # What we launched would be replayed into memory that is ours no more.
+        if self._may_capture_graphs and torch.cuda.is_current_stream_capturing():
+            self._recording.note("steps run as CUDA graphs are not seen: nothing can be counted inside one")
+            return True
+        return False
 
     def _count_outputs(self, layer: Layer, outputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         key = TensorKey(layer.path, ACTIVATION)
@@ -275,28 +360,26 @@ class Capture(Guarded):
         self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
         """The gradient at a tensor has arrived."""
+        if self._out_of_reach():
+            return
         gradient = local_part(gradient)
         scale = self._backward(gradient.dtype)
         row = None
         if counted and self._sampled:
             key = TensorKey(layer.path, ACTIVATION_GRADIENT)
-            row = self._count_gradient(key, gradient, passed_through(gradient.dtype), scale)
+            row = self._count_gradient(key, gradient, scale)
         if self._watch is not None and number >= 0:
             self._watch.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, row, is_input)
 
     @guarded
     def _weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
-        if self._quiet or gradient is None:
+        if self._quiet or gradient is None or self._out_of_reach():
             return
         gradient = local_part(gradient)
         scale = self._backward(gradient.dtype)
         row = None
         if self._sampled and watched.counted and WEIGHT_GRADIENT in self._kinds:
-            # Under autocast the FP32 .grad is an upcast of the FP16 gradient.
-            narrow = passed_through(gradient.dtype)
-            if narrow == "float32":
-                narrow = passed_through(self._computed_in.get(watched.owner, torch.float32))
-            row = self._count_gradient(TensorKey(watched.name, WEIGHT_GRADIENT), gradient, narrow, scale)
+            row = self._count_gradient(TensorKey(watched.name, WEIGHT_GRADIENT), gradient, scale)
         # A GradScaler finds out by itself whether a weight gradient is not finite, and skips the step then.
         told_by_scaler = self._scale.by_scaler and not self._optimizers.any_fused
         if self._watch is not None and (row is not None or not told_by_scaler):
@@ -306,11 +389,10 @@ class Capture(Guarded):
         if parameter.grad is not None:
             self._weight_gradient(watched, parameter.grad)
 
-    def _count_gradient(
-        self, key: TensorKey, gradient: torch.Tensor, narrow: str, scale: BackwardScale
-    ) -> torch.Tensor | None:
+    def _count_gradient(self, key: TensorKey, gradient: torch.Tensor, scale: BackwardScale) -> torch.Tensor | None:
         """Count one gradient; returns the row if it holds the values as they are (not divided)."""
         row = count(gradient, scale.divisor)
+        narrow = self._narrowed(gradient.dtype)
         self._tally.add(Sample(key, row, gradient.numel(), dtype_name(gradient.dtype), narrow, scale))
         return row if scale.divisor is None else None
 
@@ -360,18 +442,23 @@ class Capture(Guarded):
     # -- optimizers -----------------------------------------------------------------------------------------------
 
     @guarded
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
         self._in_scaler_step.discard(id(optimizer))
         if not self._optimizers.owns(optimizer):
             return
         self.clock.know(optimizer)
         if self.clock.optimizer_again(optimizer):
             self._end_step()
+        found_inf = getattr(optimizer, "found_inf", None)
+        if self._watch is not None and isinstance(found_inf, torch.Tensor):
+            self._watch.stepped_with(found_inf)
         if self._sampled and UPDATE in self._kinds:
             self._updates.before(optimizer, self._optimizers.parameters(optimizer))
 
     @guarded
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
         if not self._optimizers.owns(optimizer):
             return
         self._updates.after(optimizer)
@@ -387,12 +474,9 @@ class Capture(Guarded):
         """Send the step's counts off, judge the steps that have arrived, and begin the next."""
         step, sampled = self.clock.step, self._sampled
         if sampled:
-            if WEIGHT in self._kinds:
-                self._count_weights()
-            self._tally.end_step(step)
+            self._send_counts(step)
         if self._watch is not None:
-            for event in self._watch.end_step(step):
-                self._recording.event(event)
+            self._judge_watched(self._watch, step)
         self.clock.advance()
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
@@ -400,13 +484,44 @@ class Capture(Guarded):
         if self.attached:
             self._begin_step()
 
+    @guarded
+    def _send_counts(self, step: int) -> None:
+        if WEIGHT in self._kinds:
+            self._count_weights()
+        self._tally.end_step(step)
+
+    @guarded
+    def _judge_watched(self, watch: Watch, step: int) -> None:
+        for event in watch.end_step(step):
+            self._tell(event)
+        self.clock.skipped_steps += watch.take_skips_on_device()
+
+    def _tell(self, event: Event) -> None:
+        """Pass an event on; where a forward broke, say if the module's weights were broken already."""
+        if event.phase == "forward" and len(self._recording.events) < _MOST_EVENTS_LOOKED_INTO:
+            event = self._with_broken_weights(event)
+        self._recording.event(event)
+
+    def _with_broken_weights(self, event: Event) -> Event:
+        inside = f"{event.module}." if event.module else ""
+        for watched in self._parameters:
+            weight = local_part(watched.parameter).detach()
+            if watched.name.startswith(inside) and weight.is_floating_point() and not bool(weight.isfinite().all()):
+                reason = (
+                    f"{watched.name!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
+                )
+                return replace(event, explanation=reason)
+        return event
+
     def _begin_step(self) -> None:
         self._sampled = bool(self._kinds) and self.clock.sampled
         # Without an optimizer it is the forwards that tell where a step begins.
         self._quiet = not self._sampled and self._watch is None and self.clock.has_optimizers
         self._in_scaler_step.clear()
-        if any(watched.parameter.requires_grad for watched in self._frozen):
-            self._hook_parameters(self._frozen)
+        self._narrow, self._any_output = "float32", False
+        self._counted_layers.clear()
+        if any(_can_be_hooked(watched.parameter) for watched in self._later):
+            self._hook_parameters(self._later)
         for module, hook_id in self._hook_ids:
             # Another hook that came later may change the output: see what the next module is given.
             hooks: Any = module._forward_hooks
@@ -423,11 +538,15 @@ class Capture(Guarded):
 
     def _updated(self) -> bool:
         """Whether the weights changed, or their gradients went, since this was last asked. Does not wait for a GPU."""
-        first = next((watched.parameter for watched in self._parameters if watched.parameter.requires_grad), None)
+        first = next((watched.parameter for watched in self._parameters if _can_be_hooked(watched.parameter)), None)
         if first is None:
             return True
         before, self._weight_state = self._weight_state, _state(first)
         return first.grad is None or self._weight_state != before
+
+
+def _can_be_hooked(parameter: torch.Tensor) -> bool:
+    return parameter.requires_grad and not is_lazy(parameter)
 
 
 def _state(parameter: torch.Tensor) -> tuple[int, list[float] | None]:

@@ -47,6 +47,10 @@ class Seen:
     def finite(self) -> bool:
         return math.isfinite(self.largest)
 
+    @property
+    def is_nan(self) -> bool:
+        return math.isnan(self.largest)
+
 
 @dataclass
 class TensorStory:

@@ -9,6 +9,12 @@ from typing import Any, TypeVar
 #: A part of the capture that failed this often is not tried again.
 FAULT_LIMIT = 3
 
+
+def _short(error: Exception) -> str:
+    text = " ".join(repr(error).split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -31,7 +37,8 @@ class Guarded:
         """This part failed."""
         self._faults[part] = self._faults.get(part, 0) + 1
         what = part.strip("_").replace("_", " ")
-        self._note(f"mpinspect failed in {what} ({error!r}) and may miss some of it; the training is not affected")
+        rest = "is not tried again" if self.gives_up(part) else "may miss some of it"
+        self._note(f"mpinspect failed in {what} ({_short(error)}) and {rest}; the training is not affected")
 
 
 def guarded(method: Method) -> Method:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from mpinspect.session import (
     ACTIVATION,
@@ -40,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class WatchedParameter:
-    """A parameter under its first name. ``counted``: whether its kinds are captured."""
+    """A parameter under its first name. ``counted``: whether its kinds are captured (integers have no exponents)."""
 
     name: str
     owner: str
@@ -97,7 +98,12 @@ def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
 def find_parameters(model: torch.nn.Module, selection: Selection) -> list[WatchedParameter]:
     """Every parameter once, under its first name (shared ones have several)."""
     return [
-        WatchedParameter(name, owner := name.rpartition(".")[0], parameter, selection.wants(name, owner))
+        WatchedParameter(
+            name,
+            owner := name.rpartition(".")[0],
+            parameter,
+            selection.wants(name, owner) and (parameter.is_floating_point() or parameter.is_complex()),
+        )
         for name, parameter in model.named_parameters()
     ]
 
@@ -128,11 +134,10 @@ def _of_parameter(watched: WatchedParameter, type_name: str, kinds: Collection[s
         return []
     parameter = watched.parameter
     note = "" if parameter.requires_grad else "frozen: requires_grad is False"
+    shape = () if is_lazy(parameter) else tuple(parameter.shape)
     dtype = str(parameter.dtype).removeprefix("torch.")
     return [
-        TensorInfo(
-            watched.name, kind, watched.owner, type_name, tuple(parameter.shape), dtype, "" if kind == WEIGHT else note
-        )
+        TensorInfo(watched.name, kind, watched.owner, type_name, shape, dtype, "" if kind == WEIGHT else note)
         for kind in PARAMETER_KINDS
         if kind in kinds
     ]

@@ -19,12 +19,20 @@ class BackwardScale:
         on_device: a 0-d tensor that holds it, where reading it now would wait for the GPU.
         power_of_two: whether it is (or, on the device, can only be) a power of two, so that unscaling shifts exponents.
         unknown: why it can't be known; "" where it is.
+        source: identity of the scaler that keeps it, 0 for none.
     """
 
     value: float | None = 1.0
     on_device: torch.Tensor | None = None
     power_of_two: bool = True
     unknown: str = ""
+    source: int = 0
+
+    def agrees_with(self, other: BackwardScale) -> bool:
+        """Whether the two are surely one scale; two that are on the device are if they are one scaler's."""
+        if self.value is None or other.value is None:
+            return self.source == other.source
+        return self.value == other.value
 
     @property
     def divisor(self) -> float | torch.Tensor | None:
@@ -70,7 +78,7 @@ def from_scaler(scaler: Any) -> BackwardScale:
     if isinstance(held, torch.Tensor):
         if held.device.type == "cpu":
             return from_number(float(held))
-        return BackwardScale(None, held.detach().clone(), power_of_two=_only_powers_of_two(scaler))
+        return BackwardScale(None, held.detach().clone(), power_of_two=_only_powers_of_two(scaler), source=id(scaler))
     if callable(getattr(scaler, "get_scale", None)):
         return from_callable(scaler.get_scale)
     loss_scale = getattr(scaler, "loss_scale", None)

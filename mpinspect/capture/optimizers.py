@@ -55,6 +55,12 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of parameters that this step will not move: learning rate 0, as in the first step of a warm-up."""
+    groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), float) and group["lr"] == 0.0]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
 class UpdateCapture:
     """Counts what a step adds to the weights, and what rounding would lose of it. Holds one copy of them meanwhile."""
 
@@ -64,8 +70,11 @@ class UpdateCapture:
 
     def before(self, optimizer: torch.optim.Optimizer, parameters: Iterable[WatchedParameter]) -> None:
         """The optimizer is about to step these parameters."""
+        still = _held_still(optimizer)
         self._before[id(optimizer)] = [
-            (watched, local_part(watched.parameter).detach().clone()) for watched in parameters if watched.counted
+            (watched, local_part(watched.parameter).detach().clone())
+            for watched in parameters
+            if watched.counted and id(watched.parameter) not in still
         ]
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -73,14 +82,16 @@ class UpdateCapture:
         for watched, weight in self._before.pop(id(optimizer), ()):
             gradient = watched.parameter.grad
             if gradient is not None and weight.is_floating_point():
-                self._count(watched, weight, local_part(gradient))
+                self._count(watched, weight, local_part(gradient), getattr(optimizer, "found_inf", None) is not None)
 
     def forget(self) -> None:
         """Let the copies go: that step did not happen."""
         self._before.clear()
 
     @torch.no_grad()
-    def _count(self, watched: WatchedParameter, before: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _count(
+        self, watched: WatchedParameter, before: torch.Tensor, gradient: torch.Tensor, may_have_skipped: bool
+    ) -> None:
         after = local_part(watched.parameter).detach()
         wide = torch.float64 if before.dtype == torch.float64 else torch.float32
         update = after.to(wide) - before.to(wide)
@@ -88,7 +99,7 @@ class UpdateCapture:
         self._tally.add(Sample(key, count(update), update.numel(), dtype_name(before.dtype)))
         stored = passed_through(before.dtype)
         if stored == "float32":
-            counts = {name: lost_updates(before, update, dtype) for name, dtype in STORAGE_DTYPES.items()}
-            self._tally.add_lost_updates(key, counts, dict.fromkeys(counts, False))
-        elif gradient.layout is torch.strided:
-            self._tally.add_lost_updates(key, {stored: unmoved(before, after, gradient)}, {stored: True})
+            for name, dtype in STORAGE_DTYPES.items():
+                self._tally.add_lost_updates(key, name, lost_updates(before, update, dtype), measured=False)
+        elif gradient.layout is torch.strided and not may_have_skipped:
+            self._tally.add_lost_updates(key, stored, unmoved(before, after, gradient), measured=True)

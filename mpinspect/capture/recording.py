@@ -101,7 +101,13 @@ class Recording:
         """The loss scale of a step; kept where it changes."""
         scales = self.progress.scales
         if not scales or scales[-1].scale != scale:
-            self._progress(scales=(*scales[-SCALE_LIMIT:], ScaleChange(step, scale)))
+            if len(scales) >= SCALE_LIMIT:
+                half = SCALE_LIMIT // 2
+                scales = (*scales[:half], *scales[1 - half :])
+                self.note(
+                    f"the loss scale changed more than {SCALE_LIMIT} times: the first and the last {half} are kept"
+                )
+            self._progress(scales=(*scales, ScaleChange(step, scale)))
 
     def scale_unknown(self, reason: str) -> None:
         """A backward ran whose loss scale can't be known."""
@@ -110,6 +116,10 @@ class Recording:
             self.note(
                 f"the loss scale is not known ({reason}): counts are of the gradients as they are, without advice"
             )
+
+    def skips(self, skipped_steps: int) -> None:
+        """So many steps were skipped, by what is known now."""
+        self._progress(skipped_steps=skipped_steps)
 
     def wants_window(self, sampled_steps: int) -> bool:
         """Whether the open window is long enough to be closed."""
@@ -121,7 +131,7 @@ class Recording:
         self._unwritten.append(window)
         if len(self._windows) >= 2 * window_limit(len(self._watched)):
             self._windows = list(coarsen(self._windows))
-            self._steps_per_window *= 2
+            self._steps_per_window = max(window.sampled_steps for window in self._windows)
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
         """A step ended."""

@@ -7,7 +7,12 @@ backward that is followed by a new forward counts as a step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
+
+#: Without an optimizer in sight a step ends after so many backwards, whatever the weights tell: counts must not pile up.
+_MOST_MICRO_BATCHES = 256
 
 
 class StepClock:
@@ -23,8 +28,9 @@ class StepClock:
         self.micro_batch = 0
         self.backwards = 0
         self.skipped_steps = 0
-        self._known: set[int] = set()
-        self._done: set[int] = set()
+        # Weakly: an optimizer that is gone ends no step, and its id may be given to another.
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._done: weakref.WeakSet[Any] = weakref.WeakSet()
         self._forward_since_backward = False
         self._backward_since_forward = False
 
@@ -44,7 +50,7 @@ class StepClock:
 
     def know(self, optimizer: object) -> None:
         """This optimizer belongs to the model."""
-        self._known.add(id(optimizer))
+        self._known.add(optimizer)
 
     def forward(self, updated: Callable[[], bool]) -> bool:
         """A training forward runs. True if a step ended before it: the caller takes that step and calls again.
@@ -52,7 +58,7 @@ class StepClock:
         ``updated`` tells whether the weights were updated since the last step; it is asked only where that decides.
         """
         if self._backward_since_forward:
-            if not self._known and updated():
+            if not self._known and (self.micro_batch >= _MOST_MICRO_BATCHES or updated()):
                 return True
             self.micro_batch += 1
         self._forward_since_backward, self._backward_since_forward = True, False
@@ -65,15 +71,21 @@ class StepClock:
         self._forward_since_backward, self._backward_since_forward = False, True
 
     def optimizer_again(self, optimizer: object) -> bool:
-        """Whether this optimizer has stepped in the current step already: then that step is over before this one counts."""
-        return id(optimizer) in self._done
+        """Whether this optimizer has stepped in the current step already: then that step is over before this one counts.
+
+        Optimizers that did not step meanwhile are no longer waited for.
+        """
+        if optimizer not in self._done:
+            return False
+        self._known = weakref.WeakSet(self._done)
+        return True
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
         """An optimizer stepped, or its step was skipped. True if that ends the step."""
         self.know(optimizer)
-        self._done.add(id(optimizer))
+        self._done.add(optimizer)
         self.skipped_steps += skipped
-        return self._done >= self._known
+        return all(known in self._done for known in self._known)
 
     def advance(self) -> None:
         """Begin the next step."""

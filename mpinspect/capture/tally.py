@@ -20,12 +20,17 @@ from mpinspect.capture.loss_scale import BackwardScale, is_power_of_two
 from mpinspect.counting import layout
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FORMATS
-from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, TensorWindow, Window
+from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, TensorWindow, Window, narrowest
 
 IntArray = npt.NDArray[np.int64]
 
 #: Dtypes that values are rounded to before they can be counted.
-_NARROW = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_NARROW = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3",
+    torch.float8_e5m2: "float8_e5m2",
+}
 
 
 def passed_through(dtype: torch.dtype) -> str:
@@ -129,7 +134,8 @@ class _Step:
     samples: list[Sample]
     rows: list[tuple[list[int], HostCopy]]
     scales: list[tuple[list[int], HostCopy]]
-    lost: list[tuple[TensorKey, dict[str, bool], list[str], HostCopy]]
+    lost: list[tuple[TensorKey, str, bool]]
+    lost_counts: list[tuple[list[int], HostCopy]]
 
 
 class Tally:
@@ -144,7 +150,7 @@ class Tally:
         self._drop = drop
         self._scale_seen = scale_seen
         self._pending: list[Sample] = []
-        self._pending_lost: list[tuple[TensorKey, dict[str, bool], dict[str, torch.Tensor]]] = []
+        self._pending_lost: list[tuple[TensorKey, str, bool, torch.Tensor]] = []
         self._travelling: deque[_Step] = deque()
         self._open: dict[TensorKey, _Gathered] = {}
         self._steps: list[int] = []
@@ -154,9 +160,9 @@ class Tally:
         """Take a sample of the current step."""
         self._pending.append(sample)
 
-    def add_lost_updates(self, key: TensorKey, counts: dict[str, torch.Tensor], measured: dict[str, bool]) -> None:
-        """Take lost-update counts of the current step: by format name an int64 tensor (lost, non-zero)."""
-        self._pending_lost.append((key, measured, counts))
+    def add_lost_updates(self, key: TensorKey, format_name: str, counts: torch.Tensor, *, measured: bool) -> None:
+        """Take lost-update counts of the current step: an int64 tensor (lost, non-zero)."""
+        self._pending_lost.append((key, format_name, measured, counts))
 
     @property
     def open_steps(self) -> int:
@@ -195,10 +201,8 @@ class Tally:
                 samples,
                 _copy_alike([sample.row for sample in samples]),
                 _copy_alike(on_device),
-                [
-                    (key, measured, list(counts), HostCopy(torch.stack(list(counts.values()))))
-                    for key, measured, counts in lost
-                ],
+                [(key, name, measured) for key, name, measured, _ in lost],
+                _copy_alike([counts for *_, counts in lost]),
             )
         )
 
@@ -213,8 +217,9 @@ class Tally:
                     peak_of_step = peak if peak_of_step is None else max(peak, peak_of_step)
         for scale in dict.fromkeys(sample.scale.value for sample in samples if sample.key.kind in GRADIENT_KINDS):
             self._scale_seen(step.step, scale)
-        for key, measured, names, copy in step.lost:
-            self._gather_lost(key, measured, names, copy.values())
+        for indices, copy in step.lost_counts:
+            for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):
+                self._gather_lost(*step.lost[index], lost, nonzero)
         self._steps.append(step.step)
         if peak_of_step is not None:
             self._gradient_peaks[peak_of_step] = self._gradient_peaks.get(peak_of_step, 0) + 1
@@ -237,26 +242,30 @@ class Tally:
         gathered.dtypes.add(sample.dtype)
         gathered.numel_max = max(gathered.numel_max, sample.numel)
         if sample.passed_through != "float32":
-            gathered.passed_through = sample.passed_through
+            gathered.passed_through = narrowest((gathered.passed_through, sample.passed_through))
             floor = _floor_exponent(sample)
             gathered.floor_exponent = floor if gathered.floor_exponent is None else max(floor, gathered.floor_exponent)
+        if peak is not None:
+            peak -= log2_scale
+        if row[layout.INFS] and sample.passed_through != "float32" and sample.key.kind in GRADIENT_KINDS:
+            # How large it was is not known, only that at this scale it overflowed.
+            least = FORMATS[sample.passed_through].max_exponent + 1 - log2_scale
+            peak = least if peak is None else max(peak, least)
         if peak is None:
             return None
-        peak -= log2_scale
         gathered.peaks[peak] = gathered.peaks.get(peak, 0) + 1
         return peak
 
-    def _gather_lost(self, key: TensorKey, measured: dict[str, bool], names: list[str], counts: IntArray) -> None:
+    def _gather_lost(self, key: TensorKey, format_name: str, measured: bool, lost: int, nonzero: int) -> None:
         kept = self._open.setdefault(key, _Gathered()).lost_updates
-        for name, (lost, nonzero) in zip(names, counts, strict=True):
-            found = LostUpdates(int(lost), int(nonzero), measured[name])
-            kept[name] = kept[name] + found if name in kept else found
+        found = LostUpdates(lost, nonzero, measured)
+        kept[format_name] = kept[format_name] + found if format_name in kept else found
 
 
 def _copies(step: _Step) -> Iterable[HostCopy]:
     yield from (copy for _, copy in step.rows)
     yield from (copy for _, copy in step.scales)
-    yield from (entry[-1] for entry in step.lost)
+    yield from (copy for _, copy in step.lost_counts)
 
 
 def _copy_alike(tensors: list[torch.Tensor | None]) -> list[tuple[list[int], HostCopy]]:

@@ -50,12 +50,18 @@ class _StepLog:
     inputs: dict[str, set[int]] = field(default_factory=dict)
     scale: BackwardScale | None = None
     skipped: bool | None = None
+    found_inf: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
 class _Travelling:
     log: _StepLog
     copies: list[tuple[list[int], HostCopy]]
+    found_inf: HostCopy | None = None
+
+    def ready(self) -> bool:
+        copies = [copy for _, copy in self.copies] + ([self.found_inf] if self.found_inf is not None else [])
+        return all(copy.ready() for copy in copies)
 
 
 class Watch:
@@ -71,7 +77,9 @@ class Watch:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._travelling: deque[_Travelling] = deque()
         self._maxima: dict[tuple[str, str], deque[float]] = {}
-        self._harmless: set[str] = set()
+        #: Modules that return infinities (or NaNs) while every gradient is finite: masks.
+        self._harmless: set[tuple[str, bool]] = set()
+        self._skips_on_device = 0
 
     # -- while the step runs ------------------------------------------------------------------------------------
 
@@ -156,6 +164,15 @@ class Watch:
         """An optimizer's step was, or was not, skipped."""
         self._log.skipped = skipped or bool(self._log.skipped)
 
+    def stepped_with(self, found_inf: torch.Tensor) -> None:
+        """A fused optimizer was handed found_inf: whether it stepped is known when that has reached the host."""
+        self._log.found_inf.append(found_inf.detach().clone().reshape(()))
+
+    def take_skips_on_device(self) -> int:
+        """Steps found meanwhile to have been skipped on the device, once each."""
+        skips, self._skips_on_device = self._skips_on_device, 0
+        return skips
+
     # -- when it ends ------------------------------------------------------------------------------------------
 
     def end_step(self, step: int) -> list[Event]:
@@ -163,14 +180,15 @@ class Watch:
         log, self._log = self._log, _StepLog()
         self._known.clear()
         log.step = step
-        if log.looks:
-            self._travelling.append(_Travelling(log, _copies(log.looks)))
+        if log.looks or log.found_inf:
+            found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
+            self._travelling.append(_Travelling(log, _copies(log.looks), found_inf))
         return self.drain(wait=False)
 
     def drain(self, *, wait: bool = True) -> list[Event]:
         """The events of the steps whose values have arrived (``wait``: of all that are on their way)."""
         events: list[Event] = []
-        while self._travelling and (wait or all(copy.ready() for _, copy in self._travelling[0].copies)):
+        while self._travelling and (wait or self._travelling[0].ready()):
             event = self._judge(self._travelling.popleft())
             if event is not None:
                 events.append(event)
@@ -183,20 +201,26 @@ class Watch:
             Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
             for look, value in zip(log.looks, largest, strict=True)
         ]
-        found = culprit.find_culprit(seen, log.stories, log.inputs, self._leaves)
-        event = self._event(found, seen, log) if found is not None else None
+        if arrived.found_inf is not None:
+            log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
+            self._skips_on_device += log.skipped
+        suspicious = [
+            look for look in seen if look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless
+        ]
+        found = culprit.find_culprit(suspicious, log.stories, log.inputs, self._leaves)
+        event = self._event(found, suspicious, log) if found is not None else None
         for look in seen:
             if look.finite and not look.is_input:
                 self._ring(look.what, look.name).append(look.largest)
         return event
 
-    def _event(self, found: culprit.Culprit, seen: list[Seen], log: _StepLog) -> Event | None:
+    def _event(self, found: culprit.Culprit, seen: list[Seen], log: _StepLog) -> Event:
         gradients_finite = culprit.finite_gradients(seen)
         if found.phase == FORWARD and gradients_finite:
-            # Infinite on purpose, perhaps (a mask), and every gradient is fine: say it once.
-            if found.module in self._harmless:
-                return None
-            self._harmless.add(found.module)
+            # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
+            self._harmless.update(
+                (look.module, look.is_nan) for look in seen if look.phase == FORWARD and not look.finite
+            )
         first = found.first
         return Event(
             log.step,
@@ -257,7 +281,8 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.values()
+        # Of an uncoalesced one the values before they are added up: coalescing waits for the GPU.
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.numel() or tensor.element_size() == 1:

@@ -21,7 +21,7 @@ from mpinspect.analysis.wording import percent
 from mpinspect.version import __version__
 
 if TYPE_CHECKING:
-    from mpinspect.probe import ProbeReport
+    from mpinspect.probing import ProbeReport
 
 SCHEMA = "mpinspect.probe"
 SCHEMA_VERSION = 1
