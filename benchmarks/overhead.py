@@ -25,19 +25,21 @@ from machine import write_results
 from torch import nn
 
 import mpinspect
-from mpinspect.capture.capture import Capture
+from mpinspect.capture import capture
+from mpinspect.capture.hooks import ModelHook
+from mpinspect.session import KINDS
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, LENGTH = 6, 384, 6, 8192, 8, 256
 #: Everything through which training enters the inspector.
-ENTRANCES = (
-    "_forward_ran",
-    "activation_gradient",
-    "_weight_gradient",
-    "optimizer_steps",
-    "optimizer_stepped",
-    "loss_scaled",
-    "scaler_steps",
-    "scaler_stepped",
+ENTRANCES: tuple[tuple[type, str], ...] = (
+    (ModelHook, "__call__"),
+    (capture._GradientHook, "__call__"),
+    (capture.Capture, "_weight_gradient"),
+    (capture.Capture, "optimizer_steps"),
+    (capture.Capture, "optimizer_stepped"),
+    (capture.Capture, "loss_scaled"),
+    (capture.Capture, "scaler_steps"),
+    (capture.Capture, "scaler_stepped"),
 )
 
 
@@ -103,14 +105,14 @@ class Stopwatch:
 
     @contextmanager
     def around_entrances(self) -> Iterator[None]:
-        originals = {name: getattr(Capture, name) for name in ENTRANCES}
-        for name, original in originals.items():
-            setattr(Capture, name, self._timed(original))
+        originals = [(owner, name, getattr(owner, name)) for owner, name in ENTRANCES]
+        for owner, name, original in originals:
+            setattr(owner, name, self._timed(original))
         try:
             yield
         finally:
-            for name, original in originals.items():
-                setattr(Capture, name, original)
+            for owner, name, original in originals:
+                setattr(owner, name, original)
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -189,7 +191,7 @@ WAYS: tuple[tuple[str, float | None, int, Callable[[Trainer, int], Any]], ...] =
     ("watch alone", 0.025, 4, functools.partial(inspected, capture=())),
     ("between samples, watch off", None, 4, functools.partial(inspected, capture=(), watch=False)),
     ("weight gradients alone, every step, watch off", None, 4, WEIGHTS_ALONE),
-    ("all five kinds, every step, watch on", None, 4, functools.partial(inspected, capture=mpinspect.session.KINDS)),
+    ("all five kinds, every step, watch on", None, 4, functools.partial(inspected, capture=KINDS)),
     ("add_histogram of every gradient", None, 2, with_add_histogram),
     ("wandb.watch(log='gradients')", None, 2, with_wandb),
 )

@@ -44,12 +44,13 @@ class ScaleOfBackward:
         self._scaled: dict[int, tuple[int, BackwardScale]] = {}
         self._task = -1
         self._scale = scales.UNSCALED
+        self._by_scaler = False
         self.any_scaled = False
 
     @property
     def by_scaler(self) -> bool:
-        """Whether the backward that is running began at a GradScaler's scaled loss."""
-        return self._of_scaled_loss() is not None
+        """Whether the backward that was last looked at (``now``) began at a GradScaler's scaled loss."""
+        return self._by_scaler
 
     def now(self, dtype: torch.dtype) -> tuple[BackwardScale, bool]:
         """The scale of the backward that is running, and whether this is the first look at it. ``dtype``: of a gradient in it."""
@@ -57,7 +58,9 @@ class ScaleOfBackward:
         if task == self._task and task != -1:
             return self._scale, False
         self._task = task
-        self._scale = self._find(dtype)
+        scaled = self._of_scaled_loss()
+        self._by_scaler = scaled is not None
+        self._scale = scaled if scaled is not None else self._find(dtype)
         if self._scale.unknown:
             self._recording.scale_unknown(self._scale.unknown)
         return self._scale, True
@@ -104,9 +107,6 @@ class ScaleOfBackward:
         return next((scale for ident, scale in reversed(self._scaled.values()) if ident == thread), None)
 
     def _find(self, dtype: torch.dtype) -> BackwardScale:
-        scaled = self._of_scaled_loss()
-        if scaled is not None:
-            return scaled
         if callable(self._by_hand):
             return scales.from_callable(self._by_hand)
         if self._by_hand is not None:

@@ -118,6 +118,8 @@ class Capture(Guarded):
         #: Layers whose outputs were counted in this step with their gradients enabled.
         self._counted_layers: set[str] = set()
         self._may_capture_graphs = False
+        #: Whether full backward hooks of others wrap some module's inputs.
+        self._wrapped_inputs = False
         self._weight_state: tuple[int, list[float] | None] | None = None
         self.attached = False
         self._sampled = False
@@ -130,9 +132,9 @@ class Capture(Guarded):
         self.attached = True
         self._may_capture_graphs = torch.cuda.is_available()
         self._updated()
-        self._begin_step()
         self._hook_modules()
         self._hook_parameters(self._parameters)
+        self._begin_step()
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
 
@@ -264,7 +266,9 @@ class Capture(Guarded):
         return True
 
     def _pass_through(self, dtype: torch.dtype) -> None:
-        self._narrow = narrowest((self._narrow, passed_through(dtype)))
+        name = passed_through(dtype)
+        if name not in ("float32", self._narrow):
+            self._narrow = narrowest((self._narrow, name))
 
     def _narrowed(self, dtype: torch.dtype) -> str:
         """The format that a gradient of this dtype was rounded to on its way.
@@ -312,8 +316,9 @@ class Capture(Guarded):
         """Let the watch see a call; returns the ids of the outputs whose gradient is awaited with it."""
         micro_batch = self.clock.micro_batch
         inputs = [local_part(tensor) for tensor in tensors_in(given)]
-        for tensor in inputs:
-            self._see_through_wrapper(watch, tensor, layer)
+        if self._wrapped_inputs:
+            for tensor in inputs:
+                self._see_through_wrapper(watch, tensor, layer)
         awaited = set()
         for tensor, number, is_input in watch.module_called(layer.path, inputs, outputs):
             if not recomputed and is_input:
@@ -346,10 +351,10 @@ class Capture(Guarded):
     ) -> None:
         hook = _GradientHook(self, layer, counted=counted, number=number, is_input=is_input)
         handle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
-        node: Any = tensor.grad_fn
-        if node is not None:
+        if self._wrapped_inputs and tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn
             node.metadata[id(self), tensor.output_nr] = number
-        else:
+        if tensor.is_leaf:
             # A module that returns a parameter: this hook would outlive the graph.
             self._handles.add(handle)
 
@@ -522,6 +527,7 @@ class Capture(Guarded):
         self._counted_layers.clear()
         if any(_can_be_hooked(watched.parameter) for watched in self._later):
             self._hook_parameters(self._later)
+        self._wrapped_inputs = any(module._backward_hooks for module, _ in self._hook_ids)
         for module, hook_id in self._hook_ids:
             # Another hook that came later may change the output: see what the next module is given.
             hooks: Any = module._forward_hooks

@@ -7,6 +7,9 @@ import torch
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor; any other tensor as it is. No communication."""
+    if type(tensor) is torch.Tensor:
+        # Nearly always, and cheaper than to ask for an attribute that is not there.
+        return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

@@ -46,7 +46,7 @@ def guarded(method: Method) -> Method:
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any, **kwargs: Any) -> Any:
-        if self.gives_up(method.__name__):
+        if self._faults and self.gives_up(method.__name__):
             return None
         try:
             return method(self, *args, **kwargs)

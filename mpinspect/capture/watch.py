@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, 
 RING_LENGTH = 8
 
 
-@dataclass(frozen=True)
-class _Look:
+class _Look(NamedTuple):
     """A look whose value is still on the device: smallest and largest value of the tensor, or a row of counts."""
 
     phase: str
@@ -197,22 +196,28 @@ class Watch:
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
         largest = _largest(arrived.copies, len(log.looks))
+        if arrived.found_inf is not None:
+            log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
+            self._skips_on_device += log.skipped
+        if all(map(math.isfinite, largest)):
+            self._remember(log.looks, largest)
+            return None
         seen = [
             Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
             for look, value in zip(log.looks, largest, strict=True)
         ]
-        if arrived.found_inf is not None:
-            log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
-            self._skips_on_device += log.skipped
         suspicious = [
             look for look in seen if look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless
         ]
         found = culprit.find_culprit(suspicious, log.stories, log.inputs, self._leaves)
         event = self._event(found, suspicious, log) if found is not None else None
-        for look in seen:
-            if look.finite and not look.is_input:
-                self._ring(look.what, look.name).append(look.largest)
+        self._remember(log.looks, largest)
         return event
+
+    def _remember(self, looks: list[_Look], largest: list[float]) -> None:
+        for look, value in zip(looks, largest, strict=True):
+            if not look.is_input and math.isfinite(value):
+                self._ring(look.what, look.name).append(value)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: _StepLog) -> Event:
         gradients_finite = culprit.finite_gradients(seen)
@@ -241,7 +246,10 @@ class Watch:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _ring(self, what: str, name: str) -> deque[float]:
-        return self._maxima.setdefault((what, name), deque(maxlen=RING_LENGTH))
+        ring = self._maxima.get((what, name))
+        if ring is None:
+            ring = self._maxima[what, name] = deque(maxlen=RING_LENGTH)
+        return ring
 
     def _number(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor seen before in this step, unchanged since; None otherwise."""
