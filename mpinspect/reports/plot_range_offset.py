@@ -110,11 +110,12 @@ def _offset_arrow(axes: Axes, max_exponent: int, format: FloatFormat, high: int)
     transform = axes.get_xaxis_transform()
     axes.annotate("", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=arrow)
     fits = abs(ends[1] - ends[0]) >= _NOTE_WIDTH * (high - axes.get_xlim()[0]) / 80
-    place = (sum(ends) / 2, height + 0.03) if fits else (min(ends) - 0.7, height)
+    # Too wide for its arrow, it ends where the arrow ends: above the histograms either way.
+    place = (sum(ends) / 2, height + 0.03) if fits else (max(ends) - 0.7, height + 0.03)
     box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.5}
     text = axes.text(*place, words, transform=transform, fontsize=9, fontweight="bold", bbox=box, zorder=5)
     text.set_horizontalalignment("center" if fits else "right")
-    text.set_verticalalignment("bottom" if fits else "center")
+    text.set_verticalalignment("bottom")
 
 
 def _not_shown(pooled: dict[str, ExponentHistogram]) -> str:
