@@ -1,0 +1,86 @@
+"""Traps of number ranges in training: what the inspector says where FP16 reductions overflow and scalers are shared."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from mpinspect import Inspector, count_exponents
+
+
+def test_sums_that_fp16_cannot_hold_are_known_from_the_counts() -> None:
+    """65,536 ones sum to inf in FP16, squares of 256 are infinite at once, and adding ones one by one stops at 2048."""
+    ones = torch.ones(65_536, dtype=torch.float16)
+    total = torch.tensor(0.0, dtype=torch.float16)
+    for one in ones[:4096]:
+        total += one
+    assert total == 2048
+    counted = count_exponents(ones)
+    assert counted.sum_abs().low == counted.sum_abs().high == 65_536
+    assert torch.tensor(counted.sum_abs().low).half().isinf()
+    far = count_exponents(torch.full((4,), 256.0))
+    assert far.sum_squares().low == 4 * 256.0**2
+    assert torch.tensor(256.0, dtype=torch.float16).square().isinf()
+
+
+def test_half_precision_batch_norm_statistics() -> None:
+    """x ~ N(0, 400^2): the running variance of an FP16 BatchNorm becomes infinite, and evaluation returns zeros."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4).half()
+    batch = 400 * torch.randn(256, 4)
+    for _ in range(20):
+        trained = norm(batch.half())
+    assert trained.isfinite().all()
+    assert norm.running_var.isinf().all()
+    assert (norm.eval()(batch.half()) == 0).all()
+
+    model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))
+    with Inspector(model, capture=("activation",)) as inspector:
+        model(batch).sum().backward()
+    findings = {finding.id: finding for finding in inspector.report().findings}
+    assert "reductions-overflow" in findings
+    bounds = count_exponents(batch).sum_squares()
+    assert bounds.low <= batch.double().square().sum().item() <= bounds.high
+    assert findings["reductions-overflow"].evidence["sum_squares"] == bounds.estimate
+
+
+def test_one_networks_overflow_backs_off_the_scale_that_both_share() -> None:
+    """A shared GradScaler halves for both networks; the event says which of them overflowed."""
+    model = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)})
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.0) for network in model.values()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    at_step: list[int] = []
+    model["critic"].weight.register_hook(lambda gradient: gradient * math.inf if at_step == [1] else gradient)
+    with Inspector(model, optimizers=optimizers) as inspector:
+        for step in range(3):
+            at_step[:] = [step]
+            for name, optimizer in zip(model, optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(model[name](torch.ones(1, 2)).sum()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    session = inspector.session()
+    (event,) = session.events
+    assert (event.step, event.module, event.skipped) == (1, "critic", True)
+    assert [(change.step, change.scale) for change in session.progress.scales] == [(0, 8.0), (2, 4.0)]
+    assert (session.progress.steps, session.progress.skipped_steps) == (3, 1)
+
+
+def test_backing_off_on_a_forward_nan_takes_the_scale_to_nothing() -> None:
+    """Forty steps with a NaN in the forward take the scale from 8 to 7e-12 and change nothing: the report says so."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with Inspector(model) as inspector:
+        for _ in range(40):
+            optimizer.zero_grad()
+            scaler.scale((model(torch.ones(1, 2)) / 0 * 0).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 8.0 * 2.0**-40
+    assert inspector.session().progress.skipped_steps == 40
+    severities = {finding.severity for finding in inspector.report().findings if finding.id == "non-finite-event"}
+    assert severities & {"warning", "error"}
