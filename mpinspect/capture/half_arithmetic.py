@@ -12,7 +12,7 @@ An operation that is not named below keeps torch's own FP16 kernel: as right, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,48 +39,43 @@ _PRODUCTS = frozenset(
 )
 
 #: Functions that CUDA's autocast runs in FP32 and the CPU's does not, under the names that torch, Tensor or functional give them.
-_FLOAT32_NAMES = (
-    *(
-        "__pow__",
-        "__rdiv__",
-        "__rpow__",
-        "__rtruediv__",
-        "acos",
-        "asin",
-        "cosh",
-        "cosine_similarity",
-        "cumprod",
-        "cumsum",
-    ),
-    *(
-        "dist",
-        "erfinv",
-        "exp",
-        "expm1",
-        "group_norm",
-        "layer_norm",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "log_softmax",
-        "norm",
-    ),
-    *(
-        "normalize",
-        "pow",
-        "prod",
-        "reciprocal",
-        "renorm",
-        "rms_norm",
-        "rsqrt",
-        "sinh",
-        "softmax",
-        "softmin",
-        "softplus",
-    ),
-    *("sum", "tan"),
-)
+_FLOAT32_NAMES = [
+    "__pow__",
+    "__rdiv__",
+    "__rpow__",
+    "__rtruediv__",
+    "acos",
+    "asin",
+    "cosh",
+    "cosine_similarity",
+    "cumprod",
+    "cumsum",
+    "dist",
+    "erfinv",
+    "exp",
+    "expm1",
+    "group_norm",
+    "layer_norm",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "log_softmax",
+    "norm",
+    "normalize",
+    "pow",
+    "prod",
+    "reciprocal",
+    "renorm",
+    "rms_norm",
+    "rsqrt",
+    "sinh",
+    "softmax",
+    "softmin",
+    "softplus",
+    "sum",
+    "tan",
+]
 
 #: Recurrent layers: oneDNN's fused kernel has no FP16 on most CPUs and hides its products.
 _RECURRENT_NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -124,7 +119,7 @@ class _Float32Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _named(names: tuple[str, ...], *homes: object) -> frozenset[Callable[..., Any]]:
+def _named(names: Iterable[str], *homes: object) -> frozenset[Callable[..., Any]]:
     found = (getattr(home, name, None) for name in names for home in homes)
     return frozenset(function for function in found if function is not None)
 
