@@ -19,8 +19,8 @@ help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: $(VENV)/.package ## train a small language model with the inspector on; show what it found
-	$(BIN)/mpinspect demo
+demo: $(VENV)/.package ## train a small language model with the inspector on, then in FP16 with and without loss scaling
+	$(BIN)/mpinspect demo --curves
 
 .PHONY: test
 test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them

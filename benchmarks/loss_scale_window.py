@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import torch
 from machine import write_results
 
-from mpinspect.capture.half_arithmetic import half_arithmetic
+from mpinspect.emulation import half_arithmetic
 from mpinspect.demo import LEARNING_RATE, Corpus, stdlib_tokens, word_loss, word_model
 
 #: FP32; below the window (1, 8); in it (128, 2^13 as recommended, 2^20 its top); beyond it.

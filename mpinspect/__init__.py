@@ -25,8 +25,11 @@ from mpinspect.version import __version__
 
 if TYPE_CHECKING:
     from mpinspect.counting import count_exponents
+    from mpinspect.emulation import half_arithmetic
     from mpinspect.inspector import Inspector, MpinspectWarning
+    from mpinspect.mixed_precision import MixedPrecision
     from mpinspect.probing import probe
+    from mpinspect.training.loss_scaler import LossScaler
 
 __all__ = [
     "BFLOAT16",
@@ -39,10 +42,13 @@ __all__ = [
     "ExponentHistogram",
     "FloatFormat",
     "Inspector",
+    "LossScaler",
+    "MixedPrecision",
     "MpinspectWarning",
     "Session",
     "__version__",
     "count_exponents",
+    "half_arithmetic",
     "probe",
     "recommend_loss_scale",
 ]
@@ -50,8 +56,11 @@ __all__ = [
 #: Names that need torch, and where they are: found when they are used, so that a saved session is read without it.
 _WITH_TORCH = {
     "Inspector": "inspector",
+    "LossScaler": "training.loss_scaler",
+    "MixedPrecision": "mixed_precision",
     "MpinspectWarning": "inspector",
     "count_exponents": "counting",
+    "half_arithmetic": "emulation",
     "probe": "probing",
 }
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 OK, FOUND, UNUSABLE = 0, 1, 2
 #: What a shell reports for a program that SIGPIPE ended: 128 + 13.
 BROKEN_PIPE = 141
+#: And for one that Ctrl-C ended: 128 + 2.
+INTERRUPTED = 130
 
 _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input"
 
@@ -101,22 +103,53 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_positive, default=160, metavar="N", help="training steps (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
+    parser.add_argument(
+        "--curves",
+        action="store_true",
+        help="also train in FP16 without loss scaling, with the recommended scale and with a dynamic one; print a table and "
+        "draw the losses (curves.png). With --json: one document, the report under 'report', the runs under 'curves'",
+    )
+    parser.add_argument(
+        "--seeds", type=_positive, metavar="N", help="with --curves: N seeds from --seed on, and their means (1)"
+    )
     _add_output_options(parser)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from mpinspect.demo import run
-
+    if options.seeds and not options.curves:
+        raise UnusableError("--seeds is for --curves: give both, or --seed for the one seed of the demo alone")
     try:
-        # It prints its report itself, as it goes.
-        report = run(
-            log_dir=options.log_dir, steps=options.steps, seed=options.seed, quiet=options.quiet or options.json
-        )
+        report = _curves(options) if options.curves else _demo_alone(options)
     except OSError as error:
         raise UnusableError(f"the demo can't run: {error}") from error
+    except KeyboardInterrupt as stop:
+        print(f"mpinspect: stopped{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        return INTERRUPTED
+    return _conclude(report, options)
+
+
+def _demo_alone(options: argparse.Namespace) -> RangeReport:
+    from mpinspect.demo import run
+
+    # It prints its report itself, as it goes.
+    report = run(log_dir=options.log_dir, steps=options.steps, seed=options.seed, quiet=options.quiet or options.json)
     if options.json:
         sys.stdout.write(report.to_json())
-    return _conclude(report, options)
+    return report
+
+
+def _curves(options: argparse.Namespace) -> RangeReport:
+    from mpinspect.demo_curves import Setting, run
+
+    comparison = run(
+        log_dir=options.log_dir,
+        setting=Setting(steps=options.steps),
+        seeds=range(options.seed, options.seed + (options.seeds or 1)),
+        quiet=options.quiet or options.json,
+    )
+    if options.json:
+        sys.stdout.write(comparison.to_json())
+    return comparison.report
 
 
 # -- what commands that end in a report share -------------------------------------------------------------------------

@@ -53,6 +53,11 @@ class Corpus:
         ends = torch.randint(CONTEXT, len(self.tokens), (size,), generator=generator)
         return self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
 
+    def in_order(self, size: int = BATCH_TOKENS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every context and the word that follows it, once each, in batches of ``size``; the last may be smaller."""
+        for ends in torch.split(torch.arange(CONTEXT, len(self.tokens)), size):
+            yield self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
+
     def split(self, held_out: float = 0.1) -> tuple[Corpus, Corpus]:
         """The first part for training, the last (a share of ``held_out``) for validation."""
         edge = round(len(self.tokens) * (1 - held_out))
@@ -130,12 +135,13 @@ def train(
     *,
     steps: int,
     seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
     after_step: Callable[[torch.Tensor], None] = lambda loss: None,
 ) -> None:
     """The plain training loop; ``after_step`` gets each step's loss. Batches are drawn from ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        loss = word_loss(model, corpus.batch(generator))
+        loss = word_loss(model, corpus.batch(generator, batch_tokens))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -164,23 +170,34 @@ def run(
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: the demo needs at least one training step to see a gradient")
-    directory = _free_directory(Path(log_dir or "runs/demo"))
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = free_directory(log_dir)
     corpus, _ = stdlib_tokens(tokens).split()
-    model = word_model(seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    with (
-        Inspector(model, optimizers=optimizer, log_dir=directory) as inspector,
-        _progress(steps, quiet) as advance,
-    ):
-        train(model, optimizer, corpus, steps=steps, seed=seed, after_step=advance)
-    report = inspector.report()
-    pictures = _draw(report, directory)
+    with progress(steps, quiet) as advance:
+        report = train_inspected(word_model(seed), corpus, directory, steps=steps, seed=seed, after_step=advance)
+    pictures = draw(report, directory)
     if not quiet:
         print(report)
         print(headline(report))
-        print(_whereabouts(directory, pictures))
+        print(whereabouts(directory, pictures))
     return report
+
+
+def train_inspected(
+    model: nn.Module,
+    corpus: Corpus,
+    directory: Path,
+    *,
+    steps: int,
+    seed: int = 0,
+    learning_rate: float = LEARNING_RATE,
+    batch_tokens: int = BATCH_TOKENS,
+    after_step: Callable[[torch.Tensor], None] = lambda loss: None,
+) -> RangeReport:
+    """Train in FP32 with the inspector on, which writes its session and the TensorBoard log into ``directory``."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+    with Inspector(model, optimizers=optimizer, log_dir=directory) as inspector:
+        train(model, optimizer, corpus, steps=steps, seed=seed, batch_tokens=batch_tokens, after_step=after_step)
+    return inspector.report()
 
 
 def headline(report: RangeReport) -> str:
@@ -228,7 +245,8 @@ def _layer(report: RangeReport, name: str, kind: str) -> LayerReport | None:
     return next((layer for layer in report.layers if (layer.name, layer.kind) == (name, kind)), None)
 
 
-def _draw(report: RangeReport, directory: Path) -> list[Path]:
+def draw(report: RangeReport, directory: Path) -> list[Path]:
+    """Write the report's pictures. Returns their paths."""
     from mpinspect.reports import plots
 
     paths = [directory / name for name in _PICTURES]
@@ -237,7 +255,8 @@ def _draw(report: RangeReport, directory: Path) -> list[Path]:
     return paths
 
 
-def _whereabouts(directory: Path, pictures: list[Path]) -> str:
+def whereabouts(directory: Path, pictures: list[Path]) -> str:
+    """Where the run is, and how to look at it."""
     lines = [
         "",
         "Pictures:",
@@ -256,17 +275,19 @@ def _command(name: str) -> str:
     return os.path.relpath(here)
 
 
-def _free_directory(wanted: Path) -> Path:
-    """``wanted``, or the first of "wanted-2", "wanted-3", ... that holds no run."""
-    path, number = wanted, 1
+def free_directory(wanted: str | Path | None) -> Path:
+    """Make ``wanted`` ("runs/demo" by default), or the first of "wanted-2", "wanted-3", ... that holds no run."""
+    path, number = Path(wanted or "runs/demo"), 1
+    first = path
     while (path / FILE_NAME).exists():
         number += 1
-        path = wanted.with_name(f"{wanted.name}-{number}")
+        path = first.with_name(f"{first.name}-{number}")
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 @contextmanager
-def _progress(steps: int, quiet: bool) -> Iterator[Callable[[torch.Tensor], None]]:
+def progress(steps: int, quiet: bool, name: str = "training") -> Iterator[Callable[[torch.Tensor], None]]:
     """A progress bar with the loss, on a terminal only."""
     if quiet or not sys.stderr.isatty():
         yield lambda loss: None
@@ -275,5 +296,5 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[torch.Tensor], None
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=steps)
-        yield lambda loss: bar.update(task, advance=1, description=f"training, loss {loss.item():.3f}")
+        task = bar.add_task(name, total=steps)
+        yield lambda loss: bar.update(task, advance=1, description=f"{name}, loss {loss.item():.3f}")

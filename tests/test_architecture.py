@@ -23,7 +23,11 @@ ALLOWED = {
     "analysis": {"session", "exponents", "formats", "reports"},
     "reports": {"analysis", "session", "exponents", "formats", "version"},
     "counting": {"exponents", "formats"},
-    "capture": {"counting", "session", "exponents", "formats"},
+    "emulation": set(),
+    "capture": {"counting", "emulation", "session", "exponents", "formats"},
+    "training": {"emulation", "formats"},
+    "auto_scale": {"inspector", "training"},
+    "mixed_precision": {"auto_scale", "emulation", "training"},
 }
 #: An object's __str__ and save() reach the reports in this one place; a session's load and save reach the file likewise.
 LAZY_ONLY = {("analysis", "reports"): {"report.py"}, ("session", "session_file"): {"session.py"}}

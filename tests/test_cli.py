@@ -108,6 +108,7 @@ def test_a_file_that_can_not_be_written_is_status_2(run_dir, tmp_path, capsys):
         ["report", "x", "--png", "x.jpg"],
         ["report", "x", "--html", "x"],
         ["demo", "--steps", "0"],
+        ["demo", "--curves", "--seeds", "0"],
     ],
 )
 def test_wrong_usage_is_status_2(arguments, capsys):
@@ -138,6 +139,62 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
     assert cli.main(["demo", "--log-dir", str(tmp_path), "--steps", "7", "--seed", "3", "--json"]) == 0
     assert seen == {"log_dir": str(tmp_path), "steps": 7, "seed": 3, "quiet": True}
     assert json.loads(capsys.readouterr().out)["format"] == "float16"
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """A stand-in for mpinspect.demo_curves: what it was called with; ``outcome`` is returned or raised."""
+    fake = types.ModuleType("mpinspect.demo_curves")
+    report = sessions.report_by_hand(sessions.word_model())
+    fake.outcome = types.SimpleNamespace(report=report, to_json=lambda: '{"report": 1, "curves": 2}\n')
+
+    def run(**options):
+        fake.seen = options
+        if isinstance(fake.outcome, BaseException):
+            raise fake.outcome
+        return fake.outcome
+
+    fake.run, fake.Setting = run, lambda **options: options
+    monkeypatch.setitem(sys.modules, "mpinspect.demo_curves", fake)
+    monkeypatch.setattr(mpinspect, "demo_curves", fake, raising=False)
+    return fake
+
+
+def test_demo_with_curves_passes_its_options_on(curves, tmp_path, capsys):
+    assert (
+        cli.main(["demo", "--curves", "--log-dir", str(tmp_path), "--steps", "7", "--seed", "3", "--seeds", "2"]) == 0
+    )
+    assert curves.seen == {"log_dir": str(tmp_path), "setting": {"steps": 7}, "seeds": range(3, 5), "quiet": False}
+    assert capsys.readouterr() == ("", "")
+    assert cli.main(["demo", "--curves", "--quiet", "--fail-on", "info"]) == 1
+    assert curves.seen["seeds"] == range(1)
+    assert curves.seen["quiet"] is True
+
+
+def test_demo_with_curves_prints_one_json_document(curves, capsys):
+    assert cli.main(["demo", "--curves", "--json"]) == 0
+    assert curves.seen["quiet"] is True
+    assert json.loads(capsys.readouterr().out) == {"report": 1, "curves": 2}
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        (KeyboardInterrupt("2 of 4 runs were finished"), "mpinspect: stopped: 2 of 4 runs were finished\n"),
+        (KeyboardInterrupt(), "mpinspect: stopped\n"),
+    ],
+)
+def test_a_stopped_demo_says_so_without_a_traceback(stop, words, curves, capsys):
+    curves.outcome = stop
+    assert cli.main(["demo", "--curves", "--json"]) == 130
+    assert capsys.readouterr() == ("", words)
+
+
+def test_several_seeds_are_for_curves(capsys):
+    assert cli.main(["demo", "--seeds", "3"]) == 2
+    assert capsys.readouterr().err == (
+        "mpinspect: --seeds is for --curves: give both, or --seed for the one seed of the demo alone\n"
+    )
 
 
 def test_names_that_the_terminal_can_not_print_do_not_end_the_report(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from mpinspect import demo
 from mpinspect.formats import FLOAT16
 from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Session
+from mpinspect.session_file import FILE_NAME
 
 
 def test_the_text_is_the_same_every_time():
@@ -53,6 +54,34 @@ def test_a_batch_is_contexts_and_the_words_that_follow():
     assert contexts.shape == (50, 3)
     assert torch.equal(contexts + torch.tensor([3, 2, 1]), following[:, None].expand(50, 3))
     assert following.min() >= 3
+
+
+def test_a_text_in_order_gives_every_word_once():
+    batches = list(demo.Corpus(torch.arange(10), ()).in_order(3))
+    assert [following.tolist() for _, following in batches] == [[3, 4, 5], [6, 7, 8], [9]]
+    for contexts, following in batches:
+        assert torch.equal(contexts + torch.tensor([3, 2, 1]), following[:, None].expand(-1, 3))
+
+
+def test_a_run_takes_the_first_free_directory(tmp_path):
+    assert demo.free_directory(tmp_path / "a") == tmp_path / "a"
+    # Without a run in it a directory is free.
+    assert demo.free_directory(tmp_path / "a") == tmp_path / "a"
+    for name in ("a", "a-2"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / FILE_NAME).touch()
+    assert demo.free_directory(str(tmp_path / "a")) == tmp_path / "a-3"
+    assert (tmp_path / "a-3").is_dir()
+
+
+def test_training_takes_the_batches_asked_for():
+    corpus = demo.stdlib_tokens(20_000, 64)
+    losses, model = [], demo.word_model(0, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    demo.train(model, optimizer, corpus, steps=2, seed=5, batch_tokens=16, after_step=losses.append)
+    generator = torch.Generator().manual_seed(5)
+    expected = [demo.word_loss(model, corpus.batch(generator, 16)).item() for _ in range(2)]
+    assert [loss.item() for loss in losses] == expected
 
 
 def test_the_model_is_the_seeds_and_leaves_the_random_state_alone():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.capture.half_arithmetic import half_arithmetic
+from mpinspect.emulation import half_arithmetic
 
 
 def half(*shape: int, scale: float = 1.0) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpinspect.analysis import analyse
-from mpinspect.capture.half_arithmetic import half_arithmetic
+from mpinspect.emulation import half_arithmetic
 from mpinspect.probing import probe
 
 # -- models -------------------------------------------------------------------------------------------------------------

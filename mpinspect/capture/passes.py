@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpinspect.capture.capture import Capture
-from mpinspect.capture.half_arithmetic import half_arithmetic
+from mpinspect.emulation import half_arithmetic
 from mpinspect.capture.layers import Selection, describe, find_layers, find_parameters
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.untouched import ModelState

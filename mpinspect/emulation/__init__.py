@@ -1,0 +1,52 @@
+"""Half-precision arithmetic on a CPU as Tensor Cores do it: 16-bit operands, FP32 sums, one rounding of the result.
+
+An emulation for ``torch.autocast("cpu", torch.float16)`` and for models whose weights are stored in FP16 or BF16. Autocast
+and ``.half()`` make real 16-bit tensors; this room makes what is done with them
+
+* the same on every CPU: a product of two 16-bit numbers is exact in FP32, so products and convolutions are computed in
+  FP32 and rounded once. torch's own 16-bit kernels depend on the processor: orders of magnitude slower than FP32 on most,
+  and on those with bfloat16 instructions fast, but with FP32 subnormals flushed to zero. BF16 goes the same way as FP16 for
+  that reason, though its own kernels may be faster;
+* alike CUDA's: autocast runs functions in FP32 on CUDA that it leaves in FP16 on a CPU (softmax, exp, pow, sums, norms;
+  "CUDA Ops that can autocast to float32" in torch's documentation of autocast). Here CUDA's lists hold.
+
+``products`` holds the products, ``blocks`` large matrix products in cache-sized parts, ``autocast_lists`` CUDA's lists,
+``recurrent`` LSTM, GRU and RNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mpinspect.emulation.autocast_lists import cuda_autocast_lists
+from mpinspect.emulation.products import HalfProducts
+from mpinspect.emulation.recurrent import PlainRecurrence
+
+__all__ = ["half_arithmetic"]
+
+
+@contextmanager
+def half_arithmetic() -> Iterator[None]:
+    """Within the block FP16 and BF16 tensors on the CPU are multiplied as Tensor Cores do it, forward and backward.
+
+    Use it around an autocast block *and* its backward, or around training steps of a model with 16-bit weights. Inside it
+
+    * matrix products, convolutions, attention and recurrent layers take 16-bit operands, sum in FP32 and give 16-bit
+      results. Tensors on other devices, FP32, FP64 and integer tensors are computed as ever;
+    * under ``torch.autocast("cpu", ...)`` every operation runs in the dtype that CUDA's autocast gives it. Operations that
+      CUDA refuses under autocast or in FP16 (``binary_cross_entropy``, ``torch.linalg.solve`` and its kin, FFTs of other
+      sizes than powers of two) run as on a CPU. Without autocast a function keeps the dtype of its input;
+    * attention keeps what CUDA's flash kernel keeps for the backward: 16-bit query, key, value and output and one FP32
+      number a row. With dropout, or a mask that needs a gradient, it is the plain formula with FP32 scores. The flash
+      kernel has no second derivative, here as on CUDA: ask for ``sdpa_kernel(SDPBackend.MATH)`` where one is needed;
+    * LSTM, GRU and RNN are computed gate by gate, every gate rounded (cuDNN rounds less often; it does not say where).
+
+    Nests; affects the calling thread only, the backward included, which runs in the thread that calls it on a CPU.
+    Settings are as before afterwards, also after an error. ``torch.compile`` runs eagerly inside the block; a function
+    compiled before uses its compiled code, whose products are emulated where they stay calls of matrix products, but whose
+    fused functions are as they were compiled. A dispatch mode entered before the block sees the FP32 products, in
+    parts where they are large; one entered inside it sees the 16-bit ones.
+    """
+    with cuda_autocast_lists(), PlainRecurrence(), HalfProducts():
+        yield

@@ -1,0 +1,441 @@
+"""MixedPrecision: a model and its optimizer, trained in a precision of one's choice."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpinspect.auto_scale import AutoScale
+from mpinspect.emulation import half_arithmetic
+from mpinspect.training import checkpoint
+from mpinspect.training.explain import ModelExplainer
+from mpinspect.training.forwards import ForwardShapes
+from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
+from mpinspect.training.masters import MasterWeights
+from mpinspect.training.precision import PRECISIONS, Precision, check_convertible, get_precision
+from mpinspect.training.skipped_steps import FORWARD, SkippedStep, power
+from mpinspect.training.suggestions import suggestions
+
+_log = logging.getLogger("mpinspect.training")
+
+#: A scale that still overflows here is no matter of scaling: gradients beyond 2^31 in FP32's own units.
+COLLAPSE = 2.0**-16
+
+
+class MixedPrecision:
+    """Trains a model in mixed precision, and says when and why a step was skipped.
+
+        precision = mpinspect.MixedPrecision(model, optimizer, precision="fp16-master")
+        for x, y in data:
+            precision.zero_grad()
+            with precision.autocast():
+                loss = loss_fn(model(x), y)
+            precision.backward(loss)
+            precision.step()
+
+    The precisions:
+
+    * "fp32": nothing is changed;
+    * "fp16-amp", "bf16-amp": FP32 weights, 16-bit products (torch.autocast);
+    * "fp16-master", "bf16-master": the model is converted to 16 bits *in place*, but for BatchNorm, whose weights and
+      statistics stay FP32; the optimizer steps FP32 master copies, which are put into its parameter groups;
+    * "fp16-pure": 16-bit weights without masters, to show what is lost.
+
+    In all but the first, autocast keeps softmax, exp, pow, sums, norms and losses in FP32. On a CPU 16-bit products are
+    emulated as Tensor Cores compute them (``mpinspect.half_arithmetic``; ``emulated`` says so).
+
+    Give each network of a GAN a MixedPrecision of its own: then one's overflow leaves the other's scale alone. Micro-batches
+    add up in the gradients' own dtype: call ``backward`` for each and ``step`` once, and divide the loss by their number.
+    Wrap the model in DistributedDataParallel *after* this where the weights are stored in 16 bits.
+
+    Args:
+        model: in FP32 (for the stored 16-bit precisions also in 16 bits already), on its device.
+        optimizer: one, or several that step together; holds parameters of the model.
+        precision: one of the above.
+        loss_scale: "dynamic" (from 2^16, halved at an overflow, doubled after 2000 clean steps), a preset's name ("talk":
+            from 2^32, doubled after 1000), a number (static), "auto" (the first steps are inspected, then dynamic within
+            the window found), or a LossScaler. By default "dynamic" for the fp16 precisions, none for the others.
+
+    Raises:
+        TypeError: model, optimizer or loss_scale is of the wrong type.
+        ValueError: an unknown precision; 16-bit parameters given to an AMP mode or fp32; an optimizer that holds none of the
+            model's parameters; a scale that is not positive and finite. Nothing has been changed then.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        precision: str = "fp16-master",
+        loss_scale: str | float | LossScaler | None = None,
+    ) -> None:
+        self._precision = get_precision(precision)
+        self.model = model
+        self.optimizers = _optimizers(model, optimizer)
+        self._core = _unwrapped(model)
+        self._device = next(self._core.parameters()).device.type
+        check_convertible(model, self._precision)
+        self.scaler = _scaler(loss_scale, self._precision, self._device)
+        # Without masters to keep it holds none, and passes everything on.
+        self._masters = MasterWeights.split(self._core, self.optimizers, self._precision)
+        self._explainer = ModelExplainer(self._core, self._model_parameters)
+        self.scaler.explainer = self._explainer
+        self._shapes = ForwardShapes(self._core)
+        self._auto = AutoScale(self._core, self.optimizers, self.scaler) if loss_scale == "auto" else None
+        self._unscaled = False
+        self._steps = 0
+        self._held = self._count_held()
+        self._module_named = False
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context for the forward and the loss."""
+        with (
+            self._arithmetic(),
+            torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._precision.autocast),
+        ):
+            yield
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Scale the loss and run its backward.
+
+        Args:
+            loss: 0-d, in FP32 (the gradient of an FP16 loss is the scale itself, and 2^16 is infinite there).
+            options: of torch.Tensor.backward.
+
+        Raises:
+            RuntimeError: the gradients of the last step were never zeroed, or have been unscaled already.
+        """
+        if self._unscaled:
+            raise RuntimeError(
+                "backward() after unscale_() and before step(): this gradient would be added to unscaled ones. "
+                "Run every micro-batch's backward first, then unscale_(), clip, step()"
+            )
+        self._masters.check_zeroed()
+        with self._arithmetic():
+            self.scaler.scale(loss).backward(**options)
+
+    def unscale_(self) -> None:
+        """Divide the gradients by the loss scale, to look at them or change them before ``step``.
+
+        With master weights the unscaled ones are the masters' (``master_parameters()``).
+
+        Raises:
+            RuntimeError: called twice for one step, or before backward.
+        """
+        if self._unscaled:
+            raise RuntimeError("unscale_() was called already since the last step(): gradients would be divided twice")
+        self._adopt_new()
+        self._require_gradients()
+        self._masters.gradients_to_masters()
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        self._unscaled = True
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the unscaled gradients down so that their common norm is at most ``max_norm``. Returns the norm before.
+
+        Gradients that are not finite are left as they are: the step will be skipped, and told about, for them.
+        """
+        if not self._unscaled:
+            self.unscale_()
+        parameters = [parameter for parameter in self.master_parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm_type)  # type: ignore[misc]
+        usable = torch.where(torch.isfinite(norm), norm, torch.zeros_like(norm))
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, usable)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the unscaled gradients to [-clip_value, clip_value].
+
+        Infinities are clamped too, but the step is skipped for them all the same.
+        """
+        if not self._unscaled:
+            self.unscale_()
+        torch.nn.utils.clip_grad_value_(self.master_parameters(), clip_value)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+        """Step the optimizers, unless a gradient is not finite; then move the loss scale. Waits for the GPU once.
+
+        Args:
+            closure: for optimizers that evaluate the loss themselves (LBFGS): zeroes the gradients, runs forward and
+                ``self.backward(loss)``, and returns the loss, unscaled.
+
+        Returns:
+            Whether every optimizer stepped.
+
+        Raises:
+            RuntimeError: no backward has run; its gradients would be missing.
+            LossScaleCollapsedError: the scale stands at its floor and gradients still overflow.
+        """
+        self._adopt_new()
+        if closure is None:
+            self._require_gradients()
+            if not self._unscaled:
+                self._masters.gradients_to_masters()
+        evaluate = (self._replayed(closure),) if closure is not None else ()
+        stepped = True
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer, *evaluate)
+            stepped = stepped and not (self.scaler.is_enabled() and self.scaler.last_step_skipped)
+        self._masters.masters_to_model()
+        self._unscaled = False
+        self._steps += 1
+        try:
+            self.scaler.update()
+        finally:
+            self._step_ended(stepped)
+        return stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model, and of the masters."""
+        self.model.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+        self._unscaled = False
+
+    # -- what it knows ------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> str:
+        """The precision's name."""
+        return self._precision.name
+
+    @property
+    def emulated(self) -> bool:
+        """Whether 16-bit products are emulated, as on every CPU."""
+        return self._precision.autocast and self._device == "cpu"
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale now; 1.0 where none is used. Waits for the GPU."""
+        return self.scaler.get_scale()
+
+    @property
+    def steps(self) -> int:
+        """Calls of ``step``, skipped ones included."""
+        return self._steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.scaler.skipped_steps if self.scaler.is_enabled() else 0
+
+    @property
+    def skips(self) -> list[SkippedStep]:
+        """The last steps that were skipped, and why."""
+        return list(self.scaler.skips) if self.scaler.is_enabled() else []
+
+    def master_parameters(self) -> list[torch.Tensor]:
+        """What the optimizers step: the FP32 masters where there are any, else the model's parameters."""
+        unique: dict[int, torch.Tensor] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                unique.update((id(parameter), parameter) for parameter in group["params"])
+        return list(unique.values())
+
+    def suggestions(self) -> list[str]:
+        """Switches of torch that would make this training faster on its GPU, in sentences."""
+        return suggestions(self._shapes.seen(self._device, self._float32_fraction()))
+
+    def __str__(self) -> str:
+        lines = [f"{self.precision}: {self._steps} steps, {self.skipped_steps} skipped"]
+        if self.scaler.is_enabled():
+            kind = "static" if self.scaler.is_static else "dynamic"
+            lines.append(f"loss scale {power(self.loss_scale)}, {kind}")
+        if self.emulated:
+            lines.append("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
+        lines += [str(skip) for skip in self.skips[-3:]]
+        return "\n".join(lines + self.suggestions())
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that resuming needs: weights (the masters where there are any), optimizers, scale, counters.
+
+        Resuming from it is bit-identical to not having stopped. torch's random state and the data's position are the
+        script's own.
+        """
+        return {
+            "kind": checkpoint.KIND,
+            "version": checkpoint.VERSION,
+            "precision": self.precision,
+            "weights": self.weights(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "counters": {"steps": self._steps} | ({} if self._auto is None else {"auto": self._auto.steps_to_wait}),
+        }
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's state dict with the FP32 masters in place of their 16-bit copies: loads into an FP32 model."""
+        masters = {id(parameter): master for parameter, master in self._masters.pairs()}
+        # By identity: weights that are tied have one master and several names.
+        state = self._core.state_dict(keep_vars=True)
+        return {name: masters.get(id(tensor), tensor).detach().clone() for name, tensor in state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Take over a checkpoint's state, from this precision or another. Returns what was loaded and converted, in words.
+
+        Raises:
+            CheckpointError: it is empty, of another kind or of another model. Nothing has been changed then.
+        """
+        state = checkpoint.require(state)
+        checkpoint.require_fitting(state, self._core, self.optimizers)
+        self._core.load_state_dict(state["weights"])
+        self._masters.load_state_dict({name: state["weights"][name] for name in self._masters.state_dict()})
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._steps = int(state["counters"]["steps"])
+        scale = self._load_scale(state["scaler"])
+        if self._auto is not None and "auto" in state["counters"]:
+            self._auto.resume(int(state["counters"]["auto"]))
+        self._unscaled = False
+        statement = checkpoint.statement(PRECISIONS[state["precision"]], self._precision, scale)
+        _log.info(statement)
+        return statement
+
+    def save(self, path: str | Path) -> None:
+        """Write ``state_dict()`` to a file, which is there in full or not at all."""
+        checkpoint.save(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> str:
+        """``load_state_dict`` from a file that ``save`` wrote. Runs no code from it."""
+        return self.load_state_dict(checkpoint.load(path))
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.emulated:
+                stack.enter_context(half_arithmetic())
+            yield
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return self._precision.compute if self._precision.autocast else None
+
+    def _adopt_new(self) -> None:
+        """Give masters to parameters that were added to an optimizer since (``add_param_group``)."""
+        if self._precision.masters and self._count_held() != self._held:
+            for optimizer in self.optimizers:
+                self._masters.adopt(optimizer)
+            self._held = self._count_held()
+
+    def _count_held(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as master weights need it: the model follows the masters before, the gradients after."""
+
+        def evaluate() -> Any:
+            self._masters.masters_to_model()
+            loss = closure()
+            self._masters.gradients_to_masters()
+            return loss
+
+        return evaluate
+
+    def _model_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        parameters = {id(master): parameter for parameter, master in self._masters.pairs()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [parameters.get(id(parameter), parameter) for parameter in held]
+
+    def _require_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            if all(parameter.grad is None for parameter in self._model_parameters(optimizer)):
+                raise RuntimeError(
+                    f"no parameter of the {type(optimizer).__name__} has a gradient: call backward(loss) before, with a loss "
+                    "that comes from this model, and zero_grad() before that, not after"
+                )
+
+    def _step_ended(self, stepped: bool) -> None:
+        last = self.scaler.skips[-1] if not stepped and self.scaler.skips else None
+        broken_forward = last is not None and last.phase == FORWARD
+        self._explainer.step_ended(forward_finite=not broken_forward)
+        if last is not None and broken_forward and last.culprit is not None and last.culprit.name != "loss":
+            if not self._module_named:
+                warnings.warn(str(last), LossScaleWarning, stacklevel=3)
+            self._module_named = True
+        elif not broken_forward:
+            self._module_named = False
+        if self._auto is not None and self.scaler.is_enabled():
+            self._auto.step_ended(skipped=not stepped)
+
+    def _load_scale(self, saved: dict[str, Any]) -> str:
+        """Load the scaler's state where there is one on both sides. Returns what became of it: a clause."""
+        if not self.scaler.is_enabled():
+            return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
+        if not saved:
+            return f"the loss scale starts anew, at {power(self.loss_scale)}: the checkpoint holds none"
+        self.scaler.load_state_dict(saved)
+        return f"the loss scale goes on at {power(self.loss_scale)}"
+
+    def _float32_fraction(self) -> float:
+        if self._precision.autocast:
+            return 0.0
+        sizes = [(parameter.numel(), parameter.dtype) for parameter in self._core.parameters()]
+        return sum(size for size, dtype in sizes if dtype == torch.float32) / max(1, sum(size for size, _ in sizes))
+
+
+def _optimizers(model: object, given: object) -> list[torch.optim.Optimizer]:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"MixedPrecision needs a torch.nn.Module, not {type(model).__name__}")
+    several: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if held.isdisjoint(id(parameter) for parameter in model.parameters()):
+            raise ValueError(
+                f"the {type(optimizer).__name__} holds none of the model's parameters: it was made for another model, or "
+                "before the model was copied or loaded anew. Make it from model.parameters()"
+            )
+    if not several:
+        raise TypeError("MixedPrecision needs an optimizer")
+    return several
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, so that its names are the same with and without DistributedDataParallel."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        inside: torch.nn.Module = model.module
+        return inside
+    return model
+
+
+def _scaler(given: str | float | LossScaler | None, precision: Precision, device: str) -> LossScaler:
+    if given is None:
+        given = "dynamic" if precision.scaled else "none"
+    options: dict[str, Any] = {"device": device, "forward_nonfinite": "hold"}
+    if isinstance(given, LossScaler):
+        scaler = given
+    elif given == "none":
+        scaler = LossScaler(device=device, enabled=False)
+    elif given in ("dynamic", "auto"):
+        scaler = LossScaler(floor=COLLAPSE, **options)
+    elif isinstance(given, str):
+        scaler = LossScaler.preset(given, floor=COLLAPSE, **options)
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        scaler = LossScaler.static(float(given), **options)
+    else:
+        raise TypeError(_wrong_scale(given))
+    # FP16 weights without masters have FP16 gradients: that they are unscaled in FP16 is part of what is lost.
+    scaler.allow_fp16_gradients = precision.stored == torch.float16 and not precision.masters
+    return scaler
+
+
+def _wrong_scale(given: object) -> str:
+    if isinstance(given, torch.amp.GradScaler):
+        return (
+            "loss_scale is a torch.amp.GradScaler, which can neither replay a closure nor say why a step was skipped: "
+            "give a mpinspect.LossScaler, which loads its state_dict() and decides alike"
+        )
+    return f'loss_scale={given!r}: give "dynamic", "auto", a preset\'s name, a number or a LossScaler'

@@ -1,0 +1,132 @@
+"""The losses of one training repeated in several precisions: the data of a run, and the table that compares them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from mpinspect.reports.table import NOT_APPLICABLE, power_of_two
+
+#: The batches of single steps differ more than the precisions do: a training loss is the mean of this many.
+LAST_STEPS = 10
+
+_HEADINGS = ("precision", "seed", "loss scale", "skipped", "training", "validation", "best", "from FP32")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training run.
+
+    Args:
+        name: its precision in words. Runs of one name differ in their seed; the first name of a comparison is its reference.
+        seed: of weights and batches.
+        loss_scale_start, loss_scale_end: before the first and after the last step; None where none is used.
+        skipped_steps: steps whose gradients were not finite.
+        training_losses: one for each step, skipped ones included, nats a word; as computed in that precision.
+        validation_losses: (steps taken, loss), nats a word; computed in FP32.
+        emulated: whether 16-bit arithmetic was emulated on a CPU.
+    """
+
+    name: str
+    seed: int
+    loss_scale_start: float | None
+    loss_scale_end: float | None
+    skipped_steps: int
+    training_losses: tuple[float, ...]
+    validation_losses: tuple[tuple[int, float], ...]
+    emulated: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps, skipped ones included."""
+        return len(self.training_losses)
+
+    @property
+    def final_training_loss(self) -> float:
+        """The mean of the last ``LAST_STEPS`` steps."""
+        return fmean(self.training_losses[-LAST_STEPS:])
+
+    @property
+    def final_validation_loss(self) -> float:
+        return self.validation_losses[-1][1]
+
+    @property
+    def best_validation_loss(self) -> float:
+        """The lowest one that was measured; NaN where none is a number."""
+        return min((loss for _, loss in self.validation_losses if not math.isnan(loss)), default=math.nan)
+
+
+def by_name(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
+    """The runs of each precision, both in the order given."""
+    groups: dict[str, list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault(curve.name, []).append(curve)
+    return groups
+
+
+def from_reference(curve: Curve, curves: Sequence[Curve]) -> float | None:
+    """Its final validation loss less that of the first precision at the same seed; None for that itself or without it."""
+    reference = {other.seed: other.final_validation_loss for other in curves if other.name == curves[0].name}
+    if curve.name == curves[0].name or curve.seed not in reference:
+        return None
+    return curve.final_validation_loss - reference[curve.seed]
+
+
+def signed(difference: float) -> str:
+    """A difference with its sign, three digits; what rounds to zero is "+0.000" from either side."""
+    return f"{round(difference, 3) + 0.0:+.3f}"
+
+
+def loss_scale(curve: Curve) -> str:
+    """The run's loss scale in words: "8192 (2^13)", "2^32 -> 2^20", "-" for none."""
+    start, end = curve.loss_scale_start, curve.loss_scale_end
+    if start is None or end is None:
+        return NOT_APPLICABLE
+    if start != end:
+        return f"{_short(start)} -> {_short(end)}"
+    return "1" if start == 1 else power_of_two(start)
+
+
+def table(curves: Sequence[Curve]) -> str:
+    """A row for each run, and one for the mean of each precision that has several runs; no seeds where there is one."""
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for name, group in by_name(curves).items():
+        gaps = [from_reference(curve, curves) for curve in group]
+        for curve, gap in zip(group, gaps, strict=True):
+            scale = (loss_scale(curve), str(curve.skipped_steps))
+            rows.append((name if curve is group[0] else "", str(curve.seed), *scale, *_losses([curve], [gap])))
+        if len(group) > 1:
+            rows.append(("", "mean", "", "", *_losses(group, gaps)))
+    if len({curve.seed for curve in curves}) > 1:
+        return _aligned(rows, left=3)
+    return _aligned([row[:1] + row[2:] for row in rows], left=2)
+
+
+def _losses(group: Sequence[Curve], gaps: Sequence[float | None]) -> list[str]:
+    """The last four cells: means over a group, which may be a single run."""
+    means = (
+        fmean(curve.final_training_loss for curve in group),
+        fmean(curve.final_validation_loss for curve in group),
+        fmean(curve.best_validation_loss for curve in group),
+    )
+    known = [gap for gap in gaps if gap is not None]
+    return [*(f"{mean:.3f}" for mean in means), signed(fmean(known)) if known else NOT_APPLICABLE]
+
+
+def _short(scale: float) -> str:
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

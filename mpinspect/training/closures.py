@@ -1,0 +1,156 @@
+"""Optimizer steps with a closure under a loss scaler: every evaluation is unscaled and checked, and an overflow undoes the step.
+
+torch.amp.GradScaler refuses a closure given by keyword; one given by position runs *after* it has unscaled, and the optimizer
+then steps on the scaled gradients that the closure has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Evaluation = Callable[[], Any]
+
+
+class Overflow(Exception):
+    """A gradient was not finite after an evaluation. Leaves the optimizer's step through its own code."""
+
+
+@dataclass(frozen=True)
+class ClosureStep:
+    """What came of it: the optimizer's result (the first evaluation's loss, where the step was undone)."""
+
+    result: Any
+    skipped: bool
+
+
+def taken_from(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Evaluation | None, Callable[[Evaluation], Any]]:
+    """The closure among the arguments of ``step``, None if there is none, and how to step with another in its place."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    if kwargs.get("closure") is not None and not callable(closure):
+        raise TypeError(f"the closure must be a function that returns the loss, not {closure!r}")
+    if not callable(closure):
+        return None, lambda _: optimizer.step(*args, **kwargs)
+    if "closure" in kwargs:
+        return closure, lambda other: optimizer.step(*args, **{**kwargs, "closure": other})
+    return closure, lambda other: optimizer.step(other, *args[1:], **kwargs)
+
+
+def run(optimizer: torch.optim.Optimizer, evaluate: Evaluation, step: Callable[[Evaluation], Any]) -> ClosureStep:
+    """One step of ``optimizer``.
+
+    The first evaluation comes before the optimizer's step, which is not even begun where that overflows. It is handed to the
+    optimizer when it first asks, unless it has moved its weights before asking (as sharpness-aware optimizers do). Where
+    it may ask again, as L-BFGS does, weights and state are copied first: they are put back should a later evaluation overflow
+    or fail.
+
+    Args:
+        evaluate: runs the closure and leaves unscaled gradients; raises Overflow where they are not finite.
+        step: calls ``optimizer.step`` with the closure that it is given.
+    """
+    try:
+        with torch.enable_grad():
+            loss = evaluate()
+    except Overflow as overflow:
+        return ClosureStep(overflow.args[0], skipped=True)
+    before = None if _asks_once(optimizer) else Snapshot(optimizer)
+    fresh = [loss]
+
+    def closure() -> Any:
+        if fresh and (before is None or before.weights_unchanged()):
+            return fresh.pop()
+        fresh.clear()
+        with torch.enable_grad():
+            return evaluate()
+
+    try:
+        return ClosureStep(step(closure), skipped=False)
+    except BaseException as error:
+        if before is not None:
+            before.restore()
+        if isinstance(error, Overflow):
+            return ClosureStep(loss, skipped=True)
+        raise
+
+
+def _asks_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it calls its closure once, before anything else: torch's own do, but for L-BFGS."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+class Snapshot:
+    """Copies of an optimizer's weights, state and options. Takes as much memory as they do."""
+
+    @torch.no_grad()
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._weights = [(weight, weight.clone()) for group in optimizer.param_groups for weight in group["params"]]
+        options = [
+            (group, {key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
+        ]
+        self._options = [(group, {key: _keep(value) for key, value in kept.items()}) for group, kept in options]
+        self._state = _keep(optimizer.state)
+
+    def weights_unchanged(self) -> bool:
+        """Whether the weights are still the same bits. Waits for the GPU."""
+        return all(torch.equal(weight, copy) for weight, copy in self._weights)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, into the same tensors and containers."""
+        for weight, copy in self._weights:
+            weight.copy_(copy)
+        for group, options in self._options:
+            group.update({key: give_back() for key, give_back in options.items()})
+        self._state()
+
+
+def _keep(value: Any) -> Callable[[], Any]:
+    """A function that gives ``value`` back as it is now, the same object where it can be changed in place."""
+    if isinstance(value, torch.Tensor):
+        return _kept_tensor(value)
+    if isinstance(value, dict):
+        return _kept_dict(value)
+    if isinstance(value, list):
+        return _kept_list(value)
+    if type(value) is tuple:
+        parts = [_keep(part) for part in value]
+        return lambda: tuple(give_back() for give_back in parts)
+    return lambda: value
+
+
+def _kept_tensor(value: torch.Tensor) -> Callable[[], Any]:
+    copy = value.detach().clone()
+
+    def give_back() -> torch.Tensor:
+        value.detach().copy_(copy)
+        return value
+
+    return give_back
+
+
+def _kept_dict(value: dict[Any, Any]) -> Callable[[], Any]:
+    entries = {key: _keep(entry) for key, entry in value.items()}
+
+    def give_back() -> dict[Any, Any]:
+        kept = {key: entry() for key, entry in entries.items()}
+        value.clear()
+        value.update(kept)
+        return value
+
+    return give_back
+
+
+def _kept_list(value: list[Any]) -> Callable[[], Any]:
+    entries = [_keep(entry) for entry in value]
+
+    def give_back() -> list[Any]:
+        value[:] = [entry() for entry in entries]
+        return value
+
+    return give_back

@@ -1,0 +1,178 @@
+"""The module that breaks a forward: the next forwards are looked at, module by module, until one is finite again."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpinspect.training.skipped_steps import NonFinite
+
+#: Looks kept of one step; a model of more modules has its first ones looked at.
+_MOST_LOOKS = 20_000
+#: Nesting deeper than this is not a module's output but some object's private life.
+_MAX_DEPTH = 6
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One tensor that went into or came out of a module: its smallest and largest value, 0-d, still on the device."""
+
+    layer: str
+    call: int
+    is_input: bool
+    extremes: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The same, on the host. ``value``: "nan", "inf", "-inf" (and nothing worse), or "" where all was finite."""
+
+    layer: str
+    call: int
+    is_input: bool
+    value: str
+
+
+class ForwardSearch:
+    """Looks at what every module returns, and at what those without submodules are given, while a culprit is searched."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._handles: list[Any] = []
+        self._looks: list[_Look] = []
+        self._calls = 0
+        self._silent = False
+        #: (layer, value) of what was not finite while the loss was: masks.
+        self._harmless: set[tuple[str, str]] = set()
+
+    def begin(self) -> NonFinite:
+        """Look from the next forward on."""
+        model = self._model()
+        self._silent = bool(self._handles)
+        if not self._handles and model is not None:
+            for name, module in model.named_modules():
+                hook = _Hook(self._look_at(name, is_leaf=not any(module.children())))
+                self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        return NonFinite("", "loss", "", self._detail())
+
+    def _detail(self) -> str:
+        if self._silent:
+            return "every weight is finite, and no module was heard of in this forward, as under torch.compile: run it without"
+        return "every weight is finite; the next forward is looked at module by module"
+
+    def found(self) -> NonFinite | None:
+        """The first module of the forward just seen that gave what is not finite. None where nothing was seen. Waits."""
+        seen = [look for look in self._read() if (look.layer, look.value) not in self._harmless]
+        self.forget()
+        if not seen:
+            return None
+        first = _first(seen)
+        if first is None:
+            detail = "every module's output was finite: it arose in the code after them, or in the loss"
+            return NonFinite("", "loss", "", detail)
+        value = "nan" if first.value == "nan" else "inf"
+        if not first.is_input:
+            return NonFinite(first.layer, first.layer, value, "its output was the first that was not finite")
+        parent = first.layer.rpartition(".")[0]
+        detail = f"it arose before {first.layer!r}, whose input was not finite"
+        return NonFinite(parent, first.layer, value, detail)
+
+    def forget(self) -> None:
+        """Let go of what was seen."""
+        self._looks.clear()
+
+    def end(self) -> None:
+        """The forward was finite: whatever was not within it is so on purpose. Waits if there was a search."""
+        self._harmless.update((look.layer, look.value) for look in self._read() if look.value)
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _read(self) -> list[_Seen]:
+        if not self._looks:
+            return []
+        extremes = torch.stack([extreme.float().cpu() for look in self._looks for extreme in look.extremes])
+        values = [_value(low, high) for low, high in extremes.view(-1, 2).tolist()]
+        return [
+            _Seen(look.layer, look.call, look.is_input, value) for look, value in zip(self._looks, values, strict=True)
+        ]
+
+    def _look_at(self, layer: str, *, is_leaf: bool) -> Callable[..., None]:
+        def look(inputs: Any, output: Any) -> None:
+            self._calls += 1
+            if is_leaf:
+                self._add(layer, inputs, is_input=True)
+            self._add(layer, output, is_input=False)
+
+        return look
+
+    def _add(self, layer: str, values: Any, *, is_input: bool) -> None:
+        for tensor in _tensors(values):
+            if len(self._looks) < _MOST_LOOKS:
+                low, high = torch.aminmax(tensor)
+                self._looks.append(_Look(layer, self._calls, is_input, (low, high)))
+
+
+class _Hook:
+    """The hook; in a copy of the model it does nothing, and it pickles to nothing."""
+
+    def __init__(self, look: Callable[..., None] | None = None) -> None:
+        self._look = look
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, named: Any, output: Any) -> None:
+        if self._look is not None and not torch.compiler.is_compiling():
+            self._look((inputs, named), output)
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _first(seen: list[_Seen]) -> _Seen | None:
+    """Where it began.
+
+    A mask holds -inf and does no harm, so a NaN or +inf counts before it. But where what gave that was handed a -inf,
+    and a module made one before (a logarithm of 0, say), it began there.
+    """
+    worst = next((look for look in seen if look.value in ("nan", "inf")), None)
+    masks = [look for look in seen if look.value == "-inf"]
+    if worst is None:
+        return masks[0] if masks else None
+    handed = [look for look in seen if look.call == worst.call and look.is_input]
+    if worst.is_input or any(look.value == "-inf" for look in handed):
+        return next((look for look in masks if not look.is_input and look.call < worst.call), worst)
+    return worst
+
+
+def _value(low: float, high: float) -> str:
+    if math.isnan(low) or math.isnan(high):
+        return "nan"
+    if high == math.inf:
+        return "inf"
+    return "-inf" if low == -math.inf else ""
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Floating-point tensors with values in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.layout is torch.strided and value.numel() and value.element_size() > 1:
+            yield getattr(value, "_local_tensor", value).detach()
+        return
+    if depth > _MAX_DEPTH:
+        return
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    for part in parts:
+        yield from _tensors(part, depth + 1)

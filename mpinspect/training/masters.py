@@ -1,0 +1,285 @@
+"""FP32 master weights: the optimizer steps these, and the model's half weights are their rounded copies.
+
+`MasterWeights` does it for any model and optimizer. Beside it stand the four functions of NVIDIA's GTC 2018 talk on mixed
+precision in PyTorch, with their names and arguments, for loops that keep the masters by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpinspect.training.precision import (
+    Precision,
+    cast_state,
+    check_convertible,
+    convert_model,
+    is_convertible,
+    keeps_float32,
+    stored_dtypes,
+)
+from mpinspect.training.transfer import copy_gradients, copy_gradients_flat, require_zeroed, unflatten
+
+Tensor = torch.Tensor
+
+
+class MasterWeights:
+    """FP32 master weights of every half parameter that the optimizers hold. Made by `MasterWeights.split`.
+
+    Parameters that stay FP32 (BatchNorm's, for one) are their own masters, and so are parameters of the optimizers that
+    the model does not have. Nothing here waits for the GPU unless it says so.
+
+    One step of training::
+
+        masters.zero_grad()
+        loss(model, batch).backward()
+        masters.gradients_to_masters()
+        optimizer.step()
+        masters.masters_to_model()
+    """
+
+    def __init__(self, model: nn.Module, pairs: Mapping[Tensor, Tensor], own: Iterable[Tensor]) -> None:
+        self._names: dict[Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(parameter, []).append(name)
+        self._own = list(own)
+        self._pairs: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}
+        self._add(pairs)
+
+    @classmethod
+    def split(
+        cls, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], precision: Precision
+    ) -> MasterWeights:
+        """Make the masters, convert the model in place and let the optimizers step the masters.
+
+        The masters have the weights' values from before the conversion, exactly; those of a model that is half already
+        are its weights in FP32. Groups, their order, their options and the optimizers' state are kept; state moves to the
+        master, half state in FP32. Frozen parameters get frozen masters. A parameter that no optimizer holds is only
+        converted. Where the precision keeps no masters (``"fp16-pure"``) the optimizers keep the parameters, and state
+        that is there takes their dtype. Where it stores FP32 nothing changes. Waits for the GPU.
+
+        Raises:
+            ValueError: the model can't be converted (see `check_convertible`); nothing has changed then.
+        """
+        optimizers = list(optimizers)
+        check_convertible(model, precision)
+        dtypes = stored_dtypes(model, precision)
+        held = list(dict.fromkeys(parameter for optimizer in optimizers for parameter in _parameters(optimizer)))
+        halved = [parameter for parameter in held if dtypes.get(parameter, torch.float32) != torch.float32]
+        pairs = {parameter: _master(parameter) for parameter in halved} if precision.masters else {}
+        for optimizer in optimizers:
+            _exchange(optimizer, pairs)
+        convert_model(model, precision, optimizers)
+        return cls(model, pairs, (parameter for parameter in held if parameter not in pairs))
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give masters to the half parameters of an optimizer that have none yet: after ``add_param_group``, say."""
+        held = _parameters(optimizer)
+        half = [p for p in held if p in self._names and is_convertible(p) and p.dtype != torch.float32]
+        new = [p for p in half if p not in self._pairs]
+        masters = {parameter: _master(parameter) for parameter in new}
+        known = {id(tensor) for tensor in (*self._own, *self._pairs.values())}
+        self._own += [p for p in held if p not in self._pairs and p not in masters and id(p) not in known]
+        self._add(masters)
+        _exchange(optimizer, self._pairs)
+
+    def __len__(self) -> int:
+        """How many parameters have a master of their own."""
+        return len(self._pairs)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(model parameter, its FP32 master), for those that have one of their own."""
+        return list(self._pairs.items())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The FP32 masters under their parameters' names in the model, all of them where weights are tied.
+
+        Parameters that are their own masters are not among them: the model's own ``state_dict`` has them in FP32.
+        """
+        return {
+            name: master.detach()
+            for parameter, master in self._pairs.items()
+            for name in self._names.get(parameter, [])
+        }
+
+    @torch.no_grad()
+    def gradients_to_masters(self) -> None:
+        """Overwrite each master's gradient with its parameter's, in FP32; None stays None.
+
+        A sparse gradient is coalesced in FP32, where duplicates add without overflow.
+        """
+        copy_gradients(list(self._pairs), list(self._pairs.values()))
+
+    @torch.no_grad()
+    def masters_to_model(self) -> None:
+        """Round the masters to the model's dtype."""
+        if self._pairs:
+            torch._foreach_copy_(list(self._pairs), list(self._pairs.values()))
+        self._note_versions(self._pairs)
+
+    @torch.no_grad()
+    def model_to_masters(self) -> None:
+        """Overwrite the masters with the model's weights: after ``model.load_state_dict``, or a broadcast to other ranks."""
+        if self._pairs:
+            torch._foreach_copy_(list(self._pairs.values()), list(self._pairs))
+        self._note_versions(self._pairs)
+
+    def changed_in_model(self) -> list[str]:
+        """Names of the half parameters that were written to in place since they and their masters last agreed.
+
+        Such a change is lost at the next `masters_to_model`, unless `model_to_masters` is called before. Writes through
+        ``parameter.data`` can't be seen.
+        """
+        return [self._name(parameter) for parameter, version in self._versions.items() if parameter._version != version]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients of the model's parameters that the optimizers hold, and those of the masters."""
+        for tensor in (*self._pairs, *self._pairs.values(), *self._own):
+            if tensor.grad is None:
+                continue
+            if set_to_none:
+                tensor.grad = None
+            else:
+                tensor.grad.detach_()
+                tensor.grad.zero_()
+
+    def check_zeroed(self) -> None:
+        """Raise if gradients that were copied to the masters are still in the model; call before the next backward.
+
+        Costs no look at the gradients unless one of them is as it was; waits for the GPU then.
+
+        Raises:
+            RuntimeError: the next backward would add to gradients that the optimizer has used already.
+        """
+        require_zeroed(((self._name(parameter), parameter) for parameter in self._pairs), writes=0)
+
+    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy masters from weights by name, as `state_dict` or an FP32 model's ``state_dict`` has them, and round them into
+        the model. Other names are ignored.
+
+        Raises:
+            ValueError: a name is missing or a shape differs; nothing has changed then.
+        """
+        masters = self.state_dict()
+        for name, master in masters.items():
+            if name not in weights:
+                raise ValueError(f"{name!r} is missing: these are not the weights of this model")
+            if weights[name].shape != master.shape:
+                shapes = f"{tuple(weights[name].shape)}, not {tuple(master.shape)}"
+                raise ValueError(f"{name!r} has the shape {shapes}: these are not the weights of this model")
+        with torch.no_grad():
+            for name, master in masters.items():
+                master.copy_(weights[name])
+        self.masters_to_model()
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(parameter, ["a parameter that the model does not have"])[0]
+
+    def _add(self, pairs: Mapping[Tensor, Tensor]) -> None:
+        self._pairs.update(pairs)
+        self._note_versions(pairs)
+
+    def _note_versions(self, parameters: Iterable[Tensor]) -> None:
+        self._versions.update({parameter: parameter._version for parameter in parameters})
+
+
+def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters of a model that are trained, and their FP32 master copies, for the optimizer.
+
+    Args:
+        model: converted to half already (``BN_convert_float(model.half())``), or in FP32.
+        flat_master: one master, of one dimension, holds all the weights in the order of the list.
+
+    Returns:
+        ``model_params, master_params``; the second has one element with ``flat_master``.
+
+    Raises:
+        ValueError: ``flat_master`` with parameters of several dtypes, or with none at all.
+    """
+    model_params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not flat_master:
+        return model_params, [_master(parameter) for parameter in model_params]
+    dtypes = sorted({str(parameter.dtype) for parameter in model_params})
+    if len(dtypes) != 1:
+        found = " and ".join(dtypes) or "no parameters at all"
+        raise ValueError(
+            f"flat_master=True needs parameters of one dtype, the model has {found}; use flat_master=False"
+        )
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model_params])
+    return model_params, [_master(flat.requires_grad_())]
+
+
+@torch.no_grad()
+def model_grads_to_master_grads(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the model's gradients to the masters', in FP32.
+
+    None stays None; with ``flat_master``, where there is one gradient for all, it becomes zeros.
+
+    Raises:
+        RuntimeError: a gradient was added to the one that was copied the last time: ``optimizer.zero_grad()`` zeroes the
+            masters' gradients only. Seen after one backward since, in a process whose gradients are no views of a bucket.
+    """
+    # A backward writes to a gradient once; zeroing and a backward do so twice, or make another tensor.
+    require_zeroed(((f"model_params[{index}]", parameter) for index, parameter in enumerate(model_params)), writes=1)
+    if flat_master:
+        copy_gradients_flat(model_params, master_params[0])
+    else:
+        copy_gradients(model_params, master_params)
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
+) -> None:
+    """Copy the masters to the model's parameters, rounded to their dtype."""
+    masters = unflatten(master_params[0], model_params) if flat_master else list(master_params)
+    if masters:
+        torch._foreach_copy_(list(model_params), masters)
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Put every BatchNorm and InstanceNorm of a module back into FP32, in place; for a model after ``.half()``.
+
+    Returns:
+        The module.
+    """
+    for layer in module.modules():
+        if keeps_float32(layer):
+            layer.float()
+    return module
+
+
+def _master(parameter: Tensor) -> Tensor:
+    copy = parameter.detach().to(torch.float32, copy=True)
+    return nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _exchange(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
+    """Put masters in place of their parameters in an optimizer's groups, and move the state over."""
+    for parameters in _parameter_lists(optimizer):
+        parameters[:] = [masters.get(parameter, parameter) for parameter in parameters]
+    state = list(optimizer.state.items())
+    optimizer.state.clear()
+    for parameter, value in state:
+        master = masters.get(parameter, parameter)
+        optimizer.state[master] = value
+        if parameter in masters:
+            cast_state(optimizer, master, parameter.dtype, master.dtype)
+
+
+def _parameter_lists(optimizer: torch.optim.Optimizer) -> Iterator[list[Any]]:
+    """The groups' lists, and those that an optimizer keeps beside them: LBFGS has ``_params``, the group's own list."""
+    yield from (group["params"] for group in optimizer.param_groups)
+    for name, value in vars(optimizer).items():
+        if name != "param_groups" and isinstance(value, list) and all(isinstance(item, Tensor) for item in value):
+            yield value

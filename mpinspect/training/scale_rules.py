@@ -1,0 +1,214 @@
+"""How a loss scale moves: rules as data, and the pure step from one state to the next.
+
+Every rule is torch.amp.GradScaler's, but for what is asked for on top:
+
+    a step overflowed:  it is skipped, and scale = max(scale * backoff_factor, floor), where a back-off is due
+    a step was clean:   after growth_interval of them in a row, scale = min(scale * growth_factor, ceiling)
+
+The arithmetic is FP32's, as on the device: a product in FP64, rounded once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+#: The smallest scale whose inverse FP32 holds: 1 / 2^-128 is infinite there.
+_SMALLEST = 2.0**-127
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """Where a loss scale stands.
+
+    Args:
+        scale: the loss scale, a value of FP32.
+        clean_steps: clean steps since the last skipped one, or since the scale was due to grow (torch's growth tracker).
+        skipped_in_a_row: skipped steps since the last clean one.
+        steps_since_move: steps, skipped ones included, since the scale last moved.
+        skips_since_move: the skipped ones among them.
+    """
+
+    scale: float
+    clean_steps: int = 0
+    skipped_in_a_row: int = 0
+    steps_since_move: int = 0
+    skips_since_move: int = 0
+
+    def at(self, scale: float) -> ScaleState:
+        """The same with the scale set by hand: torch's growth tracker goes on."""
+        return replace(self, scale=scale, steps_since_move=0, skips_since_move=0)
+
+
+@dataclass(frozen=True)
+class ScaleRules:
+    """How a loss scale moves.
+
+    Args:
+        growth_factor: 1 or more; the scale is multiplied by it after ``growth_interval`` clean steps in a row, unless the
+            product is not finite in FP32.
+        backoff_factor: above 0, at most 1; the scale is multiplied by it when a back-off is due.
+        growth_interval: steps, 1 or more.
+        floor: the scale never goes below it; None for no floor.
+        ceiling: the scale never goes above it; None for none but FP32's.
+        hysteresis: a back-off is due from the so-manieth skipped step in a row on; a clean step starts the count again. This is
+            apex's meaning. Megatron's does not start again at a clean step, only when the scale grows.
+        tolerance: a back-off is due only where the share of skipped steps since the scale last moved is at least this
+            (fairseq's meaning); 0 up to, not including, 1.
+    """
+
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    floor: float | None = None
+    ceiling: float | None = None
+    hysteresis: int = 1
+    tolerance: float = 0.0
+
+    @property
+    def torchs(self) -> tuple[float, float, int]:
+        """The part that GradScaler has: growth factor, backoff factor, growth interval."""
+        return self.growth_factor, self.backoff_factor, self.growth_interval
+
+    def with_torchs(self, growth_factor: float, backoff_factor: float, growth_interval: int) -> ScaleRules:
+        """The same rules with another such part."""
+        return replace(
+            self, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
+        )
+
+    @property
+    def are_torchs(self) -> bool:
+        """Whether these are GradScaler's rules and no more."""
+        return self.floor is None and self.ceiling is None and self.hysteresis == 1 and self.tolerance == 0.0
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the scale never moves by itself."""
+        return self.growth_factor == 1.0 and self.backoff_factor == 1.0
+
+    def next(self, state: ScaleState, *, skipped: bool) -> ScaleState:
+        """The state after one more step."""
+        if skipped:
+            counted = _with_skip(state)
+            return _moved(counted, self._backed_off(state.scale) if self._back_off_due(counted) else state.scale)
+        clean = state.clean_steps + 1
+        due = clean == self.growth_interval
+        counted = ScaleState(state.scale, 0 if due else clean, 0, state.steps_since_move + 1, state.skips_since_move)
+        return _moved(counted, self._grown(state.scale)) if due else counted
+
+    def collapses(self, state: ScaleState) -> bool:
+        """Whether a step that overflows now would have to take the scale below its floor."""
+        return self.floor is not None and state.scale <= self.floor and self._back_off_due(_with_skip(state))
+
+    def clamped(self, scale: float) -> float:
+        """The scale within floor and ceiling that is nearest."""
+        if self.floor is not None:
+            scale = max(scale, self.floor)
+        return scale if self.ceiling is None else min(scale, self.ceiling)
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError, with what to write instead, where the rules make no sense."""
+        _check_number(
+            "growth_factor", self.growth_factor, 1.0 <= self.growth_factor < math.inf, "1 or more, such as 2.0"
+        )
+        _check_number("backoff_factor", self.backoff_factor, 0.0 < self.backoff_factor <= 1.0, "above 0 and at most 1")
+        _check_count("growth_interval", self.growth_interval)
+        _check_count("hysteresis", self.hysteresis)
+        _check_number("tolerance", self.tolerance, 0.0 <= self.tolerance < 1.0, "a share: 0 up to, not including, 1")
+        for name, bound in (("floor", self.floor), ("ceiling", self.ceiling)):
+            if bound is not None:
+                checked_scale(bound, name)
+        if self.floor is not None and self.ceiling is not None and self.floor > self.ceiling:
+            raise ValueError(f"floor {self.floor:g} is above ceiling {self.ceiling:g}: the scale has nowhere to stand")
+
+    def _back_off_due(self, counted: ScaleState) -> bool:
+        enough_in_a_row = counted.skipped_in_a_row >= self.hysteresis
+        return enough_in_a_row and counted.skips_since_move >= self.tolerance * counted.steps_since_move
+
+    def _backed_off(self, scale: float) -> float:
+        smaller = float32(scale * self.backoff_factor)
+        return smaller if self.floor is None else max(smaller, self.floor)
+
+    def _grown(self, scale: float) -> float:
+        larger = float32(scale * self.growth_factor)
+        larger = larger if math.isfinite(larger) else scale
+        return larger if self.ceiling is None else min(larger, self.ceiling)
+
+
+def _with_skip(state: ScaleState) -> ScaleState:
+    return ScaleState(
+        state.scale, 0, state.skipped_in_a_row + 1, state.steps_since_move + 1, state.skips_since_move + 1
+    )
+
+
+def _moved(state: ScaleState, scale: float) -> ScaleState:
+    return state if scale == state.scale else state.at(scale)
+
+
+def float32(value: float) -> float:
+    """The FP32 value nearest to ``value``; infinite beyond FP32's range."""
+    return ctypes.c_float(value).value
+
+
+def checked_scale(value: float, name: str) -> float:
+    """``value`` as the FP32 scale it becomes.
+
+    Raises:
+        ValueError: zero, negative, NaN, infinite, or so small that FP32 does not hold its inverse.
+        TypeError: no number.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number such as 2.0**16, not {value!r}")
+    scale = float32(float(value))
+    if not (_SMALLEST <= scale < math.inf):
+        raise ValueError(
+            f"{name} is {value!r}: a loss scale must be finite, above 0, and its inverse finite in FP32 "
+            "(2^-127 .. 2^127), such as 2.0**16"
+        )
+    return scale
+
+
+def checked_window(lowest: float, highest: float) -> tuple[float, float]:
+    """A window of scales, as FP32 scales. Raises ValueError, TypeError."""
+    lowest, highest = checked_scale(lowest, "lowest"), checked_scale(highest, "highest")
+    if lowest > highest:
+        raise ValueError(f"the window's lowest scale {lowest:g} is above its highest, {highest:g}")
+    return lowest, highest
+
+
+def is_power_of_two(scale: float) -> bool:
+    """Whether multiplying by ``scale`` and dividing again changes no bit, as long as nothing leaves the range."""
+    return math.frexp(scale)[0] == 0.5
+
+
+def _check_number(name: str, value: float, good: bool, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r}: it must be {wanted}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}: it must be a whole number of steps, 1 or more")
+
+
+#: Starting points by name: arguments of LossScaler.
+PRESETS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        # torch.amp.GradScaler's defaults.
+        "torch": {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
+        # NVIDIA's talk on mixed precision with PyTorch, GTC 2018: start large, halve, double after 1000 clean steps.
+        "talk": {"init_scale": 2.0**32, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000},
+        # apex.amp's dynamic loss scale: max_loss_scale is 2^24.
+        "apex": {
+            "init_scale": 2.0**16,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "ceiling": 2.0**24,
+        },
+    }
+)

@@ -1,0 +1,96 @@
+"""Gradients on their way from half parameters to FP32 masters, and whether they have been zeroed since."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+Tensor = torch.Tensor
+#: By parameter: its gradient when it was last copied to the master (a weak reference), and that tensor's version then.
+_TRANSFERRED: Any = WeakIdKeyDictionary()
+
+
+@torch.no_grad()
+def copy_gradients(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Overwrite the masters' gradients with the parameters', in the masters' dtype; None stays None.
+
+    A sparse gradient is coalesced after the conversion: duplicates add in FP32, where they do not overflow.
+    """
+    sources, targets = [], []
+    for parameter, master in zip(parameters, masters, strict=True):
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            master.grad = None if gradient is None else gradient.to(master.dtype).coalesce()
+            continue
+        if master.grad is None or master.grad.is_sparse:
+            master.grad = torch.empty_like(master)
+        sources.append(gradient)
+        targets.append(master.grad)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    _remember(parameters)
+
+
+@torch.no_grad()
+def copy_gradients_flat(parameters: Sequence[Tensor], master: Tensor) -> None:
+    """Overwrite the gradient of one flat master with all the parameters'; None becomes zeros."""
+    if master.grad is None:
+        master.grad = torch.empty_like(master)
+    for parameter, target in zip(parameters, unflatten(master.grad, parameters), strict=True):
+        if parameter.grad is None:
+            target.zero_()
+        else:
+            target.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+    _remember(parameters)
+
+
+def unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor in the parameters' shapes, one after the other."""
+    pieces = torch.split(flat.detach(), [parameter.numel() for parameter in parameters])
+    return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+
+def require_zeroed(named: Iterable[tuple[str, Tensor]], writes: int) -> None:
+    """Raise if a gradient is the very tensor that was copied to the master, written to ``writes`` times in place since.
+
+    Only then are its values looked at, which waits for the GPU: zeros are fine.
+
+    Raises:
+        RuntimeError: gradients of two steps add up.
+    """
+    for name, parameter in named:
+        if _writes_since(parameter) == writes and _any(parameter.grad):
+            raise RuntimeError(
+                f"the gradient of {name!r} in the model was copied to its FP32 master already and has not been "
+                f"zeroed since, so the gradients of two steps add up. optimizer.zero_grad() zeroes the masters' gradients "
+                f"only: call model.zero_grad() too (zeroing through .grad.data can not be seen)"
+            )
+
+
+def _remember(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        gradient = parameter.grad
+        # A view (DistributedDataParallel's gradient_as_bucket_view) shares its version with its neighbours.
+        if gradient is None or gradient._is_view():
+            _TRANSFERRED.pop(parameter, None)
+        else:
+            _TRANSFERRED[parameter] = (weakref.ref(gradient), gradient._version)
+
+
+def _writes_since(parameter: Tensor) -> int | None:
+    """In-place writes to a parameter's gradient since it was copied; None if it was not, or is another tensor now."""
+    reference, version = _TRANSFERRED.get(parameter, (None, 0))
+    gradient = parameter.grad
+    if gradient is None or reference is None or reference() is not gradient:
+        return None
+    return int(gradient._version - version)
+
+
+def _any(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    return bool((gradient._values() if gradient.is_sparse else gradient).any())
