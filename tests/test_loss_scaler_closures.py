@@ -399,3 +399,12 @@ def test_the_inspector_counts_a_skipped_closure_step_as_skipped(kind: str) -> No
     for _ in range(4):
         alone.step()
     assert all(map(torch.equal, run.weights, alone.weights))
+
+
+@pytest.mark.parametrize("kind", ["lbfgs", "lbfgs with line search"])
+def test_the_inspector_counts_a_step_undone_in_a_later_evaluation_as_skipped(kind: str) -> None:
+    """Its optimizer's step begins and does not end."""
+    run, session = inspected(kind, {2})
+    assert run.scaler.skipped_steps == 1
+    assert (session.progress.steps, session.progress.skipped_steps) == (4, 1)
+    assert [(event.step, event.skipped, event.tensor) for event in session.events] == [(0, True, "0.weight")]

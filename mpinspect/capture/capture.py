@@ -108,6 +108,8 @@ class Capture(Guarded):
         self._scaler_has_stepped = False
         #: Optimizers inside a scaler's step that have not stepped themselves.
         self._in_scaler_step: set[int] = set()
+        #: Optimizers (by id) whose step has begun and not ended.
+        self._in_optimizer_step: set[int] = set()
         self._handles = HandleList()
         self._hook_ids: list[tuple[torch.nn.Module, int]] = []
         #: Parameters that can't be hooked yet: frozen, or lazy ones without a shape.
@@ -428,10 +430,17 @@ class Capture(Guarded):
 
     @guarded
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` is over: if the optimizer did not step meanwhile, the scaler skipped it."""
-        if id(optimizer) not in self._in_scaler_step:
+        """``scaler.step(optimizer)`` is over: if the optimizer did not step meanwhile, the scaler skipped it.
+
+        A step that began and did not end was undone: a closure's second evaluation overflowed, say.
+        """
+        undone = id(optimizer) in self._in_optimizer_step
+        if id(optimizer) not in self._in_scaler_step and not undone:
             return
         self._in_scaler_step.discard(id(optimizer))
+        self._in_optimizer_step.discard(id(optimizer))
+        if undone:
+            self._updates.forget()
         if self.clock.optimizer_again(optimizer):
             self._end_step()
         if self._watch is not None:
@@ -455,6 +464,7 @@ class Capture(Guarded):
         self.clock.know(optimizer)
         if self.clock.optimizer_again(optimizer):
             self._end_step()
+        self._in_optimizer_step.add(id(optimizer))
         found_inf = getattr(optimizer, "found_inf", None)
         if self._watch is not None and isinstance(found_inf, torch.Tensor):
             self._watch.stepped_with(found_inf)
@@ -464,6 +474,7 @@ class Capture(Guarded):
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
+        self._in_optimizer_step.discard(id(optimizer))
         if not self._optimizers.owns(optimizer):
             return
         self._updates.after(optimizer)
@@ -523,6 +534,7 @@ class Capture(Guarded):
         # Without an optimizer it is the forwards that tell where a step begins.
         self._quiet = not self._sampled and self._watch is None and self.clock.has_optimizers
         self._in_scaler_step.clear()
+        self._in_optimizer_step.clear()
         self._narrow, self._any_output = "float32", False
         self._counted_layers.clear()
         if any(_can_be_hooked(watched.parameter) for watched in self._later):

@@ -96,7 +96,9 @@ class ForwardSearch:
     def _read(self) -> list[_Seen]:
         if not self._looks:
             return []
-        extremes = torch.stack([extreme.float().cpu() for look in self._looks for extreme in look.extremes])
+        device = self._looks[0].extremes[0].device
+        flat = [extreme.to(device, torch.float64) for look in self._looks for extreme in look.extremes]
+        extremes = torch.stack(flat)
         values = [_value(low, high) for low, high in extremes.view(-1, 2).tolist()]
         return [
             _Seen(look.layer, look.call, look.is_input, value) for look, value in zip(self._looks, values, strict=True)

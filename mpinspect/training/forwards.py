@@ -32,8 +32,8 @@ class ForwardShapes:
             self._convolutions,
             float32_fraction,
             torch.backends.cudnn.benchmark,
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
+            _allows_tf32(torch.backends.cuda.matmul),
+            _allows_tf32(torch.backends.cudnn),
         )
 
     def look(self, inputs: Any) -> None:
@@ -45,6 +45,14 @@ class ForwardShapes:
 
     def detach(self) -> None:
         self._handle.remove()
+
+
+def _allows_tf32(backend: Any) -> bool:
+    try:
+        return bool(backend.allow_tf32)
+    except RuntimeError:
+        # Since torch 2.9 there is a second switch, and reading the old one raises where the new one was set.
+        return getattr(backend, "fp32_precision", "") == "tf32"
 
 
 class _Hook:

@@ -55,8 +55,8 @@ class ScaleRules:
         growth_interval: steps, 1 or more.
         floor: the scale never goes below it; None for no floor.
         ceiling: the scale never goes above it; None for none but FP32's.
-        hysteresis: a back-off is due from the so-manieth skipped step in a row on; a clean step starts the count again. This is
-            apex's meaning. Megatron's does not start again at a clean step, only when the scale grows.
+        hysteresis: a back-off is due at this many skipped steps in a row, and at each that follows; a clean step starts the
+            count again. This is apex's meaning; Megatron's starts again only when the scale grows.
         tolerance: a back-off is due only where the share of skipped steps since the scale last moved is at least this
             (fairseq's meaning); 0 up to, not including, 1.
     """
