@@ -3,8 +3,7 @@
     python benchmarks/emulation.py [--json benchmarks/results/emulation.json] [--steps 31]
 
 The step is forward, backward and Adam over 8192 tokens. The kinds take turns within one run, so that what else the machine
-does falls on all of them; a ratio is the median of the ratios of neighbouring steps. About a second for a step of each kind on two
-quiet cores.
+does falls on all of them; a ratio is the median of the ratios of neighbouring steps.
 """
 
 from __future__ import annotations

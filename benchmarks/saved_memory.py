@@ -145,11 +145,11 @@ def saved_for_backward(model: nn.Module, loss: Loss, precision: Precision, lean:
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.Tensor] = {}  # by storage; the tensors keep the addresses from being used again
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> None:
+        # No backward follows. A node that saves its own output would keep itself alive if that tensor were given back.
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor
 
-    with forward_in(precision, lean), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with forward_in(precision, lean), torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
         result = loss(model)
     assert math.isfinite(result.item())
     sizes: Counter[str] = Counter()

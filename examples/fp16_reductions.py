@@ -27,7 +27,7 @@ def mixed_precision(model: nn.Module) -> mpinspect.MixedPrecision:
 
 
 def row(what: str, *values: object) -> None:
-    print(f"{what:<44}" + "".join(f"{value:>22}" for value in values))
+    print(f"{what:<44}" + "".join(f"{value:>25}" for value in values))
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ class Gan:
     def __init__(self, precision: str) -> None:
         self.generator, self.discriminator = make_generator().to(DEVICE), make_discriminator().to(DEVICE)
         self.generating, self.judging = (
-            mpinspect.MixedPrecision(model, torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999)), precision)
+            mpinspect.MixedPrecision(
+                model, torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.999)), precision
+            )
             for model in (self.generator, self.discriminator)
         )
 
@@ -85,7 +87,10 @@ class Gan:
     def state_of_generator(self) -> list[torch.Tensor]:
         """All that a step of the discriminator must leave alone: weights, scale, count of steps."""
         weights = [weight.detach().clone() for weight in self.generating.master_parameters()]
-        return [*weights, torch.tensor([self.generating.loss_scale, self.generating.steps, self.generating.skipped_steps])]
+        return [
+            *weights,
+            torch.tensor([self.generating.loss_scale, self.generating.steps, self.generating.skipped_steps]),
+        ]
 
 
 def train(gan: Gan, images: torch.Tensor, steps: int, jump_at: int | None) -> list[tuple[bool, bool]]:

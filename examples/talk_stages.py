@@ -167,7 +167,8 @@ def simple_network(steps: int, device: str) -> None:
         model, gradients = copy.deepcopy(network), []
         model.register_forward_hook(keep_gradient(gradients))
         losses, (weight, bias) = train(stage, model, x, y, steps, 1e-3)
-        goal = weight if stage is stage_0 else goal
+        if stage is stage_0:
+            goal = weight
         row = {
             "final loss": f"{mse_loss(linear(x.double(), weight.double(), bias.double()), y.double()).item():.6f}",
             "weights moved": f"{(weight != first.to(weight.dtype)).double().mean().item():.1%}",
@@ -235,7 +236,7 @@ def evaluate(model: torch.nn.Module, x: Tensor, y: Tensor) -> float:
 def show(stage: Stage, row: dict[str, str], *, header: bool) -> None:
     if header:
         print(f"\n{'stage':<42}" + "  ".join(row))
-    name = f"{stage.__name__[-1]}  {stage.__doc__}"
+    name = f"{stage.__name__[-1]}  {stage.__doc__.rstrip('.')}"
     print(f"{name:<42}" + "  ".join(value.rjust(len(key)) for key, value in row.items()))
 
 

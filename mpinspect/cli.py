@@ -100,7 +100,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", metavar="DIR", default="runs/demo", help="where the run is written (%(default)s)")
-    parser.add_argument("--steps", type=_positive, default=160, metavar="N", help="training steps (%(default)s)")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="training steps of a run (160; with --curves 140)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     parser.add_argument(
@@ -132,7 +132,8 @@ def _demo_alone(options: argparse.Namespace) -> RangeReport:
     from mpinspect.demo import run
 
     # It prints its report itself, as it goes.
-    report = run(log_dir=options.log_dir, steps=options.steps, seed=options.seed, quiet=options.quiet or options.json)
+    steps = {"steps": options.steps} if options.steps else {}
+    report = run(log_dir=options.log_dir, seed=options.seed, quiet=options.quiet or options.json, **steps)
     if options.json:
         sys.stdout.write(report.to_json())
     return report
@@ -143,7 +144,7 @@ def _curves(options: argparse.Namespace) -> RangeReport:
 
     comparison = run(
         log_dir=options.log_dir,
-        setting=Setting(steps=options.steps),
+        setting=Setting(steps=options.steps) if options.steps else Setting(),
         seeds=range(options.seed, options.seed + (options.seeds or 1)),
         quiet=options.quiet or options.json,
     )

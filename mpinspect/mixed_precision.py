@@ -361,7 +361,8 @@ class MixedPrecision:
         broken_forward = last is not None and last.phase == FORWARD
         self._explainer.step_ended(forward_finite=not broken_forward)
         if last is not None and broken_forward and last.culprit is not None and last.culprit.name != "loss":
-            if not self._module_named:
+            # Of the first one the scaler has warned itself.
+            if not self._module_named and sum(skip.phase == FORWARD for skip in self.scaler.skips) > 1:
                 warnings.warn(str(last), LossScaleWarning, stacklevel=3)
             self._module_named = True
         elif not broken_forward:

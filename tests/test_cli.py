@@ -139,6 +139,20 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
     assert cli.main(["demo", "--log-dir", str(tmp_path), "--steps", "7", "--seed", "3", "--json"]) == 0
     assert seen == {"log_dir": str(tmp_path), "steps": 7, "seed": 3, "quiet": True}
     assert json.loads(capsys.readouterr().out)["format"] == "float16"
+    seen.clear()
+    assert cli.main(["demo", "--quiet"]) == 0
+    assert seen == {"log_dir": "runs/demo", "seed": 0, "quiet": True}
+
+
+def test_the_help_tells_how_many_steps_the_demo_takes(capsys):
+    import inspect
+
+    from mpinspect import demo, demo_curves
+
+    alone, curves = inspect.signature(demo.run).parameters["steps"].default, demo_curves.Setting().steps
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    assert f"training steps of a run ({alone}; with --curves {curves})" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture
@@ -167,6 +181,7 @@ def test_demo_with_curves_passes_its_options_on(curves, tmp_path, capsys):
     assert curves.seen == {"log_dir": str(tmp_path), "setting": {"steps": 7}, "seeds": range(3, 5), "quiet": False}
     assert capsys.readouterr() == ("", "")
     assert cli.main(["demo", "--curves", "--quiet", "--fail-on", "info"]) == 1
+    assert curves.seen["setting"] == {}
     assert curves.seen["seeds"] == range(1)
     assert curves.seen["quiet"] is True
 

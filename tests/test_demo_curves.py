@@ -160,7 +160,7 @@ def test_the_notes_tell_the_setting(compared):
     comparison, _, _ = compared
     setting, scales, emulated = comparison.notes
     assert setting == (
-        "5 steps of Adam at a learning rate of 0.01, 64 words a step, a vocabulary of 64, seeds 3, 4; "
+        "5 steps of Adam at a learning rate of 0.015, 64 words a step, a vocabulary of 64, seeds 3, 4; "
         "validated on 1,997 words held out."
     )
     assert "report of the FP32 run with seed 3" in scales

@@ -113,7 +113,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 
 #: torch's own kernels round these between their sums: they are compared with the exact result only.
 ROUNDED_OFTEN = ("addbmm", "addr")
-#: Several products one after the other, each rounded, or elementwise products that are rounded before they are summed, on CUDA too.
+#: Several products one after the other, each rounded, or elementwise products rounded before they are summed, as on CUDA.
 CHAINS = ("multi_dot", "conv_tbc", "bilinear", "outer", "vecdot")
 
 
@@ -209,7 +209,9 @@ def test_a_gradient_that_enters_a_product_is_rounded_there():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layout", ["rows, rows", "rows, columns", "columns, rows", "columns, columns"])
-@pytest.mark.parametrize("shape", [(3, 5, 200), (200, 5, 3), (3, 200, 5), (60, 70, 3), (3, 70, 60), (60, 3, 70), (1, 300, 1)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 200), (200, 5, 3), (3, 200, 5), (60, 70, 3), (3, 70, 60), (60, 3, 70), (1, 300, 1)]
+)
 def test_parts_make_the_same_product(shape, layout, bias, monkeypatch):
     monkeypatch.setattr(blocks, "PART", 64)
     torch.manual_seed(0)
@@ -399,7 +401,10 @@ def test_blocks_of_layers_run_forward_and_backward_close_to_fp32(name, dtype):
 
 
 FAST_PATHS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Tensor], torch.Tensor]]] = {
-    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda m, x: m(x, x, x, need_weights=False)[0]),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda m, x: m(x, x, x, need_weights=False)[0],
+    ),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), lambda m, x: m(x)),
 }
 
@@ -423,7 +428,9 @@ def test_the_fast_path_of_evaluation_is_emulated_too(name, dtype):
 def test_a_model_stored_in_half_precision_with_normalisation():
     """Outside autocast normalisation runs torch's own 16-bit kernels, products the emulation."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8))
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8)
+    )
     x = torch.randn(3, 2, 6, 6)
     expected = model(x)
     half = copy.deepcopy(model).half()
@@ -448,8 +455,10 @@ def kept() -> Iterator[list[torch.Tensor]]:
 
 
 def small_network() -> nn.Sequential:
+    """For images of shape (n, 2, 8, 8)."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 3))
+    convolutions = (nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Tanh())
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 3))
 
 
 def test_half_of_the_bytes_of_activations_are_kept():
@@ -596,7 +605,9 @@ def test_empty_tensors():
     with half_arithmetic():
         assert torch.mm(torch.ones(0, 3).half(), torch.ones(3, 2).half()).shape == (0, 2)
         assert torch.equal(torch.mm(torch.ones(2, 0).half(), torch.ones(0, 2).half()), torch.zeros(2, 2).half())
-        assert torch.equal(F.linear(torch.ones(2, 0).half(), torch.ones(2, 0).half(), torch.ones(2).half()), torch.ones(2, 2).half())
+        assert torch.equal(
+            F.linear(torch.ones(2, 0).half(), torch.ones(2, 0).half(), torch.ones(2).half()), torch.ones(2, 2).half()
+        )
         assert torch.bmm(torch.ones(0, 2, 3).half(), torch.ones(0, 3, 2).half()).shape == (0, 2, 2)
         assert F.conv2d(torch.ones(0, 1, 4, 4).half(), torch.ones(2, 1, 3, 3).half()).shape == (0, 2, 2, 2)
 

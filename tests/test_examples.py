@@ -69,7 +69,7 @@ def test_transformers_gpt2_trains_and_is_probed(monkeypatch, capsys):
 
 
 def test_talk_stages_cure_one_thing_each(monkeypatch, capsys):
-    printed = run_example("talk_stages.py", monkeypatch, capsys, "--steps=12")
+    printed = run_example("talk_stages.py", monkeypatch, capsys, "--steps=8")
     assert ("emulated" in printed) == (not torch.cuda.is_available())
     first, second = printed.split("last loss in training")
     #            final loss, moved, off FP32's way, subnormal, told apart, largest scale
@@ -97,7 +97,7 @@ def stages(printed: str) -> list[str]:
 
 def test_gan_digits_keeps_the_generator_out_of_the_discriminators_overflow(monkeypatch, capsys):
     pytest.importorskip("sklearn")
-    printed = run_example("gan_digits.py", monkeypatch, capsys, "--steps=48", "--jump")
+    printed = run_example("gan_digits.py", monkeypatch, capsys, "--steps=32", "--jump")
     rows = [row.split() for row in re.findall(r"^ +\d+ .*", printed, re.MULTILINE)]
     assert len(rows) == 8
     before, after = rows[3], rows[-1]
@@ -139,7 +139,7 @@ def test_lstm_language_model_matches_fp32(precision, tolerance, monkeypatch, cap
 
 def test_lost_updates_are_predicted_and_measured(monkeypatch, capsys):
     pytest.importorskip("sklearn")
-    printed = run_example("lost_updates.py", monkeypatch, capsys, "--steps=200")
+    printed = run_example("lost_updates.py", monkeypatch, capsys, "--steps=120")
     found = re.findall(r"were stored in (\w+), rounding would lose (\d+)% of the updates", printed)
     predicted = {storage: int(share) for storage, share in found}
     rows = re.findall(r"^  (\w.*?)  +([\d.]+) +([+-][\d.]+)% +([\d.]+)%", printed, re.MULTILINE)
@@ -171,7 +171,7 @@ def test_fp16_reductions_prints_what_fp16_makes_of_them(monkeypatch, capsys):
 
 def test_digits_parity_has_a_row_for_each_precision(monkeypatch, capsys):
     pytest.importorskip("sklearn")
-    printed = run_example("digits_parity.py", monkeypatch, capsys, "--seeds=2", "--epochs=2")
+    printed = run_example("digits_parity.py", monkeypatch, capsys, "--seeds=2", "--epochs=1")
     rows = re.findall(r"^(\S+) +([\d.]+)% +([\d.]+) +([+-][\d.]+) +\S+ +(\d+) ", printed, re.MULTILINE)
     assert [row[0] for row in rows] == ["fp32", "fp16-amp", "fp16-master", "bf16-amp", "bf16-master"]
     assert min(float(row[1]) for row in rows) > 85

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -104,7 +105,7 @@ def loss_and_gradient(lean: bool, logits: torch.Tensor, target: torch.Tensor, **
         mode = LeanCrossEntropy()
         if lean:
             mode.__enter__()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.detach(), lambda t: t):
             loss = nn.CrossEntropyLoss(**options)(logits, target)
         if lean:
             mode.__exit__(None, None, None)
@@ -143,11 +144,20 @@ def test_everything_else_is_left_to_torch():
         with torch.autocast("cpu", FP16):
             assert F.cross_entropy(half, target).grad_fn.name() == "_RecomputedBackward"
             assert F.cross_entropy(full, target).grad_fn.name() != "_RecomputedBackward"
-            learned = torch.rand(4, 5, requires_grad=True)
-            F.cross_entropy(half, learned).backward()
-            assert learned.grad is not None
             assert F.mse_loss(half, full).dtype == FP32
     assert F.cross_entropy(full, target).grad_fn.name() != "_RecomputedBackward"
+
+
+def test_targets_that_are_learned_get_their_gradient():
+    logits, target = torch.randn(4, 5).half(), torch.rand(4, 5)
+    gradients = []
+    for mode in (nullcontext(), LeanCrossEntropy()):
+        learned = target.clone().requires_grad_()
+        with torch.autocast("cpu", FP16), mode:
+            F.cross_entropy(logits, learned).backward()
+        gradients.append(learned.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
 
 
 def test_it_compiles_in_one_graph():

@@ -43,10 +43,10 @@ def half_arithmetic() -> Iterator[None]:
     * LSTM, GRU and RNN are computed gate by gate, every gate rounded (cuDNN rounds less often; it does not say where).
 
     Nests; affects the calling thread only, the backward included, which runs in the thread that calls it on a CPU.
-    Settings are as before afterwards, also after an error. ``torch.compile`` runs eagerly inside the block; a function
-    compiled before uses its compiled code, whose products are emulated where they stay calls of matrix products, but whose
-    fused functions are as they were compiled. A dispatch mode entered before the block sees the FP32 products, in
-    parts where they are large; one entered inside it sees the 16-bit ones.
+    Settings are as before afterwards, also after an error. What ``torch.compile`` has compiled runs eagerly inside the
+    block (with ``fullgraph=True`` torch refuses to). A dispatch mode entered before the block sees the FP32 products, in
+    parts where they are large; one entered inside it sees the 16-bit ones. The first block of a process takes a
+    second or two, in which torch loads what its dispatch modes need.
     """
-    with cuda_autocast_lists(), PlainRecurrence(), HalfProducts():
+    with cuda_autocast_lists(), PlainRecurrence(), HalfProducts():  # type: ignore[no-untyped-call]
         yield

@@ -130,7 +130,7 @@ _LISTS: list[tuple[str, Callable[..., Any]]] = [
 @cache
 def _register() -> torch.library.Library:
     """Once a process. The library is kept alive by the cache."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # torch warns of kernels that are replaced: they are meant to be.
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
@@ -138,7 +138,8 @@ def _register() -> torch.library.Library:
             overload = name.removeprefix("aten::")
             # torch's own kernel for this key can't be called once it is replaced; all of those replaced cast to FP32.
             otherwise = _float32 if _has_kernel(name) else None
-            library.impl(overload, _kernel(_operation(overload), policy, otherwise), _KEY.name, with_keyset=True)
+            kernel = _kernel(_operation(overload), policy, otherwise)
+            library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 
 

@@ -144,7 +144,7 @@ def _half_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
     found: torch.dtype | None = None
     operands = args[: _OPERANDS[func]] if func in _OPERANDS else (*args, *kwargs.values())
     for value in operands:
-        if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         if value.dtype not in _HALVES or value.device.type != "cpu" or value.layout != torch.strided:
             return None

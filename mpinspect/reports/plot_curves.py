@@ -1,7 +1,7 @@
 """Loss against steps, one training in several precisions: the chart of NVIDIA's papers and talks on mixed precision.
 
-After figure 1 ff. of "Mixed Precision Training" (Micikevicius et al., ICLR 2018): curves that lie on each other, and the one
-without loss scaling that leaves them.
+Curves that lie on each other, and the one without loss scaling that leaves them, as in "Mixed Precision Training" (Micikevicius
+et al., ICLR 2018).
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ def _validation(axes: Axes, group: Sequence[Curve], place: int) -> None:
         axes.plot(*zip(*curve.validation_losses, strict=True), color=style.colour, linewidth=0.7, alpha=0.8, zorder=3)
     steps, losses = _mean(group)
     axes.plot(steps, losses, **_line(style), zorder=4 + place)
+    if len(steps) == 1:
+        # A line through one point is invisible.
+        axes.plot(steps, losses, "s", color=style.colour, zorder=4 + place, clip_on=False)
     if style.marker and axes.get_ylim()[0] <= losses[-1] <= axes.get_ylim()[1]:
         # The axes' edge would cut the last marker in half.
         axes.plot(steps[-1:], losses[-1:], **_line(style), zorder=4 + place, clip_on=False)

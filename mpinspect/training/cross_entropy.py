@@ -22,7 +22,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 class LeanCrossEntropy(TorchFunctionMode):
     """Within the block ``F.cross_entropy``, and so ``nn.CrossEntropyLoss``, of half logits under autocast keeps no FP32.
 
-    Everything else runs as ever: FP32 logits, targets that need a gradient, code that torch.compile compiles.
+    Everything else runs as ever: FP32 logits, and code that torch.compile compiles, which chooses itself what to keep.
     """
 
     def __torch_function__(
@@ -36,8 +36,7 @@ class LeanCrossEntropy(TorchFunctionMode):
 def _cross_entropy(
     input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, *rest: Any, **options: Any
 ) -> torch.Tensor:
-    needs = any(tensor is not None and tensor.requires_grad for tensor in (target, weight))
-    lean = input.dtype in _HALVES and torch.is_autocast_enabled(input.device.type) and not needs
+    lean = input.dtype in _HALVES and torch.is_autocast_enabled(input.device.type)
     if not lean or torch.compiler.is_compiling():
         return F.cross_entropy(input, target, weight, *rest, **options)
     return recomputed(partial(_in_float32, rest, options), input, target, weight)

@@ -1,0 +1,314 @@
+"""What each precision gains on a GPU: speed and memory of ResNet-50, GPT-2 small and an LSTM, as MixedPrecision trains them.
+
+    python benchmarks/training_modes.py [--json benchmarks/results/training_modes-h200.json] [--tiny]
+
+FP32 without TF32 is the baseline, as in NVIDIA's GTC 2018 talk; then FP32 with TF32, and every precision. Synthetic data; each
+step is timed by CUDA events, after warm-up steps; medians. Under eight minutes on an H200. Without a GPU it says so and does
+nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from machine import write_results
+from torch import nn
+from torch.nn import functional as F
+
+import mpinspect
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+# -- ResNet ---------------------------------------------------------------------------------------------------------------
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions around a shortcut; He et al., 2016, with the stride in the 3x3."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(depths: tuple[int, ...], width: int, classes: int) -> nn.Module:
+    """ResNet-50 for depths (3, 4, 6, 3), width 64 and 1000 classes: 25.6 M parameters."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    channels = width
+    for stage, depth in enumerate(depths):
+        for block in range(depth):
+            layers.append(Bottleneck(channels, width * 2**stage, 2 if stage and not block else 1))
+            channels = 4 * width * 2**stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+# -- GPT-2 ----------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """GPT-2 small for 12 layers, width 768, 12 heads, 1024 tokens and the vocabulary padded to 50304: 124 M parameters."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))).flatten(0, 1)
+
+
+# -- LSTM -----------------------------------------------------------------------------------------------------------------
+
+
+class LSTM(nn.Module):
+    """A word-level language model: embedding, LSTM layers, vocabulary."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.tokens(tokens))[0]).flatten(0, 1)
+
+
+# -- what is measured -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its optimizer and one batch on a device; ``items`` (images or tokens) in it."""
+
+    name: str
+    unit: str
+    items: int
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    batch: Callable[[str], Batch]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """``channels_last``: the layout that convolutions on Tensor Cores want."""
+
+    name: str
+    precision: str
+    tf32: bool = False
+    channels_last: bool = True
+
+
+MODES = (
+    Mode("FP32, no TF32", "fp32", channels_last=False),
+    Mode("FP32, TF32", "fp32", tf32=True),
+    *(Mode(name, name) for name in ("fp16-amp", "bf16-amp", "fp16-master", "bf16-master", "fp16-pure")),
+)
+
+
+def tokens(batch: int, length: int, vocabulary: int) -> Callable[[str], Batch]:
+    def make(device: str) -> Batch:
+        drawn = torch.randint(vocabulary, (batch, length + 1), device=device)
+        return drawn[:, :-1], drawn[:, 1:].flatten()
+
+    return make
+
+
+def images(batch: int, size: int, classes: int) -> Callable[[str], Batch]:
+    def make(device: str) -> Batch:
+        return torch.randn(batch, 3, size, size, device=device), torch.randint(classes, (batch,), device=device)
+
+    return make
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    # FP16 has no 1e-8, Adam's usual eps: weights stored in FP16 without masters would be NaN after a step (0/0).
+    return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-4)
+
+
+def tasks(tiny: bool) -> list[Task]:
+    """The three of them; toys of the same kinds for ``tiny``."""
+    if tiny:
+        return [
+            Task("ResNet", "images", 4, lambda: resnet((1, 1), 8, 10), sgd, images(4, 32, 10)),
+            Task("GPT-2", "tokens", 2 * 16, lambda: GPT2(1, 32, 2, 16, 64), adamw, tokens(2, 16, 64)),
+            Task("LSTM", "tokens", 2 * 8, lambda: LSTM(1, 16, 64), adamw, tokens(2, 8, 64)),
+        ]
+    return [
+        Task("ResNet-50", "images", 128, lambda: resnet((3, 4, 6, 3), 64, 1000), sgd, images(128, 224, 1000)),
+        Task("GPT-2 small", "tokens", 8192, lambda: GPT2(12, 768, 12, 1024, 50304), adamw, tokens(8, 1024, 50304)),
+        Task("LSTM 2x1024", "tokens", 8192, lambda: LSTM(2, 1024, 32768), adamw, tokens(64, 128, 32768)),
+    ]
+
+
+@dataclass
+class Row:
+    """One task in one mode. Memory is torch's own peak, None on a CPU; both ratios are against FP32 without TF32."""
+
+    task: str
+    mode: str
+    unit: str
+    step_ms: float
+    per_second: float
+    speed_up: float
+    peak_memory_gib: float | None
+    memory_ratio: float | None
+    skipped_steps: int
+
+
+class Clock:
+    """Milliseconds of each step: by CUDA events, or by the host's clock on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def times(self, step: Callable[[], None], count: int) -> list[float]:
+        if self.device != "cuda":
+            return [self._on_host(step) for _ in range(count)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        torch.cuda.synchronize()
+        for before, after in events:
+            before.record()
+            step()
+            after.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in events]
+
+    @staticmethod
+    def _on_host(step: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        step()
+        return (time.perf_counter() - started) * 1e3
+
+
+def run(task: Task, mode: Mode, device: str, warm_up: int, steps: int) -> tuple[float, float | None, int]:
+    """Milliseconds of a step (median), peak memory in GiB, and steps skipped, warm-up included."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = mode.tf32
+    torch.manual_seed(0)
+    layout = torch.channels_last if mode.channels_last else torch.contiguous_format
+    model = task.model().to(device).to(memory_format=layout)
+    x, y = task.batch(device)
+    if x.dim() == 4:
+        x = x.to(memory_format=layout)
+    precision = mpinspect.MixedPrecision(model, task.optimizer(model.parameters()), mode.precision)
+
+    def step() -> None:
+        precision.zero_grad()
+        with precision.autocast():
+            loss = F.cross_entropy(model(x), y)
+        precision.backward(loss)
+        precision.step()
+
+    clock = Clock(device)
+    clock.times(step, warm_up)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = clock.times(step, steps)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+    return statistics.median(times), peak, precision.skipped_steps
+
+
+def measure(device: str, tiny: bool) -> list[Row]:
+    """Every task in every mode, memory given back in between."""
+    torch.backends.cudnn.benchmark = True
+    warm_up, steps = (1, 2) if tiny else (10, 20)
+    rows = []
+    for task in tasks(tiny):
+        base: tuple[float, float | None] | None = None
+        for mode in MODES:
+            milliseconds, peak, skipped = run(task, mode, device, warm_up, steps)
+            base = base or (milliseconds, peak)
+            ratio = peak / base[1] if peak is not None and base[1] else None
+            per_second = task.items / milliseconds * 1e3
+            speed_up = base[0] / milliseconds
+            rows.append(Row(task.name, mode.name, task.unit, milliseconds, per_second, speed_up, peak, ratio, skipped))
+            print(line(rows[-1]), flush=True)
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def heading() -> str:
+    return f"{'':12} {'':14} {'step':>10} {'':>18} {'speed-up':>9} {'peak memory':>12} {'of FP32':>8}"
+
+
+def line(row: Row) -> str:
+    memory = "" if row.peak_memory_gib is None else f"{row.peak_memory_gib:.2f} GiB"
+    ratio = "" if row.memory_ratio is None else f"{row.memory_ratio:.2f}x"
+    rate = f"{row.per_second:,.0f} {row.unit}/s"
+    return f"{row.task:12} {row.mode:14} {row.step_ms:7.2f} ms {rate:>18} {row.speed_up:8.2f}x {memory:>12} {ratio:>8}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that the script works; also on a CPU")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not options.tiny:
+        print("There is no CUDA GPU here, so nothing was measured (--tiny runs toy sizes on the CPU).")
+        return
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU, emulated: no speed is to be expected'}")
+    print(heading())
+    rows = measure(device, options.tiny)
+    if options.json:
+        write_results(options.json, [asdict(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
