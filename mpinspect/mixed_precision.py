@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpinspect.auto_scale import AutoScale
 from mpinspect.emulation import half_arithmetic
 from mpinspect.training import checkpoint
+from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.forwards import ForwardShapes
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
@@ -98,10 +100,13 @@ class MixedPrecision:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The context for the forward and the loss."""
-        with (
-            self._arithmetic(),
-            torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._precision.autocast),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(self._arithmetic())
+            autocast = torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._precision.autocast)
+            stack.enter_context(autocast)
+            if self._precision.stored != torch.float32:
+                # Else the FP32 log-softmax over a large vocabulary is the largest tensor that is kept.
+                stack.enter_context(LeanCrossEntropy())
             yield
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
@@ -135,6 +140,7 @@ class MixedPrecision:
             raise RuntimeError("unscale_() was called already since the last step(): gradients would be divided twice")
         self._adopt_new()
         self._require_gradients()
+        self._follow_model()
         self._masters.gradients_to_masters()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
@@ -177,6 +183,7 @@ class MixedPrecision:
             LossScaleCollapsedError: the scale stands at its floor and gradients still overflow.
         """
         self._adopt_new()
+        self._follow_model()
         if closure is None:
             self._require_gradients()
             if not self._unscaled:
@@ -321,6 +328,27 @@ class MixedPrecision:
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
         return self._precision.compute if self._precision.autocast else None
+
+    def _follow_model(self) -> None:
+        """Take over into the masters what was written to the model's 16-bit weights: clipping them, say, or a broadcast.
+
+        Costs a look at version counters; waits for the GPU only after such a write. DistributedDataParallel broadcasts
+        rank 0's 16-bit weights when it is made: where they differ, every rank's masters start from these.
+        """
+        if not self._masters.changed_in_model():
+            return
+        differs = self._masters.differs_from_model()
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several:
+            flag = torch.tensor(float(differs), device=next(self._core.parameters()).device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            differs = bool(flag)
+        if not differs:
+            self._masters.note_agreement()
+        elif several:
+            self._masters.model_to_masters()
+        else:
+            self._masters.take_changes()
 
     def _adopt_new(self) -> None:
         """Give masters to parameters that were added to an optimizer since (``add_param_group``)."""

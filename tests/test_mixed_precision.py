@@ -196,6 +196,28 @@ def test_parameters_added_later_get_masters():
     assert not torch.equal(before, model[4].weight)
 
 
+def test_what_is_written_to_the_model_reaches_the_masters():
+    """A GAN's weight clipping, for one; the weights that were not touched keep their masters' lower bits."""
+    mp = make("fp16-master", 128.0)
+    train(mp, batches(3))
+    before = mp.weights()["0.weight"]
+    with torch.no_grad():
+        mp.model[0].weight.clamp_(-0.125, 0.125)
+    x, y = batches(1)[0]
+    mp.zero_grad()
+    with mp.autocast():
+        loss = nn.functional.cross_entropy(mp.model(x), y)
+    mp.backward(loss * 0)
+    (optimizer,) = mp.optimizers
+    optimizer.param_groups[0]["lr"] = 0.0
+    mp.step()
+    after = mp.weights()["0.weight"]
+    inside = before.half().abs() <= 0.125
+    assert 0 < inside.sum() < inside.numel()
+    assert torch.equal(after[inside], before[inside])
+    assert torch.equal(after[~inside], before[~inside].clamp(-0.125, 0.125))
+
+
 # -- what it says -------------------------------------------------------------------------------------------------------
 
 

@@ -136,6 +136,21 @@ class MasterWeights:
         """
         return [self._name(parameter) for parameter, version in self._versions.items() if parameter._version != version]
 
+    def differs_from_model(self) -> bool:
+        """Whether a weight of the model is not its master rounded. Waits for the GPU."""
+        return any(not torch.equal(parameter, master.to(parameter.dtype)) for parameter, master in self._pairs.items())
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Take over what was written to the model's weights; masters of those that were not keep their lower bits."""
+        for parameter, master in self._pairs.items():
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+        self.note_agreement()
+
+    def note_agreement(self) -> None:
+        """From now on `changed_in_model` names what is written after this."""
+        self._note_versions(self._pairs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of the model's parameters that the optimizers hold, and those of the masters."""
         for tensor in (*self._pairs, *self._pairs.values(), *self._own):
