@@ -83,6 +83,7 @@ class MixedPrecision:
         self._core = _unwrapped(model)
         self._device = next(self._core.parameters()).device.type
         check_convertible(model, self._precision)
+        _warn_of_vanishing_eps(self.optimizers, self._precision)
         self.scaler = _scaler(loss_scale, self._precision, self._device)
         # Without masters to keep it holds none, and passes everything on.
         self._masters = MasterWeights.split(self._core, self.optimizers, self._precision)
@@ -432,12 +433,32 @@ def _optimizers(model: object, given: object) -> list[torch.optim.Optimizer]:
     return several
 
 
+def _warn_of_vanishing_eps(optimizers: list[torch.optim.Optimizer], precision: Precision) -> None:
+    """FP16 weights without masters have FP16 state, where Adam's own eps is 0 and a gradient of 0 divides 0 by 0."""
+    if precision.stored != torch.float16 or precision.masters:
+        return
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        eps = group.get("eps")
+        if isinstance(eps, float) and 0 < eps <= 2.0**-25:
+            warnings.warn(
+                f"the optimizer's eps={eps:g} is 0 in FP16, so that weights with a gradient of 0 turn NaN: "
+                f"with {precision.name!r} give it eps=1e-4 or so",
+                LossScaleWarning,
+                stacklevel=3,
+            )
+            return
+
+
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, so that its names are the same with and without DistributedDataParallel."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        inside: torch.nn.Module = model.module
-        return inside
-    return model
+    """The model itself, so that its names are the same with and without DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            inside: object = model.module
+        else:
+            inside = vars(model).get("_modules", {}).get("_orig_mod")  # what torch.compile puts around it
+        if not isinstance(inside, torch.nn.Module):
+            return model
+        model = inside
 
 
 def _scaler(given: str | float | LossScaler | None, precision: Precision, device: str) -> LossScaler:

@@ -201,6 +201,16 @@ def test_a_compiled_model():
     assert explain(model, spoil(compiled(torch.ones(1, 2))).sum(), explainer).layer == "1"
 
 
+def test_a_compiled_model_has_its_own_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    mp = MixedPrecision(compiled, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-amp", 2.0**4)
+    assert list(mp.weights()) == list(model.state_dict())
+    mp.backward(spoil(compiled(torch.ones(1, 2))).sum())
+    assert mp.step() is False
+    assert mp.skips[0].culprit.layer == "1"
+
+
 @pytest.mark.parametrize("precision", ["fp16-master", "fp16-pure"])
 def test_masters_stand_for_the_models_parameters(precision):
     model = Backwards()
@@ -485,13 +495,17 @@ def test_what_is_known_at_once_is_warned_about_once():
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-amp", scaler)
     with torch.no_grad():
         model.bias.fill_(math.nan)
-    with pytest.warns(LossScaleWarning, match="'bias' itself is not finite") as caught:
+
+    def three_steps() -> None:
         for _ in range(3):
             mp.zero_grad()
             with mp.autocast():
                 loss = model(torch.ones(1, 2)).float().square().sum()
             mp.backward(loss)
             mp.step()
+
+    with pytest.warns(LossScaleWarning, match="'bias' itself is not finite") as caught:
+        three_steps()
     assert len(caught) == 1
 
 

@@ -478,6 +478,12 @@ def test_a_scale_that_is_no_power_of_two_only_warns():
     assert mp.loss_scale == 1000.0
 
 
+def test_an_eps_that_vanishes_in_fp16_is_warned_of():
+    model = network()
+    with pytest.warns(LossScaleWarning, match="eps=1e-08 is 0 in FP16"):
+        mpinspect.MixedPrecision(model, torch.optim.Adam(model.parameters()), "fp16-pure")
+
+
 def test_wrong_types_are_told_apart():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

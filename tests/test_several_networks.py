@@ -299,3 +299,23 @@ def test_half_arithmetic_alone_carries_a_double_backward():
         assert gradient.dtype == torch.float16
         gradient.float().square().sum(1).mean().backward()
     assert weight.grad.flatten().tolist() == [6.0, 8.0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("loss_scale", ["dynamic", "talk"])
+def test_a_penalty_that_overflows_lowers_the_scale_though_the_loss_was_not_finite(precision, loss_scale):
+    """The penalty is computed from a scaled gradient: its infinity is the scale's doing, and no reason to hold the scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    mp = MixedPrecision(model, torch.optim.Adam(model.parameters(), lr=0.01), precision, loss_scale)
+    stepped = []
+    for _ in range(40):
+        mp.zero_grad()
+        with mp.autocast():
+            loss = mp.model(torch.randn(32, 2)).float().mean() + 0.1 * penalised(mp, torch.randn(32, 2))
+        mp.backward(loss)
+        stepped.append(mp.step())
+    assert stepped[-10:] == [True] * 10
+    assert 1 <= mp.skipped_steps <= 25
+    assert mp.skips[0].phase == "backward"
+    assert "gradient penalty" in str(mp.skips[0])

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mpinspect.capture.capture import Capture
-from mpinspect.emulation import half_arithmetic
 from mpinspect.capture.layers import Selection, describe, find_layers, find_parameters
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.untouched import ModelState
+from mpinspect.emulation import half_arithmetic
 from mpinspect.session import GRADIENT_KINDS, RunInfo, Session
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]

@@ -69,6 +69,7 @@ class CheckedSteps(torch.amp.GradScaler):
         if isinstance(outputs, (torch.Tensor, list, tuple)) or not isinstance(outputs, Iterable):
             scaled = super().scale(outputs)
             losses.note(outputs)
+            losses.watch(scaled)
             return scaled
         return super().scale(losses.noting(outputs))
 

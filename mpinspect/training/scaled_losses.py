@@ -33,6 +33,8 @@ class ScaledLosses:
     count: int = 0
     #: Whether one of them was FP16.
     any_half: bool = False
+    #: Whether a gradient of something scaled went into a further loss (create_graph=True), as that of a gradient penalty does.
+    differentiated: bool = False
 
     def __len__(self) -> int:
         """How many tensors are kept."""
@@ -52,21 +54,36 @@ class ScaledLosses:
             self.note(output)
             yield output
 
+    def watch(self, scaled: Any) -> None:
+        """Notice when the gradient of something scaled is to be differentiated itself: a later loss then depends on the scale."""
+        if isinstance(scaled, torch.Tensor):
+            if scaled.requires_grad:
+                scaled.register_hook(self._gradient_arrives)  # type: ignore[no-untyped-call]
+        elif isinstance(scaled, (list, tuple)):
+            for part in scaled:
+                self.watch(part)
+
     def forget(self) -> None:
         """Let go of everything but the count."""
         self._kept.clear()
-        self.any_half = False
+        self.any_half = self.differentiated = False
 
     def any_failed(self) -> bool:
         """Whether one of the losses was infinite or NaN. Waits for the GPU."""
         return bool(self._kept) and any(not bool(finite) for finite in self._finite_by_device())
 
     def failed(self, device: torch.device) -> torch.Tensor:
-        """Whether one of the losses was infinite or NaN: 1.0 or 0.0, 0-d FP32 on ``device``."""
+        """Whether one of the losses was infinite or NaN, and not for the scale: 1.0 or 0.0, 0-d FP32 on ``device``."""
         flag = torch.zeros((), dtype=torch.float32, device=device)
+        if self.differentiated:
+            return flag
         for finite in self._finite_by_device():
             flag = torch.maximum(flag, (~finite).to(device=device, dtype=torch.float32, non_blocking=True))
         return flag
+
+    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        # A hook runs with gradients enabled only where create_graph=True.
+        self.differentiated = self.differentiated or torch.is_grad_enabled()
 
     def _note_tensor(self, loss: torch.Tensor) -> None:
         self.count += 1
@@ -103,6 +120,9 @@ def find_cause(
 ) -> Cause:
     """Why the step of ``optimizer`` was skipped (None: its gradients are gone). Waits for the GPU."""
     if losses.any_failed():
+        if losses.differentiated:
+            detail = "it was computed from a scaled gradient, as a gradient penalty is: that may have overflowed"
+            return Cause(BACKWARD, NonFinite("", "loss", "", detail))
         return Cause(FORWARD, _ask(explainer, FORWARD, optimizer))
     if losses.any_half and scale >= _HALF_OVERFLOWS_AT:
         detail = f"the loss is FP16, which cannot hold {power(scale)}: compute the loss in FP32"
