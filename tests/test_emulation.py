@@ -188,9 +188,9 @@ def test_sums_are_kept_in_fp32_and_the_result_is_rounded():
         assert torch.mm(ones.bfloat16(), ones.bfloat16().t()).item() == 4096
         assert torch.isinf(torch.mm(torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half())).all()
         assert torch.mm(torch.full((1, 1), 2.0**-13).half(), torch.full((1, 1), 2.0**-12).half()).item() == 0
-        # BF16 instructions flush such operands to zero; Tensor Cores do not.
-        subnormal = torch.full((1, 1), 2.0**-130).bfloat16()
-        assert torch.mm(subnormal, torch.full((1, 1), 2.0**100).bfloat16()).item() == 2.0**-30
+        # Processors' BF16 instructions take such operands for zero; Tensor Cores do not.
+        subnormal, large = torch.full((64, 64), 2.0**-130).bfloat16(), torch.full((64, 64), 2.0**100).bfloat16()
+        assert (torch.mm(subnormal, large) == 2.0**-24).all()
 
 
 def test_a_gradient_that_enters_a_product_is_rounded_there():
@@ -207,13 +207,23 @@ def test_a_gradient_that_enters_a_product_is_rounded_there():
 # -- large products in parts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.fixture(params=["one thread", "threads of ours", "threads of torch's"])
+def small_parts(request, monkeypatch) -> Iterator[None]:
+    """Parts of 64 values, on each way to share them."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(blocks, "PART", 64)
+    if request.param == "threads of torch's":
+        monkeypatch.setattr(blocks, "MOST_THREADS", 0)
+    torch.set_num_threads(1 if request.param == "one thread" else 3)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("layout", ["rows, rows", "rows, columns", "columns, rows", "columns, columns"])
 @pytest.mark.parametrize(
-    "shape", [(3, 5, 200), (200, 5, 3), (3, 200, 5), (60, 70, 3), (3, 70, 60), (60, 3, 70), (1, 300, 1)]
+    "shape", [(3, 5, 200), (200, 5, 3), (3, 200, 5), (60, 70, 3), (3, 70, 60), (60, 3, 70), (1, 300, 1), (2, 9000, 1)]
 )
-def test_parts_make_the_same_product(shape, layout, bias, monkeypatch):
-    monkeypatch.setattr(blocks, "PART", 64)
+def test_parts_make_the_same_product(shape, layout, small_parts):
     torch.manual_seed(0)
     m, k, n = shape
     columns = [side == "columns" for side in layout.split(", ")]
@@ -221,19 +231,62 @@ def test_parts_make_the_same_product(shape, layout, bias, monkeypatch):
         (torch.randint(-3, 4, size[::-1]).half().t() if by_columns else torch.randint(-3, 4, size).half())
         for size, by_columns in zip([(m, k), (k, n)], columns, strict=True)
     )
-    added = torch.randint(-3, 4, (n,)).half() if bias else None
-    made = blocks.product(a, b, added)
-    expected = a.double() @ b.double() + (0 if added is None else added.double())
-    assert torch.equal(made, expected.half())
-    assert made.is_contiguous()
+    for bias in (None, torch.randint(-3, 4, (n,)).half()):
+        made = blocks.product(a, b, bias)
+        expected = a.double() @ b.double() + (0 if bias is None else bias.double())
+        assert torch.equal(made, expected.half())
+        assert made.is_contiguous()
+
+
+def test_parts_give_the_same_bits_each_time(small_parts):
+    torch.manual_seed(0)
+    for shape in [(20, 500, 3), (500, 20, 30), (3, 500, 20)]:
+        a, b = torch.randn(shape[:2]).half(), torch.randn(shape[1:]).half()
+        for left, right in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+            first = blocks.product(left, right)
+            assert all(torch.equal(blocks.product(left, right), first) for _ in range(5))
+
+
+def test_parts_with_and_without_autograd(small_parts):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(20, 30), torch.randint(-3, 4, (50, 20)).half()
+    layer.half()
+    with half_arithmetic():
+        made = layer(x)
+        made.backward(torch.ones_like(made))
+        assert made.requires_grad
+        assert torch.equal(layer.weight.grad, x.double().sum(0).half().expand(30, 20))
+        with torch.no_grad():
+            assert torch.equal(layer(x), made)
+        with torch.inference_mode():
+            inferred = layer(x)
+        assert inferred.is_inference()
+        assert torch.equal(inferred, made)
+        assert not inferred.requires_grad
+
+
+def test_an_error_in_a_part_is_raised(small_parts):
+    def fail(taken: Any) -> None:
+        for _ in taken:
+            raise RuntimeError("on purpose")
+
+    threads = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        blocks._share(fail, range(5))
+    assert torch.get_num_threads() == threads
 
 
 def test_parts_keep_the_memory_small(monkeypatch):
     """No FP32 tensor is larger than the small operand or two parts."""
     monkeypatch.setattr(blocks, "PART", 2**10)
-    layer, x = nn.Linear(64, 512).half(), torch.randn(1024, 64).half()
-    with Products() as inside, half_arithmetic():
-        layer(x).sum().backward()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a dispatch mode sees its own thread only
+    try:
+        layer, x = nn.Linear(64, 512).half(), torch.randn(1024, 64).half()
+        with Products() as inside, half_arithmetic():
+            layer(x).sum().backward()
+    finally:
+        torch.set_num_threads(before)
     assert inside.dtypes == {torch.float32}
     assert inside.largest <= 64 * 1024
 

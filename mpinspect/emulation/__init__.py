@@ -5,8 +5,8 @@ and ``.half()`` make real 16-bit tensors; this room makes what is done with them
 
 * the same on every CPU: a product of two 16-bit numbers is exact in FP32, so products and convolutions are computed in
   FP32 and rounded once. torch's own 16-bit kernels depend on the processor: orders of magnitude slower than FP32 on most,
-  and on those with bfloat16 instructions fast, but with FP32 subnormals flushed to zero. BF16 goes the same way as FP16 for
-  that reason, though its own kernels may be faster;
+  and on those with bfloat16 instructions fast, but these take subnormals (below 2^-126) for zero. BF16 goes the same
+  way as FP16 for that reason, though its own kernels may be faster;
 * alike CUDA's: autocast runs functions in FP32 on CUDA that it leaves in FP16 on a CPU (softmax, exp, pow, sums, norms;
   "CUDA Ops that can autocast to float32" in torch's documentation of autocast). Here CUDA's lists hold.
 
@@ -34,19 +34,19 @@ def half_arithmetic() -> Iterator[None]:
 
     * matrix products, convolutions, attention and recurrent layers take 16-bit operands, sum in FP32 and give 16-bit
       results. Tensors on other devices, FP32, FP64 and integer tensors are computed as ever;
-    * under ``torch.autocast("cpu", ...)`` every operation runs in the dtype that CUDA's autocast gives it. Operations that
-      CUDA refuses under autocast or in FP16 (``binary_cross_entropy``, ``torch.linalg.solve`` and its kin, FFTs of other
-      sizes than powers of two) run as on a CPU. Without autocast a function keeps the dtype of its input;
+    * under ``torch.autocast("cpu", ...)`` the operations of CUDA's lists run in the dtype that CUDA gives them. What CUDA
+      refuses in FP16, or has in part only, runs as on a CPU, in FP32: ``binary_cross_entropy``, linear algebra, FFTs,
+      quantiles. Without autocast a function keeps the dtype of its input;
     * attention keeps what CUDA's flash kernel keeps for the backward: 16-bit query, key, value and output and one FP32
       number a row. With dropout, or a mask that needs a gradient, it is the plain formula with FP32 scores. The flash
       kernel has no second derivative, here as on CUDA: ask for ``sdpa_kernel(SDPBackend.MATH)`` where one is needed;
-    * LSTM, GRU and RNN are computed gate by gate, every gate rounded (cuDNN rounds less often; it does not say where).
+    * LSTM, GRU and RNN are computed gate by gate, every gate rounded; cuDNN's fused layers may round less often.
 
     Nests; affects the calling thread only, the backward included, which runs in the thread that calls it on a CPU.
     Settings are as before afterwards, also after an error. What ``torch.compile`` has compiled runs eagerly inside the
-    block (with ``fullgraph=True`` torch refuses to). A dispatch mode entered before the block sees the FP32 products, in
-    parts where they are large; one entered inside it sees the 16-bit ones. The first block of a process takes a
-    second or two, in which torch loads what its dispatch modes need.
+    block (with ``fullgraph=True`` torch refuses to). A dispatch mode entered inside the block sees the 16-bit products; one
+    entered before it sees the FP32 ones, and of a large one only the parts that the calling thread computes. The first
+    block of a process takes a second or two, in which torch loads what its dispatch modes need.
     """
     with cuda_autocast_lists(), PlainRecurrence(), HalfProducts():  # type: ignore[no-untyped-call]
         yield
