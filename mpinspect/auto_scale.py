@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from mpinspect.inspector import Inspector
 from mpinspect.training.loss_scaler import LossScaler
+from mpinspect.training.skipped_steps import power
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -58,6 +60,7 @@ class AutoScale:
         self._scaler = scaler
         self._block = block
         self._clean = 0
+        self._detached = False
         self._inspector: Inspector | None = None
         self._seen: frozenset[object] = frozenset()
         self._begin()
@@ -66,6 +69,15 @@ class AutoScale:
     def steps_to_wait(self) -> int:
         """Steps until the next block begins; 0 within one."""
         return 0 if self._inspector is not None else self._left
+
+    def __str__(self) -> str:
+        """What it is doing, a clause."""
+        if self._inspector is not None:
+            return f"the gradients are inspected for {self._left} more steps"
+        if self._scaler.window is None:
+            return "no window was found"
+        lowest, highest = map(power, self._scaler.window)
+        return f"within the window {lowest} .. {highest} that the inspector found"
 
     def resume(self, steps_to_wait: int) -> None:
         """Go on where ``steps_to_wait`` was this. A block that was under way begins again: its counts are gone."""
@@ -77,6 +89,8 @@ class AutoScale:
 
     def step_ended(self, *, skipped: bool) -> None:
         """A step is over. Waits for the GPU once, at the end of a block; else only where the step was skipped."""
+        if self._detached:
+            return
         self._left -= 1
         self._clean += not skipped
         if self._inspector is None:
@@ -89,12 +103,20 @@ class AutoScale:
         self._left = self._block
         self._clean = 0
         self._inspector = self._inspect().attach()
+        # Should nobody care for this object any more, its inspector must not listen for ever.
+        self._finalizer = weakref.finalize(self, self._inspector.detach)
 
     def _stop(self) -> Inspector | None:
         inspector, self._inspector = self._inspector, None
         if inspector is not None:
+            self._finalizer.detach()
             inspector.detach()
         return inspector
+
+    def detach(self) -> None:
+        """Inspect no more; the scale goes on as it is."""
+        self._stop()
+        self._detached = True
 
     def _end(self) -> None:
         inspector = self._stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,9 +21,11 @@ from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.forwards import ForwardShapes
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.masters import MasterWeights
+from mpinspect.training.ownership import StepGuard, checked_optimizers, take_scaler
 from mpinspect.training.precision import PRECISIONS, Precision, check_convertible, get_precision
 from mpinspect.training.skipped_steps import FORWARD, SkippedStep, power
 from mpinspect.training.suggestions import suggestions
+from mpinspect.training.transfer import any_written_since
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -62,7 +65,7 @@ class MixedPrecision:
         precision: one of the above.
         loss_scale: "dynamic" (from 2^16, halved at an overflow, doubled after 2000 clean steps), a preset's name ("talk":
             from 2^32, doubled after 1000), a number (static), "auto" (the first steps are inspected, then dynamic within
-            the window found), or a LossScaler. By default "dynamic" for the fp16 precisions, none for the others.
+            the window found), "none", or a LossScaler. By default "dynamic" for the fp16 precisions, none for the others.
 
     Raises:
         TypeError: model, optimizer or loss_scale is of the wrong type.
@@ -79,18 +82,28 @@ class MixedPrecision:
     ) -> None:
         self._precision = get_precision(precision)
         self.model = model
-        self.optimizers = _optimizers(model, optimizer)
+        self.optimizers = checked_optimizers(model, optimizer)
         self._core = _unwrapped(model)
         self._device = next(self._core.parameters()).device.type
         check_convertible(model, self._precision)
-        _warn_of_vanishing_eps(self.optimizers, self._precision)
         self.scaler = _scaler(loss_scale, self._precision, self._device)
+        if self.scaler.is_enabled():
+            _require_real(self._core)
+        take_scaler(self, self.scaler)
+        _warn_of_vanishing_eps(self.optimizers, self._precision)
+        # FP16 weights without masters have FP16 gradients: that they are unscaled in FP16 is part of what is lost.
+        self.scaler.allow_fp16_gradients = self._precision.stored == torch.float16 and not self._precision.masters
         # Without masters to keep it holds none, and passes everything on.
         self._masters = MasterWeights.split(self._core, self.optimizers, self._precision)
-        self._explainer = ModelExplainer(self._core, self._model_parameters)
+        self._explainer = ModelExplainer(self._core, _weakly(self._model_parameters))
         self.scaler.explainer = self._explainer
         self._shapes = ForwardShapes(self._core)
         self._auto = AutoScale(self._core, self.optimizers, self.scaler) if loss_scale == "auto" else None
+        #: Whether the optimizers' own steps are called from here.
+        self.stepping = False
+        if self.scaler.is_enabled() or len(self._masters):
+            for one in self.optimizers:
+                StepGuard.put(self, one)
         self._unscaled = False
         self._steps = 0
         self._held = self._count_held()
@@ -118,12 +131,13 @@ class MixedPrecision:
             options: of torch.Tensor.backward.
 
         Raises:
-            RuntimeError: the gradients of the last step were never zeroed, or have been unscaled already.
+            RuntimeError: the gradients have been unscaled already; or, with masters, those of the last step were never zeroed.
         """
         if self._unscaled:
             raise RuntimeError(
                 "backward() after unscale_() and before step(): this gradient would be added to unscaled ones. "
-                "Run every micro-batch's backward first, then unscale_(), clip, step()"
+                "Run every micro-batch's backward first, then unscale_(), clip, step(); to drop a batch after unscale_(), call "
+                "this object's zero_grad()"
             )
         self._masters.check_zeroed()
         with self._arithmetic():
@@ -180,20 +194,19 @@ class MixedPrecision:
             Whether every optimizer stepped.
 
         Raises:
-            RuntimeError: no backward has run; its gradients would be missing.
+            RuntimeError: no backward has run; its gradients would be missing. With masters: the model's gradients were changed
+                after unscale_() had copied them to the masters.
             LossScaleCollapsedError: the scale stands at its floor and gradients still overflow.
         """
         self._adopt_new()
         self._follow_model()
         if closure is None:
             self._require_gradients()
-            if not self._unscaled:
+            if self._unscaled:
+                self._require_unchanged()
+            else:
                 self._masters.gradients_to_masters()
-        evaluate = (self._replayed(closure),) if closure is not None else ()
-        stepped = True
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer, *evaluate)
-            stepped = stepped and not (self.scaler.is_enabled() and self.scaler.last_step_skipped)
+        stepped = self._step_all(closure)
         self._masters.masters_to_model()
         self._unscaled = False
         self._steps += 1
@@ -204,11 +217,12 @@ class MixedPrecision:
         return stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model, and of the masters."""
+        """Clear the gradients of the model, and of the masters. A batch that has not been stepped on is dropped by it."""
         self.model.zero_grad(set_to_none)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
-        self._unscaled = False
+        if not self.stepping:
+            self._abandon()
 
     # -- what it knows ------------------------------------------------------------------------------------------
 
@@ -257,7 +271,8 @@ class MixedPrecision:
         lines = [f"{self.precision}: {self._steps} steps, {self.skipped_steps} skipped"]
         if self.scaler.is_enabled():
             kind = "static" if self.scaler.is_static else "dynamic"
-            lines.append(f"loss scale {power(self.loss_scale)}, {kind}")
+            auto = f"; {self._auto}" if self._auto is not None else ""
+            lines.append(f"loss scale {power(self.loss_scale)}, {kind}{auto}")
         if self.emulated:
             lines.append("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
         lines += [str(skip) for skip in self.skips[-3:]]
@@ -268,8 +283,8 @@ class MixedPrecision:
     def state_dict(self) -> dict[str, Any]:
         """Everything that resuming needs: weights (the masters where there are any), optimizers, scale, counters.
 
-        Resuming from it is bit-identical to not having stopped. torch's random state and the data's position are the
-        script's own.
+        Resuming from it is bit-identical to not having stopped (within a block that loss_scale="auto" inspects, that block
+        begins again). torch's random state and the data's position are the script's own.
         """
         return {
             "kind": checkpoint.KIND,
@@ -277,16 +292,17 @@ class MixedPrecision:
             "precision": self.precision,
             "weights": self.weights(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "others": {name: _copied(tensor) for name, tensor in self._others().items()},
             "scaler": self.scaler.state_dict(),
             "counters": {"steps": self._steps} | ({} if self._auto is None else {"auto": self._auto.steps_to_wait}),
         }
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Any]:
         """The model's state dict with the FP32 masters in place of their 16-bit copies: loads into an FP32 model."""
         masters = {id(parameter): master for parameter, master in self._masters.pairs()}
         # By identity: weights that are tied have one master and several names.
         state = self._core.state_dict(keep_vars=True)
-        return {name: masters.get(id(tensor), tensor).detach().clone() for name, tensor in state.items()}
+        return {name: _copied(masters.get(id(tensor), tensor)) for name, tensor in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Take over a checkpoint's state, from this precision or another. Returns what was loaded and converted, in words.
@@ -295,16 +311,19 @@ class MixedPrecision:
             CheckpointError: it is empty, of another kind or of another model. Nothing has been changed then.
         """
         state = checkpoint.require(state)
-        checkpoint.require_fitting(state, self._core, self.optimizers)
+        checkpoint.require_fitting(state, self._core, self.optimizers, self._others())
+        # First, since it looks at its part itself and changes nothing where that is wrong.
+        scale = self._load_scale(state["scaler"])
         self._core.load_state_dict(state["weights"])
         self._masters.load_state_dict({name: state["weights"][name] for name in self._masters.state_dict()})
+        for name, tensor in self._others().items():
+            tensor.detach().copy_(state["others"][name])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self._steps = int(state["counters"]["steps"])
-        scale = self._load_scale(state["scaler"])
         if self._auto is not None and "auto" in state["counters"]:
             self._auto.resume(int(state["counters"]["auto"]))
-        self._unscaled = False
+        self._abandon()
         statement = checkpoint.statement(PRECISIONS[state["precision"]], self._precision, scale)
         _log.info(statement)
         return statement
@@ -316,6 +335,21 @@ class MixedPrecision:
     def load(self, path: str | Path) -> str:
         """``load_state_dict`` from a file that ``save`` wrote. Runs no code from it."""
         return self.load_state_dict(checkpoint.load(path))
+
+    def detach(self) -> None:
+        """Take every hook off the model and the optimizers. What was converted stays converted."""
+        self._explainer.detach()
+        self._shapes.detach()
+        if self._auto is not None:
+            self._auto.detach()
+        for optimizer in self.optimizers:
+            StepGuard.remove(optimizer)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a MixedPrecision can't be pickled or copied: it has hooks on its model. Save state_dict(), or use save(), and make "
+            "a new one from a model and an optimizer"
+        )
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -329,6 +363,33 @@ class MixedPrecision:
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
         return self._precision.compute if self._precision.autocast else None
+
+    def _step_all(self, closure: Callable[[], Any] | None) -> bool:
+        evaluate = (self._replayed(closure),) if closure is not None else ()
+        stepped = True
+        self.stepping = True
+        try:
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer, *evaluate)
+                stepped = stepped and not (self.scaler.is_enabled() and self.scaler.last_step_skipped)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.stepping = False
+        return stepped
+
+    def _abandon(self) -> None:
+        """Forget the step that is under way: the next backward begins another."""
+        self.scaler.abandon()
+        self._unscaled = False
+
+    def _require_unchanged(self) -> None:
+        if any_written_since(parameter for parameter, _ in self._masters.pairs()):
+            raise RuntimeError(
+                "the model's gradients were changed after unscale_(), which had copied them to the FP32 masters: the change "
+                "would be lost. Use this object's clip_grad_norm_() or clip_grad_value_(), or change those of master_parameters()"
+            )
 
     def _follow_model(self) -> None:
         """Take over into the masters what was written to the model's 16-bit weights: clipping them, say, or a broadcast.
@@ -378,6 +439,11 @@ class MixedPrecision:
         return [parameters.get(id(parameter), parameter) for parameter in held]
 
     def _require_gradients(self) -> None:
+        if self.scaler.is_enabled() and not self.scaler.has_scaled:
+            raise RuntimeError(
+                "no backward(loss) of this object since its last step: gradients of a plain loss.backward() are not scaled, "
+                "and those of the last step were used already. Call backward(loss), then step(), once each"
+            )
         for optimizer in self.optimizers:
             if all(parameter.grad is None for parameter in self._model_parameters(optimizer)):
                 raise RuntimeError(
@@ -405,32 +471,28 @@ class MixedPrecision:
             return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
         if not saved:
             return f"the loss scale starts anew, at {power(self.loss_scale)}: the checkpoint holds none"
-        self.scaler.load_state_dict(saved)
+        try:
+            self.scaler.load_state_dict(saved)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise checkpoint.CheckpointError(f"the checkpoint's loss scale can't be read: {error}") from error
         return f"the loss scale goes on at {power(self.loss_scale)}"
+
+    def _others(self) -> dict[str, torch.Tensor]:
+        """What the optimizers hold that the model does not have: by optimizer and place in it."""
+        own = {id(parameter) for parameter in self._core.parameters()}
+        own.update(id(master) for _, master in self._masters.pairs())
+        return {
+            f"{number}.{place}": parameter
+            for number, optimizer in enumerate(self.optimizers)
+            for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+            if id(parameter) not in own
+        }
 
     def _float32_fraction(self) -> float:
         if self._precision.autocast:
             return 0.0
         sizes = [(parameter.numel(), parameter.dtype) for parameter in self._core.parameters()]
         return sum(size for size, dtype in sizes if dtype == torch.float32) / max(1, sum(size for size, _ in sizes))
-
-
-def _optimizers(model: object, given: object) -> list[torch.optim.Optimizer]:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"MixedPrecision needs a torch.nn.Module, not {type(model).__name__}")
-    several: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if held.isdisjoint(id(parameter) for parameter in model.parameters()):
-            raise ValueError(
-                f"the {type(optimizer).__name__} holds none of the model's parameters: it was made for another model, or "
-                "before the model was copied or loaded anew. Make it from model.parameters()"
-            )
-    if not several:
-        raise TypeError("MixedPrecision needs an optimizer")
-    return several
 
 
 def _warn_of_vanishing_eps(optimizers: list[torch.optim.Optimizer], precision: Precision) -> None:
@@ -449,10 +511,29 @@ def _warn_of_vanishing_eps(optimizers: list[torch.optim.Optimizer], precision: P
             return
 
 
+def _require_real(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, which no loss scaler unscales: use 'fp32', or a bf16 precision, without a scale"
+            )
+
+
+def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
+    """The method of an object that it does not keep alive."""
+    alive = weakref.WeakMethod(method)
+
+    def call(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        found = alive()
+        return found(optimizer) if found is not None else []
+
+    return call
+
+
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model itself, so that its names are the same with and without DistributedDataParallel and torch.compile."""
     while True:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             inside: object = model.module
         else:
             inside = vars(model).get("_modules", {}).get("_orig_mod")  # what torch.compile puts around it
@@ -477,9 +558,12 @@ def _scaler(given: str | float | LossScaler | None, precision: Precision, device
         scaler = LossScaler.static(float(given), **options)
     else:
         raise TypeError(_wrong_scale(given))
-    # FP16 weights without masters have FP16 gradients: that they are unscaled in FP16 is part of what is lost.
-    scaler.allow_fp16_gradients = precision.stored == torch.float16 and not precision.masters
     return scaler
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a tensor; a module's extra state, which may be anything, as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _wrong_scale(given: object) -> str:

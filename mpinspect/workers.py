@@ -1,7 +1,8 @@
 """A few threads of our own, on which torch does not spread an operation over further threads.
 
-Counting and emulated products work on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than it saves, and
-stalls for milliseconds at a time where another process keeps a core busy; giving each thread its own chunks does not.
+Counting and emulated products work on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than
+it saves, and stalls for milliseconds at a time where another process keeps a core busy; giving each thread its own
+chunks does not.
 ``torch.set_num_threads`` would change the user's program, so what is set is OpenMP's own thread count, which every
 thread has for itself; the calling thread gets its own back. Where torch does not take it (another threading library),
 ``single_threaded`` says so and the caller keeps to chunks that torch does not split.

@@ -96,6 +96,23 @@ class CheckedSteps(torch.amp.GradScaler):
             ) from error
         self._iteration.optimizers[id(optimizer)] = optimizer
 
+    def abandon(self) -> None:
+        """Forget the iteration that is under way, as if nothing had been scaled since the last update(): its batch is dropped."""
+        if not self._enabled:
+            return
+        iteration = self._iteration
+        iteration.skipped.clear()
+        iteration.optimizers.clear()
+        iteration.cause = None
+        iteration.losses.forget()
+        iteration.losses.count = 0
+        self._per_optimizer_states.clear()
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss was scaled since the last update()."""
+        return self._iteration.losses.count > 0
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

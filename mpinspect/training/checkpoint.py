@@ -27,6 +27,8 @@ def save(state: Mapping[str, Any], path: str | Path) -> None:
         OSError: it can't be written; a file that was there is untouched.
     """
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target} can't be written: there is no directory {target.parent}")
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -76,10 +78,25 @@ def require(state: Any) -> dict[str, Any]:
 
 
 def require_fitting(
-    state: Mapping[str, Any], model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    state: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    others: Mapping[str, torch.Tensor],
 ) -> None:
-    """Raise CheckpointError unless the weights and optimizers in ``state`` are those of this model and these optimizers."""
-    missing = sorted({"precision", "weights", "optimizers", "scaler", "counters"}.difference(state))
+    """Raise CheckpointError unless ``state`` is of this model and these optimizers. ``others``: parameters beside the model's."""
+    try:
+        _require_model(state, model)
+        _require_optimizers(state["optimizers"], optimizers)
+        _require_others(state["others"], others)
+        int(state["counters"]["steps"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint was changed after it was made, or is damaged ({error!r})") from error
+
+
+def _require_model(state: Mapping[str, Any], model: torch.nn.Module) -> None:
+    missing = sorted({"precision", "weights", "optimizers", "others", "scaler", "counters"}.difference(state))
     if missing:
         raise CheckpointError(f"the checkpoint lacks {', '.join(missing)}: it was changed after it was made")
     if state["precision"] not in PRECISIONS:
@@ -91,12 +108,21 @@ def require_fitting(
             f"the checkpoint is of another model: {strange[0]!r} (and {len(strange) - 1} more names) are in only one of the two"
         )
     for name, tensor in here.items():
-        if there[name].shape != tensor.shape:
+        if isinstance(tensor, torch.Tensor) and there[name].shape != tensor.shape:
             raise CheckpointError(
                 f"the checkpoint is of another model: {name!r} has shape {tuple(there[name].shape)} there and "
                 f"{tuple(tensor.shape)} here"
             )
-    _require_optimizers(state["optimizers"], optimizers)
+
+
+def _require_others(saved: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> None:
+    here = {name: tensor.shape for name, tensor in others.items()}
+    there = {name: tensor.shape for name, tensor in saved.items()}
+    if here != there:
+        raise CheckpointError(
+            f"the optimizers hold {len(here)} parameters that are not the model's, and the checkpoint has {len(there)}, or of "
+            "other shapes: make the optimizers from the same parameters"
+        )
 
 
 def _require_optimizers(saved: Sequence[Mapping[str, Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -110,13 +136,30 @@ def _require_optimizers(saved: Sequence[Mapping[str, Any]], optimizers: Sequence
                 f"the checkpoint's optimizer has groups of {sizes} parameters, the {type(optimizer).__name__} here {own}: "
                 "make it with the same parameter groups"
             )
-        keys = {key for slots in there["state"].values() for key in slots}
-        known = {key for slots in optimizer.state.values() for key in slots}
-        if keys and known and keys.isdisjoint(known):
+        _require_kind(there["param_groups"], optimizer)
+        _require_shapes(there["state"], optimizer)
+
+
+def _require_kind(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Versions of torch add options, schedulers too; another kind of optimizer has some and lacks some."""
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        missing, strange = sorted(set(group) - set(saved)), sorted(set(saved) - set(group))
+        if missing and strange:
             raise CheckpointError(
-                f"the checkpoint's optimizer keeps {', '.join(sorted(keys))}, the {type(optimizer).__name__} here "
-                f"{', '.join(sorted(known))}: make the same kind of optimizer"
+                f"the checkpoint is of another kind of optimizer than the {type(optimizer).__name__} here: it has "
+                f"{', '.join(strange)} and lacks {', '.join(missing)}. Make the same kind"
             )
+
+
+def _require_shapes(slots: Mapping[int, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, slot in slots.items():
+        for key in _LIKE_PARAMETERS.intersection(slot):
+            if isinstance(slot[key], torch.Tensor) and slot[key].shape != held[place].shape:
+                raise CheckpointError(
+                    f"the checkpoint's optimizer holds its parameters in another order: {key!r} of number {place} has shape "
+                    f"{tuple(slot[key].shape)}, the parameter {tuple(held[place].shape)}. Make it from them in the same order"
+                )
 
 
 def statement(there: Precision, here: Precision, scale: str) -> str:
@@ -138,6 +181,10 @@ def statement(there: Precision, here: Precision, scale: str) -> str:
     return f"loaded a {there.name} checkpoint into {here.name}: {weights}; {scale}"
 
 
+#: State that has its parameter's shape, in torch's own optimizers.
+_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "acc_delta"}
+)
 _NAMES = {torch.float16: "FP16", torch.bfloat16: "BF16", torch.float32: "FP32"}
 
 

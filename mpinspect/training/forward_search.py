@@ -80,7 +80,8 @@ class ForwardSearch:
         if not first.is_input:
             return NonFinite(first.layer, first.layer, value, "its output was the first that was not finite")
         parent = first.layer.rpartition(".")[0]
-        detail = f"it arose before {first.layer!r}, whose input was not finite"
+        where = "" if parent else ": in the data, or in the model's own code"
+        detail = f"it arose before {first.layer!r}, whose input was not finite{where}"
         return NonFinite(parent, first.layer, value, detail)
 
     def forget(self) -> None:

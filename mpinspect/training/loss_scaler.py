@@ -83,6 +83,8 @@ class LossScaler(MovingScale):
             rules.check()
             init_scale = rules.clamped(checked_scale(init_scale, "init_scale"))
             window = None if window is None else checked_window(*window)
+        if device is not None:
+            _check_device(device)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(device, init_scale, enabled, rules, log, explainer, process_group)
         self.window = window
@@ -179,3 +181,15 @@ class LossScaler(MovingScale):
             "process_group": False if group is False else None,
         }
         return {**state, **left_behind, "_iteration": Iteration()}
+
+
+def _check_device(device: object) -> None:
+    """torch.cuda.amp.GradScaler took the scale first."""
+    if not isinstance(device, str):
+        raise TypeError(
+            f"device is {device!r}: it must be a device type such as 'cuda' or 'cpu'; the scale is init_scale="
+        )
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}, which torch does not know: 'cuda' or 'cpu', say") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpinspect.training.precision import (
     Precision,
@@ -24,6 +25,8 @@ from mpinspect.training.precision import (
 from mpinspect.training.transfer import copy_gradients, copy_gradients_flat, require_zeroed, unflatten
 
 Tensor = torch.Tensor
+#: Every master that there is, weakly.
+_MASTERS: Any = WeakIdKeyDictionary()
 
 
 class MasterWeights:
@@ -240,6 +243,7 @@ def model_grads_to_master_grads(
         RuntimeError: a gradient was added to the one that was copied the last time: ``optimizer.zero_grad()`` zeroes the
             masters' gradients only. Seen after one backward since, in a process whose gradients are no views of a bucket.
     """
+    _require_flat(model_params, master_params, flat_master)
     # A backward writes to a gradient once; zeroing and a backward do so twice, or make another tensor.
     require_zeroed(((f"model_params[{index}]", parameter) for index, parameter in enumerate(model_params)), writes=1)
     if flat_master:
@@ -253,6 +257,7 @@ def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
     """Copy the masters to the model's parameters, rounded to their dtype."""
+    _require_flat(model_params, master_params, flat_master)
     masters = unflatten(master_params[0], model_params) if flat_master else list(master_params)
     if masters:
         torch._foreach_copy_(list(model_params), masters)
@@ -270,9 +275,22 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_master(tensor: Tensor) -> bool:
+    """Whether this is a master that was made here."""
+    return tensor in _MASTERS
+
+
 def _master(parameter: Tensor) -> Tensor:
     copy = parameter.detach().to(torch.float32, copy=True)
-    return nn.Parameter(copy, requires_grad=parameter.requires_grad)
+    master = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+    _MASTERS[master] = True
+    return master
+
+
+def _require_flat(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool) -> None:
+    if len(master_params) != (1 if flat_master else len(model_params)):
+        hint = "pass flat_master=True here as to prep_param_lists" if not flat_master else "flat_master=True needs one"
+        raise ValueError(f"there are {len(model_params)} model_params and {len(master_params)} master_params: {hint}")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -59,7 +59,7 @@ def get_precision(name: str) -> Precision:
     Raises:
         ValueError: there is none; the message lists the names.
     """
-    if name not in PRECISIONS:
+    if not isinstance(name, str) or name not in PRECISIONS:
         raise ValueError(f"unknown precision {name!r}; choose one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
@@ -110,6 +110,7 @@ def check_convertible(model: nn.Module, precision: Precision) -> None:
     Refused are: half parameters where the precision stores FP32; a model wrapped for data parallelism where it stores
     half; lazy parameters not yet made; parameters beyond the stored dtype's range.
     """
+    _check_made(model)
     if precision.stored == torch.float32:
         _check_full(model, precision)
         return
@@ -186,12 +187,12 @@ def _check_unwrapped(model: nn.Module, precision: Precision) -> None:
                 f"the model is wrapped in {wrapper} already, and precision={precision.name!r} changes the dtype of its "
                 f"parameters: convert first, wrap after"
             )
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
+
+
+def _check_made(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise ValueError(
-                f"{name!r} of a lazy module has no shape yet: run one forward before you convert the model"
-            )
+            raise ValueError(f"{name!r} of a lazy module has no shape yet: run one forward before")
 
 
 def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
