@@ -16,21 +16,19 @@ import torch.distributed as dist
 from mpinspect.auto_scale import AutoScale
 from mpinspect.emulation import half_arithmetic
 from mpinspect.training import checkpoint
+from mpinspect.training.chosen_scaler import chosen_scaler, require_real, warn_of_vanishing_eps
 from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.forwards import ForwardShapes
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.masters import MasterWeights
 from mpinspect.training.ownership import StepGuard, checked_optimizers, take_scaler
-from mpinspect.training.precision import PRECISIONS, Precision, check_convertible, get_precision
+from mpinspect.training.precision import PRECISIONS, check_convertible, get_precision
 from mpinspect.training.skipped_steps import FORWARD, SkippedStep, power
 from mpinspect.training.suggestions import suggestions
 from mpinspect.training.transfer import any_written_since
 
 _log = logging.getLogger("mpinspect.training")
-
-#: A scale that still overflows here is no matter of scaling: gradients beyond 2^31 in FP32's own units.
-COLLAPSE = 2.0**-16
 
 
 class MixedPrecision:
@@ -86,11 +84,11 @@ class MixedPrecision:
         self._core = _unwrapped(model)
         self._device = next(self._core.parameters()).device.type
         check_convertible(model, self._precision)
-        self.scaler = _scaler(loss_scale, self._precision, self._device)
+        self.scaler = chosen_scaler(loss_scale, self._precision, self._device)
         if self.scaler.is_enabled():
-            _require_real(self._core)
+            require_real(self._core)
         take_scaler(self, self.scaler)
-        _warn_of_vanishing_eps(self.optimizers, self._precision)
+        warn_of_vanishing_eps(self.optimizers, self._precision)
         # FP16 weights without masters have FP16 gradients: that they are unscaled in FP16 is part of what is lost.
         self.scaler.allow_fp16_gradients = self._precision.stored == torch.float16 and not self._precision.masters
         # Without masters to keep it holds none, and passes everything on.
@@ -292,17 +290,14 @@ class MixedPrecision:
             "precision": self.precision,
             "weights": self.weights(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "others": {name: _copied(tensor) for name, tensor in self._others().items()},
+            "others": {name: tensor.detach().clone() for name, tensor in self._others().items()},
             "scaler": self.scaler.state_dict(),
             "counters": {"steps": self._steps} | ({} if self._auto is None else {"auto": self._auto.steps_to_wait}),
         }
 
     def weights(self) -> dict[str, Any]:
         """The model's state dict with the FP32 masters in place of their 16-bit copies: loads into an FP32 model."""
-        masters = {id(parameter): master for parameter, master in self._masters.pairs()}
-        # By identity: weights that are tied have one master and several names.
-        state = self._core.state_dict(keep_vars=True)
-        return {name: _copied(masters.get(id(tensor), tensor)) for name, tensor in state.items()}
+        return checkpoint.weights(self._core, self._masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Take over a checkpoint's state, from this precision or another. Returns what was loaded and converted, in words.
@@ -478,45 +473,13 @@ class MixedPrecision:
         return f"the loss scale goes on at {power(self.loss_scale)}"
 
     def _others(self) -> dict[str, torch.Tensor]:
-        """What the optimizers hold that the model does not have: by optimizer and place in it."""
-        own = {id(parameter) for parameter in self._core.parameters()}
-        own.update(id(master) for _, master in self._masters.pairs())
-        return {
-            f"{number}.{place}": parameter
-            for number, optimizer in enumerate(self.optimizers)
-            for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-            if id(parameter) not in own
-        }
+        return checkpoint.others(self._core, self._masters, self.optimizers)
 
     def _float32_fraction(self) -> float:
         if self._precision.autocast:
             return 0.0
         sizes = [(parameter.numel(), parameter.dtype) for parameter in self._core.parameters()]
         return sum(size for size, dtype in sizes if dtype == torch.float32) / max(1, sum(size for size, _ in sizes))
-
-
-def _warn_of_vanishing_eps(optimizers: list[torch.optim.Optimizer], precision: Precision) -> None:
-    """FP16 weights without masters have FP16 state, where Adam's own eps is 0 and a gradient of 0 divides 0 by 0."""
-    if precision.stored != torch.float16 or precision.masters:
-        return
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        eps = group.get("eps")
-        if isinstance(eps, float) and 0 < eps <= 2.0**-25:
-            warnings.warn(
-                f"the optimizer's eps={eps:g} is 0 in FP16, so that weights with a gradient of 0 turn NaN: "
-                f"with {precision.name!r} give it eps=1e-4 or so",
-                LossScaleWarning,
-                stacklevel=3,
-            )
-            return
-
-
-def _require_real(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise ValueError(
-                f"parameter {name!r} is complex, which no loss scaler unscales: use 'fp32', or a bf16 precision, without a scale"
-            )
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
@@ -540,36 +503,3 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         if not isinstance(inside, torch.nn.Module):
             return model
         model = inside
-
-
-def _scaler(given: str | float | LossScaler | None, precision: Precision, device: str) -> LossScaler:
-    if given is None:
-        given = "dynamic" if precision.scaled else "none"
-    options: dict[str, Any] = {"device": device, "forward_nonfinite": "hold"}
-    if isinstance(given, LossScaler):
-        scaler = given
-    elif given == "none":
-        scaler = LossScaler(device=device, enabled=False)
-    elif given in ("dynamic", "auto"):
-        scaler = LossScaler(floor=COLLAPSE, **options)
-    elif isinstance(given, str):
-        scaler = LossScaler.preset(given, floor=COLLAPSE, **options)
-    elif isinstance(given, (int, float)) and not isinstance(given, bool):
-        scaler = LossScaler.static(float(given), **options)
-    else:
-        raise TypeError(_wrong_scale(given))
-    return scaler
-
-
-def _copied(value: Any) -> Any:
-    """A copy of a tensor; a module's extra state, which may be anything, as it is."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _wrong_scale(given: object) -> str:
-    if isinstance(given, torch.amp.GradScaler):
-        return (
-            "loss_scale is a torch.amp.GradScaler, which can neither replay a closure nor say why a step was skipped: "
-            "give a mpinspect.LossScaler, which loads its state_dict() and decides alike"
-        )
-    return f'loss_scale={given!r}: give "dynamic", "auto", a preset\'s name, a number or a LossScaler'

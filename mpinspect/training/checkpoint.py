@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.masters import MasterWeights
 from mpinspect.training.precision import PRECISIONS, Precision
 
 KIND = "mpinspect.MixedPrecision"
@@ -61,6 +62,28 @@ def load(path: str | Path) -> dict[str, Any]:
             "Take an earlier checkpoint, or load it with torch.load and see what it is"
         ) from error
     return require(state)
+
+
+def weights(model: torch.nn.Module, masters: MasterWeights) -> dict[str, Any]:
+    """Copies of the model's state, the FP32 masters in place of their 16-bit parameters."""
+    # By identity: weights that are tied have one master and several names.
+    of = {id(parameter): master for parameter, master in masters.pairs()}
+    state = model.state_dict(keep_vars=True)
+    return {name: _copied(of.get(id(tensor), tensor)) for name, tensor in state.items()}
+
+
+def others(
+    model: torch.nn.Module, masters: MasterWeights, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """What the optimizers hold that the model does not have: by optimizer and place in it."""
+    own = {id(parameter) for parameter in model.parameters()}
+    own.update(id(master) for _, master in masters.pairs())
+    return {
+        f"{number}.{place}": parameter
+        for number, optimizer in enumerate(optimizers)
+        for place, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"])
+        if id(parameter) not in own
+    }
 
 
 def require(state: Any) -> dict[str, Any]:
@@ -204,3 +227,8 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a tensor; a module's extra state, which may be anything, as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

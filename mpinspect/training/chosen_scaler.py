@@ -1,0 +1,73 @@
+"""The loss scaler that a precision and the user's wish come to, and what it can't serve."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
+from mpinspect.training.precision import Precision
+
+#: A scale that still overflows here is no matter of scaling: gradients beyond 2^32 in FP32's own units.
+COLLAPSE = 2.0**-16
+
+
+def chosen_scaler(given: str | float | LossScaler | None, precision: Precision, device: str) -> LossScaler:
+    """A scaler for ``loss_scale=given``: see MixedPrecision. One without a scale is disabled.
+
+    Raises:
+        TypeError, ValueError: ``given`` is none of what it may be.
+    """
+    if given is None:
+        given = "dynamic" if precision.scaled else "none"
+    options: dict[str, Any] = {"device": device, "forward_nonfinite": "hold"}
+    if isinstance(given, LossScaler):
+        scaler = given
+    elif given == "none":
+        scaler = LossScaler(device=device, enabled=False)
+    elif given in ("dynamic", "auto"):
+        scaler = LossScaler(floor=COLLAPSE, **options)
+    elif isinstance(given, str):
+        scaler = LossScaler.preset(given, floor=COLLAPSE, **options)
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        scaler = LossScaler.static(float(given), **options)
+    else:
+        raise TypeError(_wrong_scale(given))
+    return scaler
+
+
+def require_real(model: torch.nn.Module) -> None:
+    """Raise ValueError if a parameter is complex."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, which no loss scaler unscales: use 'fp32', or a bf16 precision, without a scale"
+            )
+
+
+def warn_of_vanishing_eps(optimizers: Sequence[torch.optim.Optimizer], precision: Precision) -> None:
+    """FP16 weights without masters have FP16 state, where Adam's own eps is 0 and a gradient of 0 divides 0 by 0."""
+    if precision.stored != torch.float16 or precision.masters:
+        return
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        eps = group.get("eps")
+        if isinstance(eps, float) and 0 < eps <= 2.0**-25:
+            warnings.warn(
+                f"the optimizer's eps={eps:g} is 0 in FP16, so that weights with a gradient of 0 turn NaN: "
+                f"with {precision.name!r} give it eps=1e-4 or so",
+                LossScaleWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _wrong_scale(given: object) -> str:
+    if isinstance(given, torch.amp.GradScaler):
+        return (
+            "loss_scale is a torch.amp.GradScaler, which can neither replay a closure nor say why a step was skipped: "
+            "give a mpinspect.LossScaler, which loads its state_dict() and decides alike"
+        )
+    return f'loss_scale={given!r}: give "dynamic", "auto", a preset\'s name, a number or a LossScaler'
