@@ -124,9 +124,8 @@ class AutoScale:
         found = self._agreed(None if inspector is None else self._read(inspector))
         if found is None:
             return
-        # What bound() takes for the floor is how far the scale may fall; the window is above it.
-        self._scaler.bound(min(self._scaler.rules.floor or found.lowest, found.lowest), found.highest)
-        self._scaler.window = (found.lowest, found.highest)
+        floor = min(self._scaler.rules.floor or found.lowest, found.lowest)
+        self._scaler.bound(found.lowest, found.highest, floor=floor)
         self._scaler.update(found.recommended)
 
     def _read(self, inspector: Inspector) -> _Found | None:

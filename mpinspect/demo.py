@@ -248,10 +248,11 @@ def _layer(report: RangeReport, name: str, kind: str) -> LayerReport | None:
 def draw(report: RangeReport, directory: Path) -> list[Path]:
     """Write the report's pictures. Returns their paths."""
     from mpinspect.reports import plots
+    from mpinspect.reports.plot_style import DPI
 
     paths = [directory / name for name in _PICTURES]
     for path, figure in zip(paths, (plots.range_offset(report), plots.heat_map(report)), strict=True):
-        figure.savefig(path, dpi=140)
+        figure.savefig(path, dpi=DPI)
     return paths
 
 

@@ -20,6 +20,7 @@ from mpinspect.training.chosen_scaler import chosen_scaler, require_real, warn_o
 from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.forwards import ForwardShapes
+from mpinspect.training.held import held_parameters
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.masters import MasterWeights
 from mpinspect.training.ownership import StepGuard, checked_optimizers, take_scaler
@@ -67,8 +68,10 @@ class MixedPrecision:
 
     Raises:
         TypeError: model, optimizer or loss_scale is of the wrong type.
-        ValueError: an unknown precision; 16-bit parameters given to an AMP mode or fp32; an optimizer that holds none of the
-            model's parameters; a scale that is not positive and finite. Nothing has been changed then.
+        ValueError: an unknown precision; 16-bit parameters given to an AMP mode or fp32; lazy parameters, or complex ones with a
+            loss scale; an optimizer that holds none of the model's parameters, those of another optimizer, or another
+            MixedPrecision's masters; a LossScaler that another one has; a scale that is not positive and finite. Nothing
+            has been changed then.
     """
 
     def __init__(
@@ -246,6 +249,7 @@ class MixedPrecision:
 
     @property
     def skipped_steps(self) -> int:
+        """Steps that were skipped. Waits for the GPU with fused optimizers only."""
         return self.scaler.skipped_steps if self.scaler.is_enabled() else 0
 
     @property
@@ -255,11 +259,7 @@ class MixedPrecision:
 
     def master_parameters(self) -> list[torch.Tensor]:
         """What the optimizers step: the FP32 masters where there are any, else the model's parameters."""
-        unique: dict[int, torch.Tensor] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                unique.update((id(parameter), parameter) for parameter in group["params"])
-        return list(unique.values())
+        return [parameter for optimizer in self.optimizers for parameter in held_parameters(optimizer)]
 
     def suggestions(self) -> list[str]:
         """Switches of torch that would make this training faster on its GPU, in sentences."""
@@ -324,11 +324,16 @@ class MixedPrecision:
         return statement
 
     def save(self, path: str | Path) -> None:
-        """Write ``state_dict()`` to a file, which is there in full or not at all."""
+        """Write ``state_dict()`` to a file, which is there in full or not at all. Raises OSError if it can't be written."""
         checkpoint.save(self.state_dict(), path)
 
     def load(self, path: str | Path) -> str:
-        """``load_state_dict`` from a file that ``save`` wrote. Runs no code from it."""
+        """``load_state_dict`` from a file that ``save`` wrote; runs no code from it.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CheckpointError: it is cut off, another program's, or of another model. Nothing has been changed then.
+        """
         return self.load_state_dict(checkpoint.load(path))
 
     def detach(self) -> None:
@@ -415,7 +420,7 @@ class MixedPrecision:
             self._held = self._count_held()
 
     def _count_held(self) -> int:
-        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        return len(self.master_parameters())
 
     def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as master weights need it: the model follows the masters before, the gradients after."""
@@ -429,9 +434,7 @@ class MixedPrecision:
         return evaluate
 
     def _model_parameters(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        parameters = {id(master): parameter for parameter, master in self._masters.pairs()}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [parameters.get(id(parameter), parameter) for parameter in held]
+        return [self._masters.parameter_of(held) for held in held_parameters(optimizer)]
 
     def _require_gradients(self) -> None:
         if self.scaler.is_enabled() and not self.scaler.has_scaled:
@@ -440,7 +443,7 @@ class MixedPrecision:
                 "and those of the last step were used already. Call backward(loss), then step(), once each"
             )
         for optimizer in self.optimizers:
-            if all(parameter.grad is None for parameter in self._model_parameters(optimizer)):
+            if all(self._masters.parameter_of(held).grad is None for held in held_parameters(optimizer)):
                 raise RuntimeError(
                     f"no parameter of the {type(optimizer).__name__} has a gradient: call backward(loss) before, with a loss "
                     "that comes from this model, and zero_grad() before that, not after"
@@ -449,7 +452,6 @@ class MixedPrecision:
     def _step_ended(self, stepped: bool) -> None:
         last = self.scaler.skips[-1] if not stepped and self.scaler.skips else None
         broken_forward = last is not None and last.phase == FORWARD
-        self._explainer.step_ended(forward_finite=not broken_forward)
         if last is not None and broken_forward and last.culprit is not None and last.culprit.name != "loss":
             # Of the first one the scaler has warned itself.
             if not self._module_named and sum(skip.phase == FORWARD for skip in self.scaler.skips) > 1:

@@ -518,3 +518,30 @@ def test_a_compiled_forward_says_that_no_module_was_heard_of():
         assert words in explainer.forward().detail
         explainer.step_ended(forward_finite=False)
         compiled(torch.ones(1, 2))
+
+
+def test_a_loss_scaler_by_itself_names_the_layer_and_ends_the_search():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    scaler = LossScaler("cpu", explainer=ModelExplainer(model), forward_nonfinite="hold")
+
+    def train(x: torch.Tensor, factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        out = model(x)
+        if factor != 1.0:
+            out.register_hook(lambda gradient: gradient * factor)
+        scaler.scale(out.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    train(torch.ones(1, 2), math.inf)
+    assert scaler.skips[-1].culprit.layer == "2"
+    with pytest.warns(LossScaleWarning):
+        train(torch.full((1, 2), math.nan))
+    assert all(module._forward_hooks for module in model)
+    train(torch.full((1, 2), math.nan))
+    assert scaler.skips[-1].culprit.name == "0"
+    train(torch.ones(1, 2))
+    assert not any(module._forward_hooks for module in model)
+    assert scaler.skipped_steps == 3

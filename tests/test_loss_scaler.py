@@ -425,6 +425,10 @@ def test_bounds_and_window() -> None:
     assert scaler.scale(torch.ones(())).item() == 2.0**12
     assert LossScaler("cpu", 4.0, floor=8.0).get_scale() == 8.0
     assert LossScaler("cpu", 4.0, ceiling=2.0).get_scale() == 2.0
+    scaler.bound(2.0**12, 2.0**13, floor=2.0**-4)
+    assert (scaler.window, scaler.rules.floor, scaler.rules.ceiling) == ((4096.0, 8192.0), 2.0**-4, 8192.0)
+    with pytest.raises(ValueError, match="floor 16384 is above the window's lowest scale, 4096"):
+        scaler.bound(2.0**12, 2.0**13, floor=2.0**14)
     with pytest.raises(ValueError, match="lowest scale 8 is above its highest, 4"):
         scaler.bound(8.0, 4.0)
     assert (scaler.window, scaler.get_scale()) == ((4096.0, 8192.0), 4096.0)
@@ -457,6 +461,9 @@ def test_an_overflow_at_the_floor() -> None:
 
         def forward(self) -> None:
             raise AssertionError("the forward was fine")
+
+        def step_ended(self, *, forward_finite: bool) -> None:
+            pass
 
     scaler = LossScaler("cpu", 4.0, floor=2.0, explainer=Knows(), growth_interval=3)
     outcomes(scaler, [True, False, False])
@@ -594,6 +601,7 @@ class Explains:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.ended: list[bool] = []
 
     def gradient(self, optimizer: torch.optim.Optimizer) -> NonFinite:
         gradient = optimizer.param_groups[0]["params"][0].grad
@@ -603,6 +611,9 @@ class Explains:
     def forward(self) -> NonFinite:
         self.asked.append("forward")
         return NonFinite("", "", "nan", "seen before the loss")
+
+    def step_ended(self, *, forward_finite: bool) -> None:
+        self.ended.append(forward_finite)
 
 
 @pytest.mark.parametrize("when", ["in step", "asked before update", "in update"])
@@ -628,6 +639,7 @@ def test_the_explainer_is_asked_only_about_skipped_steps(when: str) -> None:
     with pytest.warns(LossScaleWarning, match="step 2 skipped"):
         train(math.nan, 1.0)
     assert explainer.asked == ["gradient inf", "forward"]
+    assert explainer.ended == [True, True, False]
     assert [skip.culprit and skip.culprit.name for skip in scaler.skips] == ["layer.weight", ""]
     assert str(scaler.skips[0]) == (
         "step 1 skipped: the gradient of 'layer.weight' was infinite, the first in the backward, at layer 'layer'; "
@@ -643,13 +655,18 @@ def test_a_fault_of_the_explainer_does_not_end_the_training(caplog: pytest.LogCa
         def forward(self) -> NonFinite:
             raise ZeroDivisionError
 
+        def step_ended(self, *, forward_finite: bool) -> None:
+            raise ZeroDivisionError
+
     scaler = LossScaler("cpu", 8.0, explainer=Broken())
     with caplog.at_level(logging.INFO, "mpinspect.training"):
         assert outcomes(scaler, [True, False]) == [4.0, 4.0]
     assert scaler.skips[-1].culprit is None
     assert [record.getMessage() for record in caplog.records] == [
         "looking for the cause of a skipped step failed",
+        "ending the search for the cause of a skipped step failed",
         "step 0 skipped: a gradient was not finite; the loss scale goes from 8 to 4",
+        "ending the search for the cause of a skipped step failed",
     ]
 
 

@@ -239,6 +239,9 @@ class Knows:
     def forward(self) -> None:
         return None
 
+    def step_ended(self, *, forward_finite: bool) -> None:
+        return None
+
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_pickles_and_copies(fused: bool) -> None:

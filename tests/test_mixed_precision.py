@@ -218,6 +218,20 @@ def test_what_is_written_to_the_model_reaches_the_masters():
     assert torch.equal(after[~inside], before[~inside].clamp(-0.125, 0.125))
 
 
+@pytest.mark.parametrize("precision", WITH_MASTERS)
+def test_half_logits_are_kept_as_they_are(precision):
+    """Their FP32 log-softmax would be the largest tensor that a small language model keeps."""
+    mp = make(precision)
+    x, y = batches(1)[0]
+    kept = []
+    with mp.autocast():
+        logits = mp.model(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t.detach(), lambda t: t):
+            loss = nn.functional.cross_entropy(logits, y)
+    assert loss.dtype == torch.float32
+    assert {t.dtype for t in kept if t.is_floating_point()} == {PRECISIONS[precision].compute}
+
+
 # -- what it says -------------------------------------------------------------------------------------------------------
 
 

@@ -17,17 +17,14 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from mpinspect.reports.loss_curves import Curve, by_name, from_reference, loss_scale, signed
-from mpinspect.reports.plot_style import RC
+from mpinspect.reports.plot_style import DPI, RC, drawn
 from mpinspect.reports.table import NOT_APPLICABLE
 
-_SIZE = (10.5, 6.2)
-_DPI = 140
+_HEIGHT = 6.2
 #: Height of a label (two lines) as a share of the axes'.
 _LABEL = 0.105
 _NOTE_CHARACTERS = 165
@@ -68,7 +65,7 @@ def save(curves: Sequence[Curve], path: str | Path, title: str, notes: Sequence[
     """
     picture = BytesIO()
     with matplotlib.rc_context(RC):
-        figure(curves, title, notes).savefig(picture, format="png", dpi=_DPI)
+        figure(curves, title, notes).savefig(picture, format="png", dpi=DPI)
     target = Path(path)
     beside = target.with_name(f".{target.name}.part")
     try:
@@ -80,14 +77,14 @@ def save(curves: Sequence[Curve], path: str | Path, title: str, notes: Sequence[
 
 def figure(curves: Sequence[Curve], title: str, notes: Sequence[str] = ()) -> Figure:
     """Validation losses as strong lines, training losses as faint ones; of several seeds the mean, each seed thinly."""
-    with matplotlib.rc_context(RC):
-        made = Figure(figsize=_SIZE, dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1))
-        FigureCanvasAgg(made)
+
+    def draw(made: Figure) -> None:
         axes = made.subplots()
         _draw(axes, curves)
         axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=20)
         _footnotes(axes, curves, notes)
-    return made
+
+    return drawn(_HEIGHT, draw)
 
 
 def _draw(axes: Axes, curves: Sequence[Curve]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from mpinspect.formats import FloatFormat
@@ -15,6 +20,11 @@ from mpinspect.reports.table import printable
 from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
 
 FONT = "DejaVu Sans"
+
+#: Pixels an inch of the files.
+DPI = 140
+#: Inches.
+_WIDTH = 10.5
 
 #: Set while a figure is made, so that the user's own style leaves ours alone; Any, for matplotlib types the keys one by one.
 RC: Any = {
@@ -111,3 +121,12 @@ def shortened(name: str, length: int) -> str:
         return text
     tail = (length - 3) * 2 // 3
     return f"{text[: length - 3 - tail]}...{text[-tail:]}"
+
+
+def drawn(height: float, draw: Callable[[Figure], None]) -> Figure:
+    """A figure of the house's width and style on the Agg canvas, ``height`` inches high, with ``draw`` done to it."""
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(_WIDTH, height), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+        FigureCanvasAgg(figure)
+        draw(figure)
+    return figure

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from mpinspect.analysis.report import RangeReport
 from mpinspect.reports import plot_heat_map, plot_range_offset
-from mpinspect.reports.plot_style import RC
+from mpinspect.reports.plot_style import DPI, RC, drawn
 from mpinspect.reports.table import log2_recommended
-
-_WIDTH = 10.5
-_DPI = 140
 
 
 def range_offset(report: RangeReport) -> Figure:
     """Histogram of the gradients' exponents against the format's range, before and after the suggested loss scale."""
-    return _figure(_range_offset_height(report), lambda figure: plot_range_offset.draw(figure, report))
+    return drawn(_range_offset_height(report), lambda figure: plot_range_offset.draw(figure, report))
 
 
 def heat_map(report: RangeReport) -> Figure:
     """Layers by exponents, the format's edges as lines; the worst 60 layers if there are more."""
-    return _figure(_heat_map_height(report), lambda figure: plot_heat_map.draw(figure, report))
+    return drawn(_heat_map_height(report), lambda figure: plot_heat_map.draw(figure, report))
 
 
 def save(report: RangeReport, path: str | Path) -> Path:
@@ -44,16 +38,8 @@ def save(report: RangeReport, path: str | Path) -> Path:
         plot_heat_map.draw(parts[1], report)
 
     with matplotlib.rc_context(RC):
-        _figure(upper + lower, draw).savefig(path, format="png", dpi=_DPI)
+        drawn(upper + lower, draw).savefig(path, format="png", dpi=DPI)
     return Path(path)
-
-
-def _figure(height: float, draw: Callable[[Figure], None]) -> Figure:
-    with matplotlib.rc_context(RC):
-        figure = Figure(figsize=(_WIDTH, height), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
-        FigureCanvasAgg(figure)
-        draw(figure)
-    return figure
 
 
 def _range_offset_height(report: RangeReport) -> float:

@@ -1,6 +1,7 @@
 """Training in mixed precision: loss scaling, FP32 master weights, precisions. Knows nothing of the inspector."""
 
 from mpinspect.training.checkpoint import CheckpointError
+from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.loss_scaler import LossScaleCollapsedError, LossScaler, LossScaleWarning
 from mpinspect.training.masters import (
     BN_convert_float,
@@ -18,6 +19,7 @@ __all__ = [
     "LossScaleCollapsedError",
     "LossScaleWarning",
     "LossScaler",
+    "ModelExplainer",
     "NonFinite",
     "SkippedStep",
     "master_params_to_model_params",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.held import held_parameters
 from mpinspect.training.masters import MasterWeights
 from mpinspect.training.precision import PRECISIONS, Precision
 
@@ -81,7 +82,7 @@ def others(
     return {
         f"{number}.{place}": parameter
         for number, optimizer in enumerate(optimizers)
-        for place, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"])
+        for place, parameter in enumerate(held_parameters(optimizer))
         if id(parameter) not in own
     }
 
@@ -111,7 +112,8 @@ def require_fitting(
         _require_model(state, model)
         _require_optimizers(state["optimizers"], optimizers)
         _require_others(state["others"], others)
-        int(state["counters"]["steps"])
+        if "steps" not in {name: int(count) for name, count in state["counters"].items()}:
+            raise KeyError("steps")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -175,7 +177,7 @@ def _require_kind(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Op
 
 
 def _require_shapes(slots: Mapping[int, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = held_parameters(optimizer)
     for place, slot in slots.items():
         for key in _LIKE_PARAMETERS.intersection(slot):
             if isinstance(slot[key], torch.Tensor) and slot[key].shape != held[place].shape:

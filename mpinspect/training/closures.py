@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.held import held_parameters
+
 Evaluation = Callable[[], Any]
 
 
@@ -89,7 +91,7 @@ class Snapshot:
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._weights = [(weight, weight.clone()) for group in optimizer.param_groups for weight in group["params"]]
+        self._weights = [(weight, weight.clone()) for weight in held_parameters(optimizer)]
         options = [
             (group, {key: value for key, value in group.items() if key != "params"}) for group in optimizer.param_groups
         ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mpinspect.training.forward_search import ForwardSearch
+from mpinspect.training.held import held_parameters
 from mpinspect.training.skipped_steps import NonFinite
 
 
@@ -33,7 +34,7 @@ class ModelExplainer:
         stepped: Callable[[torch.optim.Optimizer], Iterable[torch.Tensor]] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._stepped = stepped or _held_by
+        self._stepped = stepped or held_parameters
         #: By identity: when the parameter's last gradient arrived.
         self._arrivals: dict[int, int] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -77,11 +78,6 @@ class ModelExplainer:
         self._search.end()
         for handle in self._handles:
             handle.remove()
-
-
-def _held_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _layer(parameter: str) -> str:

@@ -109,14 +109,25 @@ class LossScaler(MovingScale):
 
     # -- settings ---------------------------------------------------------------------------------------------------
 
-    def bound(self, lowest: float, highest: float) -> None:
-        """Keep the scale within the window [lowest, highest] from now on: floor, ceiling and ``window``. Waits for the GPU."""
+    def bound(self, lowest: float, highest: float, *, floor: float | None = None) -> None:
+        """Move the scale into the window [lowest, highest], and let it go no higher from now on. Waits for the GPU.
+
+        Args:
+            lowest, highest: scales, 2^-127 .. 2^127; become ``window``, and ``highest`` the ceiling.
+            floor: how far overflows may take it below the window; None: not at all.
+
+        Raises:
+            ValueError: the window is empty, or the floor lies above its bottom. Nothing has changed then.
+        """
         lowest, highest = checked_window(lowest, highest)
+        floor = lowest if floor is None else checked_scale(floor, "floor")
+        if floor > lowest:
+            raise ValueError(f"floor {floor:g} is above the window's lowest scale, {lowest:g}")
+        self._change(replace(self.rules, floor=floor, ceiling=highest))
         self.window = (lowest, highest)
-        self._change(replace(self.rules, floor=lowest, ceiling=highest))
         if self._enabled:
             self._know_state()
-            self._move_to(self._rules.clamped(self._state.scale))
+            self._move_to(min(max(self._state.scale, lowest), highest))
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, 1 or more."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpinspect.training.held import held_parameters
 from mpinspect.training.precision import (
     Precision,
     cast_state,
@@ -50,6 +51,7 @@ class MasterWeights:
             self._names.setdefault(parameter, []).append(name)
         self._own = list(own)
         self._pairs: dict[Tensor, Tensor] = {}
+        self._parameters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._add(pairs)
 
@@ -71,7 +73,7 @@ class MasterWeights:
         optimizers = list(optimizers)
         check_convertible(model, precision)
         dtypes = stored_dtypes(model, precision)
-        held = list(dict.fromkeys(parameter for optimizer in optimizers for parameter in _parameters(optimizer)))
+        held = list(dict.fromkeys(parameter for optimizer in optimizers for parameter in held_parameters(optimizer)))
         halved = [parameter for parameter in held if dtypes.get(parameter, torch.float32) != torch.float32]
         pairs = {parameter: _master(parameter) for parameter in halved} if precision.masters else {}
         for optimizer in optimizers:
@@ -81,7 +83,7 @@ class MasterWeights:
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Give masters to the half parameters of an optimizer that have none yet: after ``add_param_group``, say."""
-        held = _parameters(optimizer)
+        held = held_parameters(optimizer)
         half = [p for p in held if p in self._names and is_convertible(p) and p.dtype != torch.float32]
         new = [p for p in half if p not in self._pairs]
         masters = {parameter: _master(parameter) for parameter in new}
@@ -93,6 +95,10 @@ class MasterWeights:
     def __len__(self) -> int:
         """How many parameters have a master of their own."""
         return len(self._pairs)
+
+    def parameter_of(self, held: Tensor) -> Tensor:
+        """The model's parameter that ``held`` is the master of; ``held`` itself where it is no master of this model."""
+        return self._parameters.get(held, held)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """(model parameter, its FP32 master), for those that have one of their own."""
@@ -199,6 +205,7 @@ class MasterWeights:
 
     def _add(self, pairs: Mapping[Tensor, Tensor]) -> None:
         self._pairs.update(pairs)
+        self._parameters.update((master, parameter) for parameter, master in pairs.items())
         self._note_versions(pairs)
 
     def _note_versions(self, parameters: Iterable[Tensor]) -> None:
@@ -291,10 +298,6 @@ def _require_flat(model_params: Sequence[Tensor], master_params: Sequence[Tensor
     if len(master_params) != (1 if flat_master else len(model_params)):
         hint = "pass flat_master=True here as to prep_param_lists" if not flat_master else "flat_master=True needs one"
         raise ValueError(f"there are {len(model_params)} model_params and {len(master_params)} master_params: {hint}")
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _exchange(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:

@@ -1,9 +1,7 @@
 """One MixedPrecision steps an optimizer, through its own step(), and has its LossScaler for itself.
 
-What goes wrong otherwise is silent.
-
-An optimizer that steps by itself steps on scaled gradients, or on masters that have none; optimizers that share parameters
-unscale them twice; a scaler of two networks moves its scale between their steps.
+What goes wrong otherwise is silent. An optimizer that steps by itself steps on scaled gradients, or on masters that have none;
+optimizers that share parameters unscale them twice; a scaler of two networks moves its scale between their steps.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.held import held_parameters
 from mpinspect.training.loss_scaler import LossScaler
 from mpinspect.training.masters import is_master
 
@@ -36,7 +35,7 @@ def checked_optimizers(model: torch.nn.Module, given: object) -> list[torch.opti
     for optimizer in several:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = held_parameters(optimizer)
         _check_held(model, optimizer, held)
         if not seen.isdisjoint(map(id, held)):
             raise ValueError(

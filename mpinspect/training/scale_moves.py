@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpinspect.training.checked_steps import CheckedSteps, Iteration
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, checked_scale
-from mpinspect.training.scaled_losses import Cause, ScaledLosses, find_cause
+from mpinspect.training.scaled_losses import Cause, ScaledLosses, find_cause, let_go
 from mpinspect.training.skip_log import BACK_OFF, HOLD, SkipLog
 from mpinspect.training.skipped_steps import FORWARD, Explainer, LossScaleCollapsedError, SkippedStep
 
@@ -142,6 +142,8 @@ class MovingScale(CheckedSteps):
     def _finish(self, before: ScaleState, collapsed: bool, *, counts: bool) -> None:
         """End an iteration whose outcome the host knows."""
         cause = self._end_iteration(counts=counts)
+        if self.explainer is not None:
+            let_go(self.explainer, forward_finite=cause is None or cause.phase != FORWARD)
         if cause is None:
             return
         skip = self._log.add(self.steps - 1, cause, before, self._state, self._rules, self.window)

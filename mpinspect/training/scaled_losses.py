@@ -130,6 +130,14 @@ def find_cause(
     return Cause(BACKWARD, _ask(explainer, BACKWARD, optimizer))
 
 
+def let_go(explainer: Explainer, *, forward_finite: bool) -> None:
+    """Tell the explainer that the step is over. A fault of its own must not end the training."""
+    try:
+        explainer.step_ended(forward_finite=forward_finite)
+    except Exception:
+        _log.warning("ending the search for the cause of a skipped step failed", exc_info=True)
+
+
 def _ask(explainer: Explainer | None, phase: str, optimizer: torch.optim.Optimizer | None) -> NonFinite | None:
     """The explainer's answer. A fault of its own must not end the training."""
     if explainer is None:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from mpinspect.training.scale_rules import is_power_of_two
+
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -36,6 +38,9 @@ class Explainer(Protocol):
 
     def forward(self) -> NonFinite | None:
         """What made the forward not finite, as far as it is known by now."""
+
+    def step_ended(self, *, forward_finite: bool) -> None:
+        """A step is over whose outcome the host knows: what was seen of it may be let go. Must not wait unless it was asked."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class LossScaleCollapsedError(RuntimeError):
 
 def power(scale: float) -> str:
     """A scale as people read it: 2^16, or the number where it is no power of two."""
-    if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5:
+    if is_power_of_two(scale):
         exponent = math.frexp(scale)[1] - 1
         return f"{scale:g}" if 0 <= exponent <= 10 else f"2^{exponent}"
     return f"{scale:g}"
