@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
+from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.report import (
     Coverage,
     DynamicSettings,
-    Finding,
     FormatVerdict,
     LayerReport,
     LossScaleAdvice,

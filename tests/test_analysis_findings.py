@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpinspect.analysis import analyse
 from mpinspect.analysis.coverage import NO_GRADIENT_SEEN
-from mpinspect.analysis.report import SEVERITIES
+from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS
 from mpinspect.session import (

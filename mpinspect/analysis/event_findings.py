@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpinspect.analysis.report import Finding
+from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.wording import some
 from mpinspect.session import ACTIVATION, GRADIENT_KINDS, Event, Session, TensorKey, TensorWindow
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpinspect.analysis.event_findings import event_findings
+from mpinspect.analysis.finding import SEVERITIES, Finding
 from mpinspect.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings, runs_in_bfloat16
 from mpinspect.analysis.reductions import reduction_reports
-from mpinspect.analysis.report import SEVERITIES, Coverage, Finding, LayerReport, LossScaleAdvice
+from mpinspect.analysis.report import Coverage, LayerReport, LossScaleAdvice
 from mpinspect.analysis.updates import update_findings
 from mpinspect.analysis.wording import format_name, some, tensor
 from mpinspect.formats import FloatFormat

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mpinspect.analysis.drift import moved
-from mpinspect.analysis.report import Finding, LayerReport, LossScaleAdvice
+from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.report import LayerReport, LossScaleAdvice
 from mpinspect.analysis.scale_window import HEADROOM
 from mpinspect.analysis.serving import ALARMING_L1_SHARE, LOST_L1_TOLERANCE
 from mpinspect.analysis.visibility import Visibility

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpinspect.analysis.finding import Finding
 from mpinspect.exponents import ExponentHistogram, Interval
 from mpinspect.session import Event, LostUpdates, Session
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-#: Severities, mildest first. "info" is no alarm; a healthy network gets nothing above it.
-SEVERITIES = ("info", "warning", "error")
-
 
 #: Every finding's id; a new finding is listed here.
 FINDING_IDS = (
@@ -31,27 +28,6 @@ FINDING_IDS = (
     "values-overflow",
     "weight-gradients-fine",
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing worth knowing.
-
-    Args:
-        id: one of FINDING_IDS.
-        severity: one of SEVERITIES.
-        layer: name of the tensor or module it is about; "" for the whole run.
-        message: one sentence: what was found.
-        evidence: the figures behind it, by name.
-        fix: what to do, one sentence; "" if nothing.
-    """
-
-    id: str
-    severity: str
-    layer: str
-    message: str
-    evidence: dict[str, Any]
-    fix: str = ""
 
 
 @dataclass(frozen=True)

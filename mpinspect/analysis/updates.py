@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpinspect.analysis.report import Finding
+from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.wording import format_name, percent
 from mpinspect.session import UPDATE, WEIGHT, LostUpdates, TensorInfo, TensorKey, TensorWindow
 

@@ -6,7 +6,8 @@ import html
 import re
 from collections.abc import Iterable, Iterator
 
-from mpinspect.analysis.report import SEVERITIES, LossScaleAdvice, RangeReport
+from mpinspect.analysis.finding import SEVERITIES
+from mpinspect.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.reports.table import (
     LayerRow,
     layer_row,

@@ -10,9 +10,8 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from mpinspect.analysis.finding import SEVERITIES, Finding
 from mpinspect.analysis.report import (
-    SEVERITIES,
-    Finding,
     FormatVerdict,
     LossScaleAdvice,
     RangeReport,

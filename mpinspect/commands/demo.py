@@ -1,0 +1,69 @@
+"""``mpinspect demo``: a small model trained with the inspector on, and in FP16 three ways."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from mpinspect.commands.outcome import INTERRUPTED, UnusableError
+from mpinspect.commands.range_output import add_output_options, conclude, positive
+
+if TYPE_CHECKING:
+    from mpinspect.analysis.report import RangeReport
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-dir", metavar="DIR", default="runs/demo", help="where the run is written (%(default)s)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="training steps of a run (160; with --curves 140)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+    parser.add_argument(
+        "--curves",
+        action="store_true",
+        help="also train in FP16 without loss scaling, with the recommended scale and with a dynamic one; print a table and "
+        "draw the losses (curves.png). With --json: one document, the report under 'report', the runs under 'curves'",
+    )
+    parser.add_argument(
+        "--seeds", type=positive, metavar="N", help="with --curves: N seeds from --seed on, and their means (1)"
+    )
+    add_output_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.seeds and not options.curves:
+        raise UnusableError("--seeds is for --curves: give both, or --seed for the one seed of the demo alone")
+    try:
+        report = _curves(options) if options.curves else _demo_alone(options)
+    except OSError as error:
+        raise UnusableError(f"the demo can't run: {error}") from error
+    except KeyboardInterrupt as stop:
+        print(f"mpinspect: stopped{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        return INTERRUPTED
+    return conclude(report, options)
+
+
+def _demo_alone(options: argparse.Namespace) -> RangeReport:
+    from mpinspect import demo
+
+    # It prints its report itself, as it goes.
+    steps = {"steps": options.steps} if options.steps else {}
+    report = demo.run(log_dir=options.log_dir, seed=options.seed, quiet=options.quiet or options.json, **steps)
+    if options.json:
+        sys.stdout.write(report.to_json())
+    return report
+
+
+def _curves(options: argparse.Namespace) -> RangeReport:
+    from mpinspect.demo_curves import Setting
+    from mpinspect.demo_curves import run as compare
+
+    comparison = compare(
+        log_dir=options.log_dir,
+        setting=Setting(steps=options.steps) if options.steps else Setting(),
+        seeds=range(options.seed, options.seed + (options.seeds or 1)),
+        quiet=options.quiet or options.json,
+    )
+    if options.json:
+        sys.stdout.write(comparison.to_json())
+    return comparison.report

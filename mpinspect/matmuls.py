@@ -1,0 +1,194 @@
+"""The waist of the shape lint: frozen records of the matrix products that a model computes, or that a trace shows.
+
+``capture`` fills them from a model, ``matmul_ops`` from the shapes of one operator, and ``analysis`` judges them. They hold
+shapes and strides, never tensors, and no verdict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: What a product is for. "backward" where one kernel computes all gradients (attention, recurrent networks).
+ROLES = ("forward", "dgrad", "wgrad", "backward")
+#: What is multiplied.
+KINDS = ("gemm", "convolution", "attention", "recurrent")
+
+#: Bytes an element, by the name that torch gives a dtype without its "torch.".
+ITEM_SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One matrix, or batch of matrices, or image tensor, as a product reads or writes it.
+
+    Args:
+        shape: sizes.
+        strides: elements between neighbours along each dimension; None where unknown (older traces): taken as contiguous.
+        dtype: name of the dtype, a key of ITEM_SIZES.
+        offset: elements from the start of the storage (which torch's allocators align to 64 bytes or more); None where unknown.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    offset: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A convolution's geometry: of the forward, also for its dgrad and wgrad. One entry a spatial dimension.
+
+    Args:
+        batch, in_channels, out_channels, groups: as in torch's convolutions; in_channels is of all groups.
+        input_size, output_size, kernel_size, stride, padding, dilation: spatial.
+        transposed: a transposed convolution.
+        channels_last: whether the input is stored NHWC (NDHWC); None where unknown.
+    """
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    groups: int
+    input_size: tuple[int, ...]
+    output_size: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool = False
+    channels_last: bool | None = None
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Each input channel is a group of its own: no matrix product is left for a Tensor Core to compute."""
+        return self.groups > 1 and self.groups == self.in_channels
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Scaled dot-product attention computed by one operator.
+
+    Args:
+        batch, heads, kv_heads: kv_heads < heads is grouped-query attention.
+        queries, keys: sequence lengths.
+        head_dim, value_dim: sizes of a head.
+        backend: "flash", "efficient", "cudnn" or "math"; "" where unknown.
+        is_causal: whether half of the scores are masked away.
+        bias: the additive mask, or None.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    backend: str = ""
+    is_causal: bool = False
+    bias: Operand | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """One matrix product, or ``calls`` equal ones of one module.
+
+    Computes out[batch, m, n] = a[batch, m, k] @ b[batch, k, n]. For a convolution m, n, k are those of the implicit GEMM of one
+    group (forward: m = batch x output positions, n = out_channels / groups, k = in_channels / groups x kernel positions) and
+    ``batch`` is the groups. For attention they are those of queries x keys, ``batch`` is batch x heads.
+
+    Args:
+        op: the operator, as "aten::addmm".
+        kind: one of KINDS.
+        role: one of ROLES.
+        m, n, k, batch: sizes.
+        a, b, out: the operands as they lie in memory, a and b already transposed as the product reads them; None where unknown.
+        dtype: what the product is computed in (of a and b), as autocast has it.
+        flops: floating-point operations, 2 an element multiplied and added, of all ``batch`` products of ONE call.
+        bytes: least memory traffic of one call: every operand read once, the output written once.
+        module: dotted path of the innermost module whose forward called it; "" for the model itself or where unknown.
+        module_type: class of that module.
+        parameter: dotted name of the parameter that an operand is (or is the gradient of), "" if none.
+        convolution, attention: geometry, for those kinds.
+        calls: how many equal calls this record stands for.
+        autocast: False where autocast was on around the model and off around this call (or the operands' dtype is one
+            that it does not cast), True where it applied; None without autocast.
+    """
+
+    op: str
+    kind: str
+    role: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+    flops: int
+    bytes: int
+    a: Operand | None = None
+    b: Operand | None = None
+    out: Operand | None = None
+    module: str = ""
+    module_type: str = ""
+    parameter: str = ""
+    convolution: Convolution | None = None
+    attention: Attention | None = None
+    calls: int = 1
+    autocast: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCopy:
+    """Copies that only change a tensor's layout or dtype: what runs beside the products. ``kind``: "layout" or "dtype"."""
+
+    module: str
+    kind: str
+    bytes: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class MatmulRecording:
+    """All matrix products of one forward (and backward).
+
+    Args:
+        matmuls: in the order of their first call.
+        copies: layout and dtype copies, in the order of their first call.
+        device: "meta", "cpu", "cuda": where the model ran.
+        backward: whether a backward was recorded.
+        autocast_dtype: dtype of the autocast around the model; None without.
+        tf32: whether torch allows TF32 for FP32 products ("matmul" and "convolution" -> bool).
+        sizes: named sizes of the model that a user can change, by value: {30522: ("config.vocab_size",), ...}; for the fixes.
+        embeddings: weights of linear layers that are tied to an embedding's: {"lm_head.weight": "wte.weight"}.
+        compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
+        notes: sentences: what could not be recorded and why. Whatever could be is in ``matmuls``.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    copies: tuple[LayoutCopy, ...]
+    device: str
+    backward: bool
+    autocast_dtype: str | None
+    tf32: dict[str, bool]
+    sizes: dict[int, tuple[str, ...]]
+    embeddings: dict[str, str]
+    compiled: bool = False
+    notes: tuple[str, ...] = ()
