@@ -159,7 +159,7 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
         # Matrix cores, not Tensor Cores, with kernel names and shape rules of their own: nothing here applies to them.
         return Gpu(name or "AMD GPU", has_tensor_cores=None, vendor="AMD")
     for card in _CARDS:
-        if re.search(card.pattern, name) and (major is None or architecture_of(major, minor) == card.architecture):
+        if re.search(rf"(?:{card.pattern})(?!\d)", name) and (major is None or architecture_of(major, minor) == card.architecture):
             return _gpu(card, name)
     if major is None:
         return Gpu(name, has_tensor_cores=None, vendor=vendor)

@@ -1,0 +1,99 @@
+"""GPUs as data: what devices call themselves, architectures, and rates that make sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpinspect import gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "major", "minor", "card", "architecture"),
+    [
+        ("NVIDIA H100 80GB HBM3", 9, 0, "H100", "hopper"),
+        ("NVIDIA H100 PCIe", 9, 0, "H100 PCIe", "hopper"),
+        ("NVIDIA H200", 9, 0, "H200", "hopper"),
+        ("NVIDIA A100-PG509-200", 8, 0, "A100", "ampere"),
+        ("NVIDIA A100 80GB PCIe", 8, 0, "A100 80GB PCIe", "ampere"),
+        ("NVIDIA A100-SXM4-80GB", 8, 0, "A100 80GB", "ampere"),
+        ("Tesla V100-SXM2-32GB", 7, 0, "V100 SXM2", "volta"),
+        ("Tesla V100-PCIE-16GB", 7, 0, "V100 PCIe", "volta"),
+        ("Tesla T4", 7, 5, "T4", "turing"),
+        ("NVIDIA L4", 8, 9, "L4", "ada"),
+        ("NVIDIA L40S", 8, 9, "L40S", "ada"),
+        ("NVIDIA GeForce RTX 4090", 8, 9, "RTX 4090", "ada"),
+        ("NVIDIA B200", 10, 0, "B200", "blackwell"),
+        ("NVIDIA GB200", 10, 0, "GB200", "blackwell"),
+    ],
+)
+def test_devices_are_known_by_their_names(name, major, minor, card, architecture):
+    found = gpus.of_device(name, major, minor)
+    assert found.architecture == architecture
+    assert found.has_tensor_cores is True
+    known = gpus.named(card)
+    assert found.tensor_core_tflops == known.tensor_core_tflops
+    assert found.bandwidth_gb_s == known.bandwidth_gb_s
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H1000X"])
+def test_a_card_that_only_resembles_a_known_one_gets_no_rates(name):
+    found = gpus.of_device(name, 9 if "H1000" in name else 8, 0 if "H1000" in name else 9)
+    assert found.architecture in ("ada", "hopper")
+    assert found.tensor_core_tflops == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "major", "minor", "has"),
+    [
+        ("Quadro GP100", 6, 0, False),
+        ("NVIDIA GeForce GTX 1660 Ti", 7, 5, False),
+        ("NVIDIA T1000", 7, 5, False),
+        ("NVIDIA GeForce RTX 2070", 7, 5, True),
+        ("NVIDIA Thor", 11, 0, True),
+        ("A GPU from the future", 15, 0, None),
+        ("", None, None, None),
+    ],
+)
+def test_who_has_tensor_cores(name, major, minor, has):
+    assert gpus.of_device(name, major, minor).has_tensor_cores is has
+
+
+def test_amd_has_none_of_this():
+    found = gpus.of_device("", 9, 4, vendor="AMD")
+    assert (found.vendor, found.architecture, found.has_tensor_cores) == ("AMD", "", None)
+    assert found.multiplies("float16") is None
+
+
+@pytest.mark.parametrize("architecture", gpus.ARCHITECTURES)
+def test_an_architecture_stands_for_a_card_with_rates(architecture):
+    found = gpus.named(architecture.upper())
+    assert found.architecture == architecture
+    assert found.tensor_core_tflops["float16"] > found.cuda_core_tflops["float16"]
+    assert found.cuda_core_tflops["float16"] >= found.cuda_core_tflops["float32"]
+    assert set(found.tensor_core_tflops) <= set(gpus.TENSOR_CORE_DTYPES[architecture])
+    assert found.multiplies("float16") is True
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "answer"),
+    [
+        ("volta", "bfloat16", False),
+        ("volta", "float32", False),
+        ("turing", "int8", True),
+        ("turing", "float32", False),
+        ("ampere", "float32", True),
+        ("ampere", "float8_e4m3fn", False),
+        ("ada", "float64", False),
+        ("hopper", "float8_e5m2", True),
+        ("hopper", "float4_e2m1fn_x2", False),
+        ("blackwell", "float4_e2m1fn_x2", True),
+        ("hopper", "complex64", False),
+    ],
+)
+def test_what_tensor_cores_multiply(architecture, dtype, answer):
+    assert gpus.named(architecture).multiplies(dtype) is answer
+
+
+def test_an_unknown_name_lists_what_there_is():
+    with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
+        gpus.named("pascal")

@@ -1,0 +1,257 @@
+"""classify_kernel against the labelled corpus, the names in real traces, and the traps that names set."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpinspect import gpus
+from mpinspect.analysis.kernel_names import RULES, RULES_VERSION, VERDICTS, classify_kernel
+from mpinspect.analysis.kernel_names.rules import OTHER, first_match
+
+DATA = Path(__file__).parent / "data"
+TRACES = sorted((DATA / "traces").rglob("*.json.gz"))
+
+with (DATA / "kernel_names.tsv").open(encoding="utf-8", newline="") as file:
+    LABELLED = list(csv.DictReader(file, delimiter="\t"))
+
+#: What the corpus' column means: a kernel that uses Tensor Cores may still be held back.
+VERDICTS_OF_LABEL = {
+    "yes": ("native", "degraded"),
+    "no": ("off",),
+    "helper": ("helper",),
+    "unknown": ("unknown",),
+}
+
+
+def kernel_names(path: Path) -> list[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        events = json.load(stream)["traceEvents"]
+    return [event["name"] for event in events if str(event.get("cat")).lower() == "kernel"]
+
+
+@pytest.mark.parametrize("row", LABELLED, ids=[row["name"][:60] for row in LABELLED])
+def test_every_label_is_right(row):
+    found = classify_kernel(row["name"])
+    assert found.verdict in VERDICTS_OF_LABEL[row["tensor_core"]], found
+    assert found.architecture == row["architecture"]
+    assert found.verdict == ("degraded" if "degraded" in row["note"] else found.verdict)
+    if "native" in row["note"]:
+        assert found.verdict == "native"
+
+
+def test_the_corpus_is_there():
+    assert len(LABELLED) == 39
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        # 884 inside another number, or without the letter of an accumulator, is nothing.
+        ("my_tile_18840_kernel", "other"),
+        ("my_kernel_x8841", "other"),
+        ("volta_sgemm_128x64_8841", "off"),
+        ("volta_hgemm_128x128_nn_mma884", "native"),
+        ("volta_hgemm_128x128_nn", "off"),
+        ("maxwell_hgemm_64x64_nn", "off"),
+        ("volta_s884gemm_64x64_nn", "native"),
+        ("cutlass_80_tensorop_z884gemm_64x64_16x4_nn_align1", "native"),
+        ("turing_int8_i8816cudnn_int8_256x128_ldg16_relu_singleBuffer_small_nt_v1", "native"),
+        ("ampere_int8_i16832gemm_int8_256x128_ldg16_stages_64x3_nt", "native"),
+        ("cutlass3x_sm100_tensorop_s128x256x16gemm_bf16_bf16_f32_void_bf16_128x256x64", "native"),
+        ("cutlass3x_sm90_simt_sgemm_f32_f32_f32_f32_f32_128x128x16", "off"),
+        ("_ZN7cutlass6KernelINS_4gemm6kernel4GemmINS1_11threadblock12MmaPipelinedILi1EEEEEE4MmaTensorOp", "native"),
+        ("_ZN7cutlass13device_kernelINS_4gemm6kernel13GemmUniversalINS1_17GroupProbl", "native"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>>>(P)", "native"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<int>>>(P)", "native"),
+        ("void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<int>>(P)", "helper"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>)", "native"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm75(PyTorchMemEffAttention::AttentionKernel<float>)", "off"),
+        ("fmha_cutlassF_f16_notaligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<half>)", "degraded"),
+        ("fmha_cutlassF_f16_aligned_64x64_rf_sm50(PyTorchMemEffAttention::AttentionKernel<half>)", "off"),
+        ("fmhaSm100aKernel_QkvBfloat16OBfloat16H128PagedKvDense", "native"),
+        ("bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s6_et64x8_m64x8x64_cga1x1x1_16dp256b_sm100f", "native"),
+        ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u>(float*)", "native"),
+        ("nvjet_sm90_hss_320x128_64x3_1x2_h_bz_coopB_NNT", "native"),
+        # Pointwise, though a product's name is in it: the epilogue of one.
+        ("triton_poi_fused_addmm_relu_0", "other"),
+        ("triton_per_fused_mm_native_layer_norm_3", "other"),
+        ("triton_mm", "unknown"),
+        ("triton_tem_fused_bmm_7", "unknown"),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_kernel", "unknown"),
+        ("sm80_xmma_gemm_f64f64_f64f64_f64_tn_n_tilesize64x64x16_stage3_tensor8x8x4_kernel", "native"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::addmm_epilogue>(int)", "other"),
+        ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, float, int>(int)", "off"),
+        ("void at::native::im2col_kernel<float>(long)", "helper"),
+        (
+            "void split_embedding_backward_codegen_adagrad_unweighted_kernel_cta_per_row_1<float>(fbgemm_gpu::X)",
+            "other",
+        ),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)", "other"),
+        ("void fft2d_r2c_32x32<float, false, 0u, false>(float2*)", "off"),
+        ("void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)", "off"),
+        (
+            "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 8, 9, false, cublasGemvTensorStridedBatched<float const>>",
+            "off",
+        ),
+        ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT32x32x256_MI16x16x1_SN", "unknown"),
+        ("some_vendor_gemm_v7", "unknown"),
+        ("LSTM_elementWise_fp", "other"),
+        ("", "other"),
+    ],
+)
+def test_names_that_set_traps(name, verdict):
+    assert classify_kernel(name).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "verdict"),
+    [
+        # Alignment counts in bytes: four elements are 16 bytes of TF32 and 8 of FP16.
+        ("cutlass_80_tensorop_s1688gemm_64x64_32x6_tn_align4", None, "native"),
+        ("cutlass_80_tensorop_f16_s16816gemm_f16_64x64_32x6_tn_align4", None, "degraded"),
+        ("cutlass_80_tensorop_f16_s16816gemm_f16_64x64_32x6_tn_align8", None, "native"),
+        ("cutlass_80_tensorop_s1688gemm_64x64_32x6_tn_align2", None, "degraded"),
+        ("cutlass_80_tensorop_d884gemm_64x128_16x3_nn_align1", None, "native"),
+        ("cutlass_80_tensorop_i16832gemm_s8_128x128_64x4_tn_align16", None, "native"),
+        ("cutlass_80_tensorop_i16832gemm_s8_128x128_64x4_tn_align8", None, "degraded"),
+        ("cutlass_tensorop_special_align4", "float16", "degraded"),
+        ("cutlass_tensorop_special_align4", "float32", "native"),
+        ("cutlass_tensorop_special_align4", None, "native"),
+        # An older generation's kernel, or a small wmma tile, is no evidence.
+        ("cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8", None, "native"),
+    ],
+)
+def test_alignment_counts_in_bytes(name, dtype, verdict):
+    assert classify_kernel(name, gpu="hopper", dtype=dtype).verdict == verdict
+
+
+def test_the_reason_names_the_alignment():
+    reason = classify_kernel("cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_64x3_tn_align2").reason
+    assert "align2" in reason
+    assert "4 bytes" in reason
+    assert "16" in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "verdict"),
+    [
+        ("cutlass_75_tensorop_f16_s1688gemm_f16_256x128_tn_align8", "T4", "native"),
+        ("cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_tn_align8", "T4", "unknown"),
+        ("cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_tn_align8", "hopper", "native"),
+        ("cutlass_80_tensorop_d884gemm_64x128_16x3_nn_align1", "A10", "native"),
+        ("volta_sgemm_128x64_nn", "hopper", "off"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "blackwell", "native"),
+    ],
+)
+def test_the_gpu_is_an_argument(name, gpu, verdict):
+    assert classify_kernel(name, gpu=gpu).verdict == verdict
+
+
+def test_a_gpu_without_tensor_cores_runs_nothing_on_them():
+    gpu = gpus.of_device("Quadro GP100", 6, 0)
+    found = classify_kernel("triton_tem_fused_addmm_0", gpu=gpu)
+    assert (found.verdict, found.reason) == ("off", "Quadro GP100 has no Tensor Cores")
+    assert classify_kernel("maxwell_sgemm_128x64_nn", gpu=gpu).verdict == "off"
+    assert classify_kernel("void cub::DeviceScanKernel<int>(int)", gpu=gpu).verdict == "other"
+
+
+def test_amd_is_not_judged():
+    gpu = gpus.of_device("AMD Instinct MI300X", 9, 4, vendor="AMD")
+    for name in ("Cijk_Alik_Bljk_BBS_BH_MT16x16x256", "some_sgemm", "void flash_fwd_kernel<half>"):
+        assert classify_kernel(name, gpu=gpu).verdict == "unknown"
+
+
+def test_nvjet_takes_the_gpus_architecture():
+    name = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"
+    assert classify_kernel(name).architecture == "hopper"
+    assert classify_kernel(name, gpu="B200").architecture == "blackwell"
+
+
+def test_an_unknown_gpu_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"no GPU known here.*hopper.*H100 PCIe"):
+        classify_kernel("volta_sgemm_128x64_nn", gpu="pascal")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        ("volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn", ("float16",)),
+        ("cutlass_80_tensorop_d884gemm_64x128_16x3_nn_align1", ("float64",)),
+        ("cutlass_80_tensorop_s1688gemm_64x64_32x6_tn_align4", ("tfloat32",)),
+        ("cutlass_80_tensorop_s1688tf32gemm_256x128_16x3_nn_align4", ("tfloat32",)),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", ("bfloat16",)),
+        ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc", ("tfloat32",)),
+        ("sm80_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize96x64x32", ("float16",)),
+        ("nvjet_qqtst_112x128_128x7_2x1_v_bz", ("float8_e4m3fn",)),
+        ("nvjet_sm90_hss_320x128", ("float16",)),
+        ("ampere_sgemm_128x64_tn", ("float32",)),
+        ("volta_gcgemm_32x32_nt", ("complex64",)),
+        ("volta_dgemm_128x64_nn", ("float64",)),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, cutlass::bfloat16_t>>(P)",
+            ("bfloat16",),
+        ),
+        ("triton_tem_fused_addmm_0", ()),
+    ],
+)
+def test_dtypes_that_names_tell(name, dtypes):
+    assert classify_kernel(name).dtypes == dtypes
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
+def test_every_kernel_of_real_traces_gets_a_verdict(path):
+    for name in set(kernel_names(path)):
+        found = classify_kernel(name)
+        assert found.verdict in VERDICTS
+        assert found.reason
+        assert found.rule
+
+
+@pytest.mark.parametrize(
+    ("trace", "wrongly"),
+    [
+        ("v100_fp32_training.json.gz", ("native", "degraded", "unknown")),
+        ("a100_switch_transformer_fp32.json.gz", ("native", "degraded", "unknown")),
+        ("gp100_no_tensor_cores.json.gz", ("native", "degraded", "unknown")),
+        ("ranks/worker0.json.gz", ("native", "degraded", "unknown")),
+        # Nothing there is a product on CUDA cores, and nothing is left open.
+        ("h100_vit.json.gz", ("off", "unknown", "degraded")),
+        ("h100_bert_small.json.gz", ("off", "unknown")),
+    ],
+)
+def test_verdicts_that_a_trace_cannot_have(trace, wrongly):
+    names = set(kernel_names(DATA / "traces" / trace))
+    assert names
+    assert {name: found for name in names if (found := classify_kernel(name).verdict) in wrongly} == {}
+
+
+def test_every_rule_has_a_verdict_a_meaning_and_a_source():
+    assert len({rule.id for rule in RULES}) == len(RULES)
+    for rule in (*RULES, OTHER):
+        assert rule.verdict in set(VERDICTS) - {"degraded"}
+        assert rule.meaning
+        assert rule.source
+        assert all(literal == literal.lower() for literal in rule.any_of)
+    assert RULES_VERSION
+
+
+@given(st.text(max_size=300))
+def test_any_text_gets_a_verdict(name):
+    assert classify_kernel(name).verdict in VERDICTS
+
+
+@given(st.sampled_from([row["name"] for row in LABELLED]), st.sampled_from(["void ", ""]))
+def test_case_does_not_matter(name, prefix):
+    assert classify_kernel(prefix + name.upper()).verdict == classify_kernel(prefix + name.lower()).verdict
+
+
+def test_the_first_rule_decides():
+    lowered = "void at::native::vectorized_elementwise_kernel<4, gemm_epilogue>"
+    assert first_match(lowered).id == "torch-native"
