@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from mpinspect import gpus
 from mpinspect.analysis.kernel_names import facets
-from mpinspect.analysis.kernel_names.rules import Rule, first_match
+from mpinspect.analysis.kernel_names.rules import OTHER, RULES, Rule, first_match
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import ITEM_SIZES
 
 #: Bytes that a Tensor Core kernel loads at once an operand's row (NVIDIA's matrix multiplication guide: 16-byte alignment).
 FULL_ALIGNMENT = 16
-_PRODUCTS = ("gemm", "convolution", "attention", "recurrent", "gemv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None =
     """
     lowered = _head(name).lower()
     rule = first_match(lowered)
-    if rule.verdict in ("other", "helper"):
-        return KernelVerdict(rule.verdict, "any", _sentence(rule), kind=rule.kind, rule=rule.id)
+    if rule.id in _NO_PRODUCT:
+        return _NO_PRODUCT[rule.id]
     device = gpus.named(gpu) if isinstance(gpu, str) else gpu
     return _on(device, _product(rule, lowered, dtype))
 
@@ -75,8 +74,8 @@ def _head(name: str) -> str:
 
 
 def _product(rule: Rule, lowered: str, dtype: str | None) -> KernelVerdict:
-    digits = facets.mma_digits(lowered)
-    dtypes = facets.dtypes(lowered, digits) or ((dtype,) if dtype else ())
+    letter, digits = facets.instruction(lowered)
+    dtypes = facets.dtypes(lowered, letter, digits) or ((dtype,) if dtype else ())
     alignment = facets.alignment(lowered)
     verdict, reason = rule.verdict, _sentence(rule, digits)
     if verdict == "native":
@@ -137,3 +136,11 @@ def _with(found: KernelVerdict, verdict: str, reason: str) -> KernelVerdict:
 
 def _sentence(rule: Rule, digits: str = "") -> str:
     return f"{rule.meaning} ({digits})" if digits and rule.verdict == "native" else rule.meaning
+
+
+#: The verdicts that depend on the rule alone.
+_NO_PRODUCT = {
+    rule.id: KernelVerdict(rule.verdict, "any", rule.meaning, kind=rule.kind, rule=rule.id)
+    for rule in (*RULES, OTHER)
+    if rule.verdict in ("other", "helper")
+}

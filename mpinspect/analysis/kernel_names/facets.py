@@ -96,21 +96,21 @@ def _compute_capability(lowered: str) -> int | None:
     return int(built_for.group(1)) if built_for else None
 
 
-def mma_digits(lowered: str) -> str:
-    """The digits of the mma instruction in a name, or ""."""
+def instruction(lowered: str) -> tuple[str, str]:
+    """The mma instruction in a name: the letter of its accumulator ("m" where the name says mma) and its digits, or ("", "")."""
     if not any(each in lowered for each in MMA_DIGITS):
-        return ""
+        return "", ""
     found = _MMA.search(lowered)
-    return found.group(1) if found else ""
+    return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
 
 
-def dtypes(lowered: str, digits: str) -> tuple[str, ...]:
+def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
     """The operands' dtypes that a name tells, torch's names and "tfloat32"; () where it tells none."""
     if "nvjet_" in lowered:
         jet = _NVJET.search(lowered)
         return _nvjet_dtypes(jet.group(1)) if jet else ()
     if digits:
-        return _of_mma(lowered, digits)
+        return _of_mma(lowered, letter, digits)
     for word, dtype in _DTYPES:
         if word in lowered and _DTYPE[word].search(lowered):
             return (dtype,)
@@ -146,13 +146,11 @@ def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_NVJET_LETTERS[letter] for letter in operands if letter in _NVJET_LETTERS))
 
 
-def _of_mma(lowered: str, digits: str) -> tuple[str, ...]:
+def _of_mma(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
     if digits in ("8816", "8832", "16832", "16864"):
         # m16n8k32 is int8's and FP8's; the letter before tells (i: integers).
         return ("float8_e4m3fn",) if "e4m3" in lowered else ("float8_e5m2",) if "e5m2" in lowered else ("int8",)
-    start = _MMA.search(lowered)
-    letter = lowered[start.start()] if start else ""
-    if letter == "d" or letter == "z":
+    if letter in ("d", "z"):
         return ("float64",)
     for word in ("bf16", "tf32", "fp16", "f16"):
         if word in lowered:

@@ -53,7 +53,8 @@ class Rule:
 #: they accumulate in. Anchored on both sides: 884 inside another number is nothing.
 MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
 
-MMA_DIGITS = ("884", "1684", "1688", "16816", "161616", "8816", "8832", "16832", "16864", "168128", "168256")
+#: What of their digits must be in a name for that: "168" is in 1684, 1688, 16816, 16832, ...
+MMA_DIGITS = ("884", "168", "1616", "8816", "8832")
 
 RULES = (
     # -- not products, and the most frequent names: decided first ---------------------------------------------------
@@ -80,7 +81,7 @@ RULES = (
         "normalisation-and-sorting",
         "other",
         "",
-        ("cudnn::bn_", "cub::", "softmax", "norm_", "norm2d", "layernorm", "rmsnorm", "multi_tensor_apply"),
+        ("cudnn::bn_", "cub::", "softmax", "norm", "multi_tensor"),
         "normalisation, softmax, sorting or an optimizer: no matrix product",
         "traces; cuDNN, CUB, apex",
         none_of=("gemm", "mma", "attention", "attn", "flash", "fmha", "sdpa", "nvjet"),
@@ -89,7 +90,7 @@ RULES = (
         "embedding",
         "other",
         "",
-        ("fbgemm_gpu::", "split_embedding", "dense_embedding", "embedding_codegen"),
+        ("embedding", "fbgemm_gpu"),
         "an embedding table's kernel: no matrix product, though its library is named after one",
         "traces; FBGEMM",
         none_of=("tensorop",),
@@ -98,7 +99,7 @@ RULES = (
         "communication",
         "other",
         "communication",
-        ("nccl", "rccl", "nvshmem", "cross_device_reduce", "multimem_", "symm_mem", "all_reduce", "allreduce"),
+        ("ccl", "nvshmem", "allreduce", "all_reduce", "cross_device", "multimem"),
         "communication between GPUs",
         "traces; NCCL",
     ),
@@ -122,7 +123,7 @@ RULES = (
         "gemv",
         "off",
         "gemv",
-        ("gemv", "dot_kernel", "gevv", "sgev", "dotc", "reduce_1block_kernel"),
+        ("gemv", "dot_kernel", "gevv", "dotc", "reduce_1block"),
         "a matrix-vector or scalar product: bound by memory, CUDA cores",
         "labelled; traces; cuBLAS",
         none_of=("triton", "flash"),
@@ -131,7 +132,7 @@ RULES = (
         "torch-depthwise",
         "off",
         "convolution",
-        ("conv_depthwise", "depthwise_conv", "dwconv", "spatialdepthwise"),
+        ("depthwise", "dwconv"),
         "torch's own depthwise convolution: CUDA cores",
         "torch, DepthwiseConv2d.cu",
     ),
@@ -139,7 +140,7 @@ RULES = (
         "torch-im2col",
         "helper",
         "convolution",
-        ("im2col", "col2im", "vol2col", "col2vol"),
+        ("im2col", "col2im", "col2vol", "vol2col"),
         "the unfolding beside a convolution",
         "torch, im2col.cuh",
     ),
@@ -147,51 +148,45 @@ RULES = (
         "torch-grouped-gemm-setup",
         "helper",
         "gemm",
-        ("prepare_grouped_gemm", "compute_grouped_gemm"),
+        ("grouped_gemm",),
         "the set-up of a grouped product",
         "torch, GroupMM.cu",
+        r"(?:prepare|compute)_grouped_gemm",
     ),
     Rule(
         "triton-fused",
         "other",
         "",
-        ("triton_poi_", "triton_red_", "triton_per_", "triton_for_", "triton_split_scan"),
+        ("triton_",),
         "Inductor's fused pointwise or reduction kernel; a product in its name is the one it follows",
         "torch, inductor's kernel names",
+        r"triton_(?:poi|red|per|for|split_scan)_",
     ),
     # -- beside products --------------------------------------------------------------------------------------------
     Rule(
         "split-k-reduce",
         "helper",
         "gemm",
-        ("splitkreduce", "reducesplitk", "splitk_reduce", "gemmk_reduce"),
+        ("splitk", "gemmk_reduce"),
         "the sum of a product's partial results",
         "labelled; cuBLAS, CUTLASS",
+        r"splitk_?reduce|reducesplitk|gemmk_reduce",
     ),
     Rule(
         "layout",
         "helper",
         "",
-        (
-            "nchwtonhwc",
-            "nhwctonchw",
-            "nchw2nhwc",
-            "nhwc2nchw",
-            "nhwcaddpadding",
-            "tensortransform",
-            "converttensor",
-            "foldednhwc",
-        ),
+        ("nhwc", "tensortransform", "converttensor"),
         "a layout conversion beside a product",
         "labelled; cuDNN",
-        # A convolution that converts as it writes is a convolution: s884cudnn_..._nhwc2nchw.
-        none_of=("tensorop", "xmma", "hmma", *MMA_DIGITS),
+        r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw|nhwcaddpadding|foldednhwc|tensortransform|converttensor",
+        none_of=("tensorop", "xmma", "hmma", "16816", "1688", "884"),
     ),
     Rule(
         "convolution-setup",
         "helper",
         "convolution",
-        ("offsetskernel", "computeoffsets", "kern_precompute_indices", "reduce_wgrad_nchw"),
+        ("offsetskernel", "kern_precompute", "reduce_wgrad"),
         "the set-up of a convolution, or the sum of its parts",
         "traces; cuDNN",
     ),
@@ -207,25 +202,17 @@ RULES = (
         "attention-setup",
         "helper",
         "attention",
-        (
-            "flashattnbwdpreprocess",
-            "flashattnbwdpostprocess",
-            "flash_bwd_dot_do_o",
-            "flash_bwd_convert",
-            "flash_bwd_clear",
-            "splitkv_combine",
-            "flashattnfwdcombine",
-            "prepare_varlen_num_blocks",
-        ),
+        ("flash",),
         "preparation or conversion beside attention",
         "labelled; flash-attention",
+        r"flashattn(?:bwdpreprocess|bwdpostprocess|fwdcombine)|flash_bwd_(?:dot_do_o|convert|clear)|splitkv_combine",
     ),
     # -- attention --------------------------------------------------------------------------------------------------
     Rule(
         "efficient-attention-cuda-cores",
         "off",
         "attention",
-        ("fmha_cutlassf_", "fmha_cutlassb_"),
+        ("fmha_cutlass",),
         "memory-efficient attention built for a GPU, or FP32 on one, without fitting Tensor Cores: SIMT",
         "torch, mem_eff_attention/kernels (Sm50 has none, FP32 below Sm80 is SIMT)",
         r"fmha_cutlass[fb]_(?:\w*_sm5\d|\w*_sm6\d|f32_\w*_sm7\d)",
@@ -234,7 +221,7 @@ RULES = (
         "efficient-attention",
         "native",
         "attention",
-        ("fmha_cutlassf_", "fmha_cutlassb_"),
+        ("fmha_cutlass",),
         "memory-efficient attention on Tensor Cores (FP32 as three TF32 products)",
         "labelled; torch, mem_eff_attention/kernels",
         r"fmha_cutlass[fb]_(?:f16|bf16|f32)",
@@ -243,15 +230,16 @@ RULES = (
         "flash-attention",
         "native",
         "attention",
-        ("flash_fwd", "flash_bwd", "flashattnfwd", "flashattnbwd", "flash_attn", "flash::", "fmhasm100", "fmha_v2"),
+        ("flash", "fmhasm100", "fmha_v2"),
         "flash attention",
         "labelled; traces; flash-attention",
+        r"flash_(?:fwd|bwd|attn)|flashattn(?:fwd|bwd)|flash::|fmhasm100|fmha_v2",
     ),
     Rule(
         "cudnn-attention",
         "native",
         "attention",
-        ("_sdpa_", "cudnn_generated_fort_native_sdpa", "cudnn_mha"),
+        ("sdpa", "cudnn_mha"),
         "cuDNN's fused attention",
         "labelled; cuDNN",
         r"cudnn.*sdpa|cudnn_mha|sdpa_sm\d+",
@@ -463,19 +451,17 @@ RULES = (
 #: What is left: elementwise kernels, reductions, normalisations, optimizers, embeddings, copies.
 OTHER = Rule("other", "other", "", ("",), "no matrix product", "none")
 
-_TABLE = tuple((rule.any_of, rule) for rule in RULES)
+#: One line a substring: first_match walks it without inner loops, since traces have thousands of names.
+_TABLE = tuple((literal, rule) for rule in RULES for literal in rule.any_of)
 
 
 def first_match(lowered: str) -> Rule:
-    """The rule that decides about a name in lower case. One loop without calls: traces have thousands of names."""
-    for literals, rule in _TABLE:
-        for literal in literals:
-            if literal in lowered:
-                break
-        else:
-            continue
-        if rule.none_of and any(literal in lowered for literal in rule.none_of):
-            continue
-        if rule.regex is None or rule.regex.search(lowered):
+    """The rule that decides about a name in lower case."""
+    for literal, rule in _TABLE:
+        if (
+            literal in lowered
+            and (rule.regex is None or rule.regex.search(lowered))
+            and not any(each in lowered for each in rule.none_of)
+        ):
             return rule
     return OTHER
