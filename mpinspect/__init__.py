@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mpinspect.analysis import recommend_loss_scale
+from mpinspect.analysis.kernel_names import classify_kernel
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import (
     BFLOAT16,
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from mpinspect.counting import count_exponents
     from mpinspect.emulation import half_arithmetic
     from mpinspect.inspector import Inspector, MpinspectWarning
+    from mpinspect.kernel_profile import profile_kernels, read_trace
     from mpinspect.mixed_precision import MixedPrecision
     from mpinspect.probing import probe
+    from mpinspect.shape_lint import lint_shapes
     from mpinspect.training.loss_scaler import LossScaler
 
 __all__ = [
@@ -47,28 +50,35 @@ __all__ = [
     "MpinspectWarning",
     "Session",
     "__version__",
+    "classify_kernel",
     "count_exponents",
     "half_arithmetic",
+    "lint_shapes",
     "probe",
+    "profile_kernels",
+    "read_trace",
     "recommend_loss_scale",
 ]
 
-#: Names that need torch, and where they are: found when they are used, so that a saved session is read without it.
-_WITH_TORCH = {
+#: Names found when they are used, and where they are: most need torch, and a saved session or a trace is read without it.
+_WHEN_USED = {
     "Inspector": "inspector",
     "LossScaler": "training.loss_scaler",
     "MixedPrecision": "mixed_precision",
     "MpinspectWarning": "inspector",
     "count_exponents": "counting",
     "half_arithmetic": "emulation",
+    "lint_shapes": "shape_lint",
     "probe": "probing",
+    "profile_kernels": "kernel_profile",
+    "read_trace": "kernel_profile",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _WITH_TORCH:
+    if name not in _WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    found: object = getattr(import_module(f"{__name__}.{_WHEN_USED[name]}"), name)
     globals()[name] = found
     return found
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpinspect.commands import demo, report
+from mpinspect.commands import demo, kernels, lint, report
 from mpinspect.commands.outcome import BROKEN_PIPE, UNUSABLE, UnusableError
 from mpinspect.version import __version__
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mpinspect",
-        description="Number ranges, loss scales and their findings for mixed-precision training.",
+        description="Number ranges, loss scales and Tensor Cores: what mixed precision does to a model's training.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"mpinspect {__version__}")
@@ -72,5 +72,17 @@ COMMANDS = (
     ),
     Command(
         "demo", "Train a small language model with the inspector on and show its report.", demo.add_options, demo.run
+    ),
+    Command(
+        "lint",
+        "Check whether a model's matrix products suit Tensor Cores, without running it on a GPU.",
+        lint.add_options,
+        lint.run,
+    ),
+    Command(
+        "kernels",
+        "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
+        kernels.add_options,
+        kernels.run,
     ),
 )

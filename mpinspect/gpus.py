@@ -63,9 +63,13 @@ class Gpu:
             return None
         if not self.has_tensor_cores:
             return False
+        if self.tensor_core_tflops:
+            return rate_key(dtype) in self.tensor_core_tflops
         if self.architecture not in TENSOR_CORE_DTYPES:
             return None
-        return rate_key(dtype) in TENSOR_CORE_DTYPES[self.architecture]
+        known = rate_key(dtype) in TENSOR_CORE_DTYPES[self.architecture]
+        # FP64 is in the Tensor Cores of an architecture's data-centre chips only, and this card is not in the table.
+        return None if known and dtype == "float64" else known
 
 
 def rate_key(dtype: str) -> str:
@@ -127,7 +131,19 @@ _CARDS = (
         "GB200", r"GB200", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=5000, fp64=40, four_bit=10000
     ),
     _Card("B200", r"B200", "blackwell", 2250, 75, 150, 8000, 1125, eight_bit=4500, int8=4500, fp64=37, four_bit=9000),
-    _Card("RTX 5090", r"RTX 5090(?! D| L)", "blackwell", 209.5, 104.8, 104.8, 1792, 104.8, eight_bit=419, int8=838),
+    _Card(
+        "RTX 5090",
+        r"RTX 5090(?! D| L)",
+        "blackwell",
+        209.5,
+        104.8,
+        104.8,
+        1792,
+        104.8,
+        eight_bit=419,
+        int8=838,
+        four_bit=1676,
+    ),
 )
 
 
@@ -159,7 +175,9 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
         # Matrix cores, not Tensor Cores, with kernel names and shape rules of their own: nothing here applies to them.
         return Gpu(name or "AMD GPU", has_tensor_cores=None, vendor="AMD")
     for card in _CARDS:
-        if re.search(rf"(?:{card.pattern})(?!\d)", name) and (major is None or architecture_of(major, minor) == card.architecture):
+        if re.search(rf"(?:{card.pattern})(?!\d)", name) and (
+            major is None or architecture_of(major, minor) == card.architecture
+        ):
             return _gpu(card, name)
     if major is None:
         return Gpu(name, has_tensor_cores=None, vendor=vendor)

@@ -47,6 +47,8 @@ class Kernel:
         unattributed: one of UNATTRIBUTED where ``op`` is None, else "".
         is_graph: launched by a CUDA graph.
         step: number of the ProfilerStep it was launched in, or None.
+        call: number of the call of ``matmul_op`` within its trace: kernels that one call launched have the same number, equal
+            operators called twice have two; None where unknown.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Kernel:
     unattributed: str = ""
     is_graph: bool = False
     step: int | None = None
+    call: int | None = None
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ class Matmul:
         calls: how many equal calls this record stands for.
         autocast: False where autocast was on around the model and off around this call (or the operands' dtype is one
             that it does not cast), True where it applied; None without autocast.
+        recomputed: a forward that activation checkpointing computes once more in the backward.
     """
 
     op: str
@@ -153,6 +154,7 @@ class Matmul:
     attention: Attention | None = None
     calls: int = 1
     autocast: bool | None = None
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,21 +20,31 @@ ALLOWED = {
     "exponents": {"formats"},
     "session": {"exponents", "formats", "session_file"},
     "session_file": {"session", "exponents", "formats"},
-    "analysis": {"session", "exponents", "formats", "reports"},
-    "reports": {"analysis", "session", "exponents", "formats", "version"},
+    "gpus": set(),
+    "matmuls": set(),
+    "kernels": set(),
+    "matmul_ops": {"matmuls"},
+    "trace_file": {"kernels", "matmul_ops"},
+    "analysis": {"session", "exponents", "formats", "gpus", "matmuls", "kernels", "matmul_ops", "reports"},
+    "reports": {"analysis", "session", "exponents", "formats", "matmuls", "version"},
     "workers": set(),
     "counting": {"exponents", "formats", "workers"},
     "emulation": {"workers"},
-    "capture": {"counting", "emulation", "session", "exponents", "formats"},
+    "capture": {"counting", "emulation", "session", "exponents", "formats", "matmuls", "matmul_ops"},
     "training": {"emulation", "formats"},
     "auto_scale": {"inspector", "training"},
     "mixed_precision": {"auto_scale", "emulation", "training"},
+    "shape_lint": {"analysis", "capture", "gpus"},
+    "kernel_profile": {"analysis", "capture", "gpus", "trace_file"},
 }
 #: An object's __str__ and save() reach the reports in this one place; a session's load and save reach the file likewise.
 LAZY_ONLY = {("analysis", "reports"): {"report.py"}, ("session", "session_file"): {"session.py"}}
 
 #: Rooms that work on saved sessions, on machines without torch.
-CORE = ("formats", "exponents", "session", "session_file", "analysis")
+CORE = (
+    *("formats", "exponents", "session", "session_file", "analysis"),
+    *("gpus", "matmuls", "kernels", "matmul_ops", "trace_file"),
+)
 HEAVY = ("torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton")
 
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

@@ -94,6 +94,13 @@ def test_what_tensor_cores_multiply(architecture, dtype, answer):
     assert gpus.named(architecture).multiplies(dtype) is answer
 
 
+def test_fp64_is_the_data_centre_chips():
+    assert gpus.named("A100").multiplies("float64") is True
+    assert gpus.of_device("NVIDIA GeForce RTX 3090", 8, 6).multiplies("float64") is False
+    assert gpus.of_device("NVIDIA RTX A2000", 8, 6).multiplies("float64") is None
+    assert gpus.of_device("NVIDIA RTX A2000", 8, 6).multiplies("bfloat16") is True
+
+
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
         gpus.named("pascal")

@@ -1,0 +1,117 @@
+"""All products that one cause concerns, and their figures together: what a finding is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.shapes.causes import Cause
+from mpinspect.analysis.shapes.report import Padding, ShapeRow
+from mpinspect.analysis.shapes.roofline import Gain
+from mpinspect.analysis.shapes.wording import NEGLIGIBLE, count, gain_words, grouped, some_modules
+from mpinspect.analysis.wording import percent
+from mpinspect.gpus import Gpu
+from mpinspect.matmuls import MatmulRecording
+
+#: Modules that evidence lists: all groups of a large model fit.
+MAX_MODULES = 50
+
+
+def is_worth_it(gain: Gain | None, share: float) -> bool:
+    """Whether mending may bring something; where that is not known, whether it is about more than a trifle."""
+    return (share if gain is None else gain.saved_fraction_high) >= NEGLIGIBLE
+
+
+@dataclass(frozen=True)
+class Group:
+    """``rows`` have ``cause``; ``gain`` is what mending it brings, ``padding`` how its size would be padded."""
+
+    cause: Cause
+    rows: tuple[ShapeRow, ...]
+    gain: Gain | None
+    padding: Padding | None
+    gpu: Gpu
+    recording: MatmulRecording
+
+    @property
+    def share(self) -> float:
+        return sum(row.share for row in self.rows)
+
+    @property
+    def calls(self) -> int:
+        return sum(row.calls for row in self.rows)
+
+    @property
+    def layer(self) -> str:
+        """The module, if it is one; the parameter's size has a name of its own in the evidence."""
+        modules = {row.module for row in self.rows}
+        return modules.pop() if len(modules) == 1 else ""
+
+    @property
+    def where(self) -> str:
+        return some_modules(row.module for row in self.rows)
+
+    @property
+    def products(self) -> str:
+        """ "12 products (3.1% of the FLOPs)"."""
+        return f"{count(self.calls, 'product')} ({percent(self.share)} of the FLOPs)"
+
+    @property
+    def are(self) -> str:
+        """The verb after ``products``."""
+        return "is" if self.calls == 1 else "are"
+
+    @property
+    def is_worth_it(self) -> bool:
+        return is_worth_it(self.gain, self.share)
+
+    def finding(self, message: str, fix: str, severity: str | None = None, **evidence: Any) -> Finding:
+        """A finding with the figures that every finding has; its severity follows from the gain unless given."""
+        if severity is None:
+            severity = "warning" if self.is_worth_it else "info"
+        return Finding(self.cause.id, severity, self.layer, message, self.evidence() | evidence, fix)
+
+    def evidence(self) -> dict[str, Any]:
+        talk = Counter[bool | None]()
+        verdicts: Counter[str] = Counter()
+        for row in self.rows:
+            talk[row.multiples_of_8] += row.calls
+            verdicts[row.verdict] += row.calls
+        found: dict[str, Any] = {
+            "flops_fraction": self.share,
+            "calls": self.calls,
+            "modules": grouped(row.module for row in self.rows)[:MAX_MODULES],
+            "parameters": list(dict.fromkeys(row.parameter for row in self.rows if row.parameter))[:MAX_MODULES],
+            "verdicts": dict(verdicts),
+            "talk_rule_kept": talk[True],
+            "talk_rule_broken": talk[False],
+        }
+        if self.padding is not None:
+            found |= {
+                "size": self.padding.size,
+                "size_names": list(self.padding.names),
+                "padded": self.padding.to,
+                "padded_preferred": self.padding.to_preferred,
+            }
+        if self.gain is not None:
+            found |= {
+                "estimated_speedup_low": self.gain.speedup_low,
+                "estimated_speedup_high": self.gain.speedup_high,
+                "estimated_saved_fraction_high": self.gain.saved_fraction_high,
+                "roofline_bound": self.gain.bound,
+            }
+        return found
+
+    @property
+    def gain_words(self) -> str:
+        return gain_words(self.gain, by_padding=self.cause.size is not None)
+
+    @property
+    def talk_words(self) -> str:
+        """What the talk's rule says of these products."""
+        broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
+        if not broken:
+            return "the rule of multiples of 8 has nothing against them"
+        return f"the rule of multiples of 8 flags {'them too' if broken == self.calls else f'{broken:,} of them too'}"

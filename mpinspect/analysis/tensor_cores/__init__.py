@@ -1,0 +1,58 @@
+"""Kernel analysis: from traces to what ran on Tensor Cores, what did not, why, and what it cost. Pure; no torch, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mpinspect.analysis.kernel_names import RULES_VERSION
+from mpinspect.analysis.tensor_cores.calls import with_products
+from mpinspect.analysis.tensor_cores.findings import findings
+from mpinspect.analysis.tensor_cores.judged import gpus_of, rows_by_name
+from mpinspect.analysis.tensor_cores.limits import limits
+from mpinspect.analysis.tensor_cores.losses import losses
+from mpinspect.analysis.tensor_cores.phrase import phrase
+from mpinspect.analysis.tensor_cores.ranks import differences, rank_reports
+from mpinspect.analysis.tensor_cores.rates import checked_by_rate
+from mpinspect.analysis.tensor_cores.report import KERNEL_FINDING_IDS, KernelReport
+from mpinspect.analysis.tensor_cores.shapes_of import LintedModules
+from mpinspect.analysis.tensor_cores.shares import coverage, shares
+from mpinspect.analysis.tensor_cores.tables import by_module, by_name
+from mpinspect.gpus import Gpu
+from mpinspect.kernels import KernelTrace
+
+if TYPE_CHECKING:
+    from mpinspect.analysis.shapes import ShapeReport
+
+__all__ = ["KERNEL_FINDING_IDS", "KernelReport", "analyse_kernels"]
+
+
+def analyse_kernels(
+    traces: Sequence[KernelTrace], gpu: Gpu | None = None, shapes: ShapeReport | None = None
+) -> KernelReport:
+    """What ran on Tensor Cores in one trace, or in those of several ranks.
+
+    Args:
+        traces: of one run or several; an empty sequence, and traces without kernels, have a report too.
+        gpu: judges for this GPU instead of those that the traces describe.
+        shapes: a shape lint of the same model, whose causes stand beside kernels of the same module.
+    """
+    rows = checked_by_rate(with_products(rows_by_name(traces, gpu)))
+    ranks = rank_reports(traces, rows)
+    lost = losses(rows, LintedModules(shapes))
+    report = KernelReport(
+        kernels=tuple(rows),
+        gpus=gpus_of(traces, gpu),
+        shares=shares(rows),
+        coverage=coverage(rows),
+        phrase=phrase(rows),
+        by_name=by_name(rows),
+        by_module=by_module(rows),
+        losses=lost,
+        limits=limits(rows, ranks),
+        ranks=ranks,
+        findings=(),
+        rules_version=RULES_VERSION,
+    )
+    return replace(report, findings=findings(report, differences(traces)))

@@ -1,0 +1,75 @@
+"""Where Tensor Cores were eligible but not used, or used but degraded: equal products together, each with its cause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from mpinspect.analysis.tensor_cores.causes import Cause, Causes
+from mpinspect.analysis.tensor_cores.rates import SiblingRates
+from mpinspect.analysis.tensor_cores.records import Loss
+from mpinspect.analysis.tensor_cores.rows import KernelRow
+from mpinspect.analysis.tensor_cores.savings import can_gain, savings, ways
+from mpinspect.analysis.tensor_cores.shapes_of import LintedModules
+from mpinspect.analysis.tensor_cores.shares import share
+
+
+def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:
+    """Most time first. ``linted``: what a shape lint said of the modules, if there was one."""
+    total = sum(row.time_us for row in rows)
+    groups: dict[tuple[object, ...], list[KernelRow]] = defaultdict(list)
+    for row in rows:
+        if row.verdict == "degraded" or (row.verdict == "off" and is_eligible(row)):
+            groups[_key(row)].append(row)
+    siblings, causes = SiblingRates(rows), Causes(rows)
+    found = [_loss(group, total, siblings, causes.of(group[0]), linted.cause(group[0])) for group in groups.values()]
+    return tuple(sorted(found, key=lambda loss: -loss.time_us))
+
+
+def is_eligible(row: KernelRow) -> bool:
+    """Whether a product that ran on CUDA cores could run on this GPU's Tensor Cores, in its dtype or a narrower one, and gain.
+
+    False where it is not known: dtype or GPU unknown, complex numbers. False for matrix-vector products and their like.
+    """
+    return can_gain(row) and any(True for _ in ways(row))
+
+
+def _key(row: KernelRow) -> tuple[object, ...]:
+    product = row.matmul
+    size = None if product is None else (product.m, product.n, product.k, product.batch, product.role)
+    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, row.trace, size
+
+
+def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Cause, linted: str) -> Loss:
+    first, product = rows[0], rows[0].matmul
+    time = sum(row.time_us for row in rows)
+    flops = None if any(row.flops is None for row in rows) else sum(row.flops or 0.0 for row in rows)
+    return Loss(
+        verdict=first.verdict,
+        kernel=first.name,
+        op=first.op,
+        modules=_modules(rows),
+        phase=first.phase,
+        kind=first.kind,
+        dtype=first.dtype,
+        m=product.m if product is not None else None,
+        n=product.n if product is not None else None,
+        k=product.k if product is not None else None,
+        batch=product.batch if product is not None else None,
+        cause="; ".join(filter(None, (cause.sentence, f"shape lint: {linted}" if linted else ""))),
+        cause_id=cause.id,
+        calls=len(rows),
+        time_us=time,
+        fraction=share(time, total) or 0.0,
+        tflops=flops / time / 1e6 if flops is not None and time > 0 else None,
+        savings=savings(rows, siblings),
+    )
+
+
+def _modules(rows: list[KernelRow]) -> tuple[str, ...]:
+    """Most time first; without those that are unknown."""
+    time: dict[str, float] = defaultdict(float)
+    for row in rows:
+        if row.module:
+            time[row.module] += row.time_us
+    return tuple(sorted(time, key=lambda module: -time[module]))

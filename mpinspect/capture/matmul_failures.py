@@ -1,0 +1,67 @@
+"""What stopped a recording, why that may be and what to do, in one sentence."""
+
+from __future__ import annotations
+
+#: Parts of torch's messages, in small letters, and what they mean on meta tensors.
+_CAUSES = (
+    (
+        (
+            "item()",
+            "_local_scalar_dense",
+            "no data!",
+            "cannot copy out of meta",
+            "data-dependent",
+            "data dependent",
+            "boolean value of tensor",
+        ),
+        "it reads a value of a tensor on the host (.item(), an if on a tensor), and meta tensors have none",
+    ),
+    (
+        ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "multinomial"),
+        "the shape of its result depends on values, and meta tensors have none",
+    ),
+    (
+        ("meta kernel", "'meta' backend", "meta backend", "fake impl", "register_fake"),
+        "the operator has no meta kernel, as custom C++ and CUDA operators often do not",
+    ),
+    (
+        ("numpy", "meta device", "meta tensor", "device meta"),
+        "it needs the values of a tensor, and meta tensors have none",
+    ),
+)
+
+
+class RecordingError(ValueError):
+    """Nothing could be recorded, and not for lack of values: most often wrong arguments."""
+
+
+def meta_cause(error: BaseException, operator: str = "") -> str:
+    """Why an exception is one that meta tensors bring about; "" if it is not.
+
+    Args:
+        error: what was raised.
+        operator: the operator that raised it, if one did.
+    """
+    text = f"{type(error).__name__} {error} {operator}".lower()
+    return next((cause for parts, cause in _CAUSES if any(part in text for part in parts)), "")
+
+
+def sentence(error: BaseException, phase: str, where: str | None, operator: str, device: str) -> str:
+    """One sentence for the notes of a recording."""
+    cause = meta_cause(error, operator) if device == "meta" else ""
+    place = "" if where is None else f" in {where}" if where else " in the model itself"
+    called = f" at {operator}" if operator else ""
+    if cause:
+        advice = "for the rest record it with device='real', on the tensors themselves"
+        why = f"{cause} ({first_line(error)})"
+    else:
+        advice = "see that the model runs by itself with these arguments"
+        why = first_line(error)
+    return f"the {phase} stopped{place}{called}: {why}. What ran before that is recorded; {advice}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's type and the first line of its message, shortened."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,84 @@
+"""Meta tensors beside others: results that torch has no meta kernel for, tensors of other devices, values that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mpinspect.capture.matmul_inputs import on_meta
+
+aten = torch.ops.aten
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def stays_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor is about to be moved to, or made on, the meta device that has or could have values: masks, indices."""
+    if getattr(kwargs["device"], "type", "") != "meta":
+        return False
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    if tensors:
+        return func is aten._to_copy.default and not tensors[0].is_meta
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return func._schema.name == "aten::arange" and all(isinstance(value, int) for value in args)
+    return dtype in _WHOLE
+
+
+def all_on_meta(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The same arguments with every tensor of another device as a meta tensor; None if there are not both."""
+    args = list(args)
+    tensors = list(_flat([*args, *kwargs.values()]))
+    if not any(one.is_meta for one in tensors) or all(one.is_meta for one in tensors):
+        return None
+    return [_moved(one) for one in args], {name: _moved(one) for name, one in kwargs.items()}
+
+
+def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _flat(value)
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else on_meta(value.detach())
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(one) for one in value)
+    return value
+
+
+def _rnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of _cudnn_rnn_backward: gradients of the input, hx, cx and the weights."""
+    x, weights, hx, cx = args[0], args[1], args[4], args[5]
+    mask = args[21]
+    like = torch.empty_like
+    return (
+        like(x) if mask[0] else None,
+        like(hx) if mask[1] else None,
+        like(cx) if cx is not None and mask[2] else None,
+        [like(weight) for weight in weights] if mask[3] else [],
+    )
+
+
+def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
+    """Of _grouped_mm, whose meta kernel takes BF16 only and whose CUDA kernel takes more."""
+    a, b = args[0], args[1]
+    groups = args[2].shape[0] if len(args) > 2 and args[2] is not None else a.shape[0]
+    shapes = {
+        (2, 3): (a.shape[0], b.shape[-1]),
+        (3, 2): (a.shape[-2], b.shape[-1]),
+        (2, 2): (groups, a.shape[0], b.shape[-1]),
+        (3, 3): (groups, a.shape[-2], b.shape[-1]),
+    }
+    return torch.empty(shapes[a.dim(), b.dim()], dtype=a.dtype, device=a.device)
+
+
+#: By operator, for when it fails on meta tensors.
+MISSING_META: dict[Any, Callable[[tuple[Any, ...]], Any]] = {aten._cudnn_rnn_backward.default: _rnn_gradients}
+if hasattr(aten, "_grouped_mm"):  # since torch 2.8
+    MISSING_META[aten._grouped_mm.default] = _grouped_product

@@ -1,0 +1,280 @@
+"""``record_matmuls``: every matrix product that a model computes in one forward and backward, seen at the dispatcher."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpinspect.capture.matmul_autocast import as_on_cuda, autocast_around, lowering
+from mpinspect.capture.matmul_failures import RecordingError, first_line, meta_cause, sentence
+from mpinspect.capture.matmul_inputs import keeping_values, losses, on_meta, own_copy, replaced
+from mpinspect.capture.matmul_mode import MatmulMode
+from mpinspect.capture.matmul_modules import ModuleCalls
+from mpinspect.capture.matmul_parameters import Parameters
+from mpinspect.capture.matmul_sizes import allowed_tf32, named_sizes, tied_embeddings
+from mpinspect.capture.matmul_state import LazyModelError, standing_in
+from mpinspect.emulation import half_arithmetic
+from mpinspect.matmuls import MatmulRecording
+
+DEVICES = ("meta", "real")
+#: What ``dtype`` may be, by the names that users give them.
+_AUTOCAST = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float32": None,
+    "fp32": None,
+}
+
+
+def record_matmuls(
+    model: torch.nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    backward: bool = True,
+    device: str = "meta",
+) -> MatmulRecording:
+    """Run a model once and record its matrix products; the model, its gradients and random states are left as they were.
+
+    Args:
+        model: any module, in train or eval mode as it is to be judged. Compiled ones run eagerly; of a DataParallel or
+            DistributedDataParallel wrapper the module inside is run.
+        args: positional arguments of its forward, or the only one; tensors may be nested in tuples, lists, mappings and
+            dataclasses.
+        kwargs: named arguments likewise.
+        dtype: the dtype of a ``torch.autocast("cuda", dtype)`` around the forward: float16 or bfloat16. None or float32: none,
+            products have the dtypes of the model's tensors.
+        backward: also run the backward, from the output's ``loss`` or else from all its tensors that require a gradient.
+        device: "meta": on meta tensors, which need neither memory nor a GPU; "real": on the tensors as they are, wherever they
+            are, for models whose shapes depend on values.
+
+    Returns:
+        The recording. Where the model could not be run to its end the ``notes`` say where and why, and what had run is there.
+
+    Raises:
+        RecordingError: (a ValueError) nothing at all could be recorded, because the arguments don't fit the model, an option is
+            unknown or the model is lazy and has no shapes yet.
+    """
+    lower = _autocast_dtype(dtype)
+    if device not in DEVICES:
+        raise RecordingError(f"device is {device!r}: give 'meta' (shapes only) or 'real' (the tensors as they are)")
+    if not isinstance(model, torch.nn.Module):
+        raise RecordingError(f"model is a {type(model).__name__}, not a torch.nn.Module: wrap a function in a module")
+    inner, notes = _unwrapped(model)
+    positional, named = _arguments(args, kwargs)
+    run = _Run(inner, positional, named, lower, backward, _kind_of_device(inner, device))
+    try:
+        attempt = run.attempt(on_meta if run.device == "meta" else own_copy)
+        if attempt.lacks_values and run.device == "meta":
+            # Masks and indices are small: with their values most such models run, and weights still cost nothing.
+            second = run.attempt(keeping_values)
+            attempt = second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
+    except LazyModelError as error:
+        raise RecordingError(str(error)) from None
+    if attempt.error is not None and not attempt.mode.matmuls() and not attempt.lacks_values:
+        raise RecordingError(
+            f"the model's forward raised {first_line(attempt.error)}. Nothing was recorded: check args and kwargs, they are "
+            "passed to the model as model(*args, **kwargs)"
+        ) from attempt.error
+    return MatmulRecording(
+        matmuls=attempt.mode.matmuls(),
+        copies=attempt.mode.copies(),
+        device=run.device,
+        backward=attempt.backward,
+        autocast_dtype=None if lower is None else str(lower).removeprefix("torch."),
+        tf32=allowed_tf32(),
+        sizes=named_sizes(inner),
+        embeddings=tied_embeddings(inner),
+        compiled=_is_compiled(model),
+        notes=(*notes, *attempt.notes, *_unreadable(attempt.mode)),
+    )
+
+
+@dataclass
+class _Attempt:
+    """What one run of the model gave. ``lacks_values``: it stopped where a meta tensor has no values."""
+
+    mode: MatmulMode
+    notes: list[str]
+    error: BaseException | None = None
+    lacks_values: bool = False
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class _Run:
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+    wants_backward: bool
+    device: str
+
+    def attempt(self, change: Callable[[torch.Tensor], torch.Tensor]) -> _Attempt:
+        """Run the model on stand-ins; ``change`` makes the arguments and buffers."""
+        calls = ModuleCalls(self.model)
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            return _parameter_on_meta(tensor) if self.device == "meta" else tensor
+
+        with _eager(), _grad_mode(self.wants_backward), standing_in(self.model, stand_in, change) as stand_ins:
+            parameters = Parameters(self.model, stand_ins)
+            mode = MatmulMode(
+                calls,
+                parameters,
+                autocast=self.dtype is not None,
+                # A GPU's own autocast says nothing of the single call: 16-bit products are taken as its work.
+                lowers=_always if self.device == "cuda" else lowering,
+                meta=self.device == "meta",
+                keeps_values=change is keeping_values,
+            )
+            attempt = _Attempt(mode, [])
+            args, kwargs = replaced(self.args, change), replaced(self.kwargs, change)
+            with self._surroundings(calls, mode):
+                output = self._forward(attempt, args, kwargs)
+                if attempt.error is None and self.wants_backward:
+                    self._backward(attempt, output)
+        return attempt
+
+    @contextmanager
+    def _surroundings(self, calls: ModuleCalls, mode: MatmulMode) -> Iterator[None]:
+        with ExitStack() as stack:
+            # On this thread, whose modes and calls are followed.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(calls.followed())
+            if self.device != "cuda":
+                stack.enter_context(as_on_cuda(also=self.device))
+            if self.device == "cpu" and self.dtype is not None:
+                stack.enter_context(half_arithmetic())
+            stack.enter_context(mode)
+            yield
+
+    def _forward(self, attempt: _Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            with autocast_around(self.dtype, "cpu"):
+                return self.model(*args, **kwargs)
+        except Exception as error:
+            self._stopped(attempt, error, "forward")
+        return None
+
+    def _backward(self, attempt: _Attempt, output: Any) -> None:
+        starts = losses(output)
+        if not starts:
+            attempt.notes.append(
+                "no backward was recorded: the output has no tensor that requires a gradient (frozen parameters, no_grad() or "
+                "detach() in the forward, or an output of no known kind)"
+            )
+            return
+        attempt.mode.in_backward = attempt.backward = True
+        try:
+            with autocast_around(None, "cpu"):
+                torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])
+        except Exception as error:
+            self._stopped(attempt, error, "backward")
+
+    def _stopped(self, attempt: _Attempt, error: Exception, phase: str) -> None:
+        failed = attempt.mode.failed
+        operator = failed[1] if failed is not None and failed[0] is error else ""
+        where = attempt.mode.calls.where_failed(error)
+        attempt.error = error
+        attempt.lacks_values = self.device == "meta" and bool(meta_cause(error, operator))
+        attempt.notes.append(sentence(error, phase, where, operator, self.device))
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------------
+
+
+def _autocast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _AUTOCAST:
+        raise RecordingError(f"dtype is {dtype}: autocast takes float16 or bfloat16; None or float32 is no autocast")
+    return _AUTOCAST[name]
+
+
+def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(args, Mapping) and not kwargs:  # a tokenizer's output
+        return (), {str(name): value for name, value in args.items()}
+    several = isinstance(args, (tuple, list)) and not hasattr(args, "_fields")  # a packed sequence is one argument
+    return tuple(args) if several else (args,), dict(kwargs or {})
+
+
+def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
+    notes: list[str] = []
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, parallel):
+            notes.append(f"{type(model).__name__} is left aside: one replica's products for the whole batch given")
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    if any(_is_distributed(parameter) for parameter in model.parameters()):
+        notes.append(
+            "the parameters are sharded (DTensor): recorded as one GPU would compute them, with their global shapes"
+        )
+    return model, notes
+
+
+def _is_distributed(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "full_tensor") and hasattr(parameter, "placements")
+
+
+def _always() -> bool:
+    return True
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _kind_of_device(model: torch.nn.Module, device: str) -> str:
+    if device == "meta":
+        return "meta"
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _parameter_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as plain Python."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _grad_mode(wanted: bool) -> Iterator[None]:
+    """Whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.set_grad_enabled(wanted):
+        yield
+
+
+def _unreadable(mode: MatmulMode) -> Sequence[str]:
+    return [
+        f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes (nested, "
+        "sparse) or its arguments don't tell the sizes"
+        for op, times in mode.unreadable.items()
+    ]

@@ -1,0 +1,97 @@
+"""Findings that are known and accepted: a small JSON file for CI. The format: docs/shape-lint.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpinspect.commands.outcome import UnusableError
+
+if TYPE_CHECKING:
+    from mpinspect.analysis.finding import Finding
+    from mpinspect.analysis.shapes import ShapeReport
+
+SCHEMA = "mpinspect.shapes.baseline"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """What makes a finding the same one in the next run: not its figures, which move with every change of the model."""
+
+    id: str
+    layer: str
+    size: int
+
+    def __str__(self) -> str:
+        return " ".join([self.id, *([self.layer] if self.layer else []), *([str(self.size)] if self.size else [])])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Findings that the baseline does not hold, and keys of it that nothing matches any more."""
+
+    new: tuple[Finding, ...]
+    gone: tuple[Key, ...]
+    known: int
+
+
+def key_of(finding: Finding) -> Key:
+    size = finding.evidence.get("size")
+    return Key(finding.id, finding.layer, size if isinstance(size, int) else 0)
+
+
+def compare(findings: Iterable[Finding], baseline: frozenset[Key]) -> Comparison:
+    found = list(findings)
+    keys = {key_of(finding) for finding in found}
+    new = tuple(finding for finding in found if key_of(finding) not in baseline)
+    return Comparison(new, tuple(sorted(baseline - keys)), len(found) - len(new))
+
+
+def read_baseline(path: str) -> frozenset[Key]:
+    """The keys of a file.
+
+    Raises:
+        UnusableError: it is missing, or no such file.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UnusableError(f"there is no baseline {path}: write it with --write-baseline {path}") from error
+    except (OSError, ValueError) as error:
+        raise UnusableError(f"the baseline {path} can't be read: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise UnusableError(f"{path} is no baseline of mpinspect lint: write one with --write-baseline")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise UnusableError(
+            f"{path} is a baseline of another version ({document.get('schema_version')!r}): write it anew"
+        )
+    try:
+        return frozenset(Key(str(key["id"]), str(key["layer"]), int(key["size"])) for key in document["findings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnusableError(f"the baseline {path} is damaged ({error}): write it anew with --write-baseline") from error
+
+
+def write_baseline(path: str, report: ShapeReport) -> None:
+    """Write every finding's key, sorted, one a line, so that diffs are readable.
+
+    Raises:
+        UnusableError: it can't be written.
+    """
+    keys = sorted({key_of(finding) for finding in report.findings})
+    lines = [json.dumps({"id": key.id, "layer": key.layer, "size": key.size}) for key in keys]
+    head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "gpu": report.gpu.name, "dtype": report.dtype}
+    text = (
+        json.dumps(head)[:-1]
+        + ', "findings": ['
+        + ",".join(f"\n  {line}" for line in lines)
+        + ("\n" if lines else "")
+        + "]}\n"
+    )
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnusableError(f"{path} can't be written: {error.strerror or error}") from error

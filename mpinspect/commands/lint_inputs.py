@@ -1,0 +1,67 @@
+"""Inputs of a model as words: "64,1024", "input_ids=int64:8,128"."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: Named inputs that hold indices or masks by custom (Transformers): integers unless a dtype is given.
+_INTEGER_NAMES = re.compile(r"(_ids|_mask|labels|positions|indices|tokens)$")
+_EXAMPLE = "as 64,1024 or input_ids=int64:8,128 or image=float16:1,3,224,224"
+
+DTYPES = (
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """``name``: of a keyword argument, "" for a positional one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def input_spec(text: str) -> InputSpec:
+    """Read "[name=][dtype:]d0,d1,...".
+
+    Raises:
+        argparse.ArgumentTypeError: what is wrong, with an example.
+    """
+    name, equals, rest = text.rpartition("=")
+    dtype, colon, sizes = rest.rpartition(":")
+    if equals and not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is no name of an argument; write it {_EXAMPLE}")
+    if not colon:
+        dtype = "int64" if _INTEGER_NAMES.search(name) else "float32"
+    elif dtype.removeprefix("torch.") not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r}: {dtype!r} is no dtype known here: {', '.join(DTYPES)}")
+    parts = [part.strip() for part in sizes.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: {sizes!r} is no list of sizes; write it {_EXAMPLE}")
+    return InputSpec(name, dtype.removeprefix("torch."), tuple(map(int, parts)))
+
+
+def build_inputs(specs: list[InputSpec], device: str) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Positional and keyword arguments: empty on "meta"; else random floats, and zeros for integers (a valid index)."""
+    positional = tuple(_tensor(spec, device) for spec in specs if not spec.name)
+    return positional, {spec.name: _tensor(spec, device) for spec in specs if spec.name}
+
+
+def _tensor(spec: InputSpec, device: str) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, spec.dtype)
+    if device == "meta":
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        return torch.randn(spec.shape, device=device).to(dtype)
+    is_mask = dtype is torch.bool or spec.name.endswith("_mask")
+    return torch.full(spec.shape, int(is_mask), dtype=dtype, device=device)

@@ -1,0 +1,171 @@
+"""What was going on around each launch: module, phase, step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpinspect.trace_file.columns import Columns, Floats, Ints
+from mpinspect.trace_file.forwards import Forwards
+from mpinspect.trace_file.nesting import Nesting
+from mpinspect.trace_file.operators import Operators
+from mpinspect.trace_file.recording import STEP_RANGE, Recording
+
+#: What autograd's engine wraps a node's run in, and how it names nodes (torch/csrc/autograd/engine.cpp, function.h).
+_ENGINE = "autograd::engine::evaluate_function"
+_NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of each launch asked for, in its order. Positions are of the recording's columns, -1: none.
+
+    Args:
+        operators: innermost operator.
+        products: innermost matrix product.
+        calls: number of the product's call, in the order of calls; None without a product.
+        modules: module's name ("" for the model itself); None if unknown.
+        is_path: whether the names are dotted paths.
+        phases: "forward", "backward", "optimizer" or "".
+        steps: number of the profiler's step, or None.
+    """
+
+    operators: list[int]
+    products: list[int]
+    calls: list[int | None]
+    modules: list[str | None]
+    is_path: bool
+    phases: list[str]
+    steps: list[int | None]
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What holds for all launches of one innermost operator: ``node`` is of autograd's engine, ``forward`` what it is of."""
+
+    product: int = -1
+    node: int = -1
+    forward: int = -1
+
+
+def surroundings(recording: Recording, operators: Operators, threads: Ints, times: Floats) -> Surroundings:
+    """Of launches at these times on these threads."""
+    nesting = Nesting(recording.operators)
+    innermost = nesting.innermost(threads, times).tolist()
+    ranges, is_path = _module_ranges(recording)
+    forwards = Forwards(recording, nesting) if len(ranges) else None
+    around = {operator: _around(operator, nesting, operators, forwards) for operator in set(innermost)}
+    by_launch = [around[operator] for operator in innermost]
+    modules = _Modules(recording, ranges, is_path).of(by_launch, threads, times)
+    optimizing = Nesting(recording.optimizers, proper=False).innermost(threads, times).tolist()
+    phases = [
+        _phase(operator, launch, module, optimizer)
+        for operator, launch, module, optimizer in zip(innermost, by_launch, modules, optimizing, strict=True)
+    ]
+    products = [launch.product for launch in by_launch]
+    return Surroundings(
+        innermost, products, _calls(recording, products), modules, is_path, phases, _steps(recording, threads, times)
+    )
+
+
+def _around(operator: int, nesting: Nesting, operators: Operators, forwards: Forwards | None) -> _Around:
+    if operator < 0:
+        return _Around()
+    chain = []
+    while operator >= 0:
+        chain.append(operator)
+        operator = int(nesting.parents[operator])
+    names = [operators.name(link) for link in chain]
+    node = next((link for link, name in zip(chain, names, strict=True) if name.startswith(_ENGINE)), -1)
+    if node < 0:
+        node = next((link for link, name in zip(chain, names, strict=True) if _NODE.search(name)), -1)
+    forward = next((link for link in chain if forwards and forwards.is_backward(link)), -1)
+    return _Around(operators.product(chain), node, forwards.of(forward) if forwards and forward >= 0 else -1)
+
+
+def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -> str:
+    if launch.node >= 0:
+        return "backward"
+    if optimizer >= 0:
+        return "optimizer"
+    return "forward" if operator >= 0 or module is not None else ""
+
+
+def _module_ranges(recording: Recording) -> tuple[Columns, bool]:
+    """What tells modules: this package's own ranges where there are any, else frames of the Python stack."""
+    own = len(recording.modules) > 0 or len(recording.backwards) > 0
+    return (recording.modules, True) if own else (recording.frames, False)
+
+
+class _Modules:
+    """Names of modules by launch."""
+
+    def __init__(self, recording: Recording, ranges: Columns, is_path: bool) -> None:
+        self._recording = recording
+        self._names = list(recording.names)
+        self._ranges = ranges
+        self._range_names = ranges["name"].tolist()
+        self._is_path = is_path
+        self._nesting = Nesting(ranges, proper=False)
+        self._chains: dict[int, str | None] = {-1: None}
+
+    def of(self, launches: list[_Around], threads: Ints, times: Floats) -> list[str | None]:
+        """In the launches' order. In the backward the module is that of the forward operator, else the range of the backward."""
+        start = self._recording.operators.start
+        forwards = np.array([launch.forward for launch in launches], dtype=np.int64)
+        at_launch = self._nesting.innermost(threads, times).tolist()
+        origin_threads = (
+            np.where(forwards >= 0, self._recording.operators["thread"][forwards], -1) if len(start) else forwards
+        )
+        origin_times = np.where(forwards >= 0, start[forwards], 0.0) if len(start) else times
+        at_origin = self._nesting.innermost(origin_threads, origin_times).tolist()
+        backwards = Nesting(self._recording.backwards, proper=False).innermost(threads, times).tolist()
+        backward_names = self._recording.backwards["name"]
+        range_starts = self._ranges.start
+        modules: list[str | None] = []
+        for launch, here, origin, backward in zip(launches, at_launch, at_origin, backwards, strict=True):
+            if launch.node < 0 or (here >= 0 and range_starts[here] >= start[launch.node]):
+                # The forward, or a forward within the backward: activation checkpointing.
+                modules.append(self._name(here))
+            elif launch.forward >= 0 or backward < 0:
+                modules.append(self._name(origin))
+            else:
+                modules.append(str(self._names[backward_names[backward]]))
+        return modules
+
+    def _name(self, position: int) -> str | None:
+        """Dotted path, or the frames' classes from outside in."""
+        if position not in self._chains:
+            name = str(self._names[self._range_names[position]])
+            outer = None if self._is_path else self._name(int(self._nesting.parents[position]))
+            self._chains[position] = f"{outer}/{name}" if outer else name
+        return self._chains[position]
+
+
+def _calls(recording: Recording, products: list[int]) -> list[int | None]:
+    used = np.array(sorted(set(products) - {-1}), dtype=np.int64)
+    order = np.lexsort((recording.operators["id"][used], recording.operators.start[used]))
+    numbers: dict[int, int] = {position: number for number, position in enumerate(used[order].tolist())}
+    return [numbers.get(position) for position in products]
+
+
+def _steps(recording: Recording, threads: Ints, times: Floats) -> list[int | None]:
+    """The step's range is on the thread that called the profiler; it holds for every thread of the process."""
+    processes: dict[object, int] = {}
+    of_thread = np.array(
+        [processes.setdefault(thread[0], len(processes)) for thread in recording.threads], dtype=np.int64
+    )
+    steps = recording.steps
+    if not len(steps) or not len(times):
+        return [None] * len(times)
+    found = Nesting(steps, of_thread[steps["thread"]], proper=False).innermost(of_thread[threads], times)
+    names = list(recording.names)
+    numbers = [_step(names[name]) for name in steps["name"].tolist()]
+    return [numbers[position] if position >= 0 else None for position in found.tolist()]
+
+
+def _step(name: str) -> int | None:
+    digits = name.removeprefix(STEP_RANGE)
+    return int(digits) if digits.isdecimal() and len(digits) < 19 else None

@@ -1,0 +1,61 @@
+"""Operators of a recording as TraceOp, and which of those around a launch is the matrix product."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Iterable
+from typing import Any
+
+from mpinspect.kernels import TraceOp
+from mpinspect.matmul_ops import PRODUCT_OPS
+from mpinspect.trace_file.recording import Recording
+
+#: Wrappers that leave the product to another operator stand for it where the trace has no other.
+_PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
+
+
+class Operators:
+    """TraceOps of one recording; equal ones are one object."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._names = list(recording.names)
+        self._described = list(recording.arguments)
+        self._name = recording.operators["name"].tolist()
+        self._arguments = recording.operators["arguments"].tolist()
+        self._made: dict[tuple[int, int], TraceOp] = {}
+
+    def name(self, operator: int) -> str:
+        """Name of the operator at a position of the recording."""
+        found: str = self._names[self._name[operator]]
+        return found
+
+    def record(self, operator: int) -> TraceOp | None:
+        """TraceOp of the operator at a position of the recording; None for -1."""
+        if operator < 0:
+            return None
+        key = self._name[operator], self._arguments[operator]
+        if key not in self._made:
+            described = marshal.loads(self._described[key[1]]) if key[1] >= 0 else [None] * 4
+            self._made[key] = _trace_op(self._names[key[0]], *described)
+        return self._made[key]
+
+    def product(self, chain: Iterable[int]) -> int:
+        """The first matrix product of a chain from inside out, or -1."""
+        return next((operator for operator in chain if self.name(operator) in _PRODUCTS), -1)
+
+
+def _trace_op(name: str, dims: Any, strides: Any, dtypes: Any, scalars: Any) -> TraceOp:
+    return TraceOp(
+        name,
+        shapes=tuple(map(_sizes, dims)) if isinstance(dims, list) else None,
+        strides=tuple(map(_sizes, strides)) if isinstance(strides, list) else None,
+        dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else None,
+        scalars=tuple("" if value is None else str(value) for value in scalars) if isinstance(scalars, list) else None,
+    )
+
+
+def _sizes(sizes: object) -> tuple[int, ...]:
+    """Of a tensor; () for what is none, lists of tensors among them, whose sizes stand a level deeper."""
+    if isinstance(sizes, list) and all(type(size) is int for size in sizes):
+        return tuple(sizes)
+    return ()

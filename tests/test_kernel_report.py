@@ -1,0 +1,550 @@
+"""The kernel report: shares, FLOPs of calls, rates, losses, limits, ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import made_kernels as made
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_kernels import kernel, mm, trace
+
+from mpinspect import gpus
+from mpinspect.analysis.tensor_cores import analyse_kernels
+from mpinspect.analysis.tensor_cores.operands import dtype_name, products_of
+from mpinspect.analysis.tensor_cores.rows import PRODUCTS, VERDICTS
+from mpinspect.analysis.tensor_cores.words import duration
+from mpinspect.kernels import TraceOp
+
+#: 2 x 4096^3 operations take 139 us at an H100's BF16 peak of 989.4 TFLOP/s.
+LARGE = mm(4096, 4096, 4096)
+LARGE_FLOPS = 2 * 4096**3
+
+
+def verdicts(report):
+    return [row.verdict for row in report.kernels]
+
+
+# -- shares ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_share_has_its_own_denominator():
+    report = analyse_kernels(
+        [
+            trace(
+                kernel(made.NATIVE, 30, mm(64, 64, 64)),
+                kernel(made.DEGRADED, 10, mm(64, 62, 64)),
+                kernel(made.SGEMM, 20),
+                kernel(made.TRITON, 20),
+                kernel(made.SPLIT_K, 5),
+                kernel(made.ADD_BF16, 15),
+                kernel(made.NCCL, 100),
+            )
+        ]
+    )
+    assert report.tensor_core_fraction == 40 / 80
+    assert report.tensor_core_fraction_of_all == 40 / 200
+    assert report.tensor_core_fraction_of_compute == 40 / 100
+    assert report.verdict_time_us == {
+        "native": 30,
+        "degraded": 10,
+        "off": 20,
+        "unknown": 20,
+        "helper": 5,
+        "other": 115,
+    }
+    assert report.shares.communication_time_us == 100
+    assert report.attributed_fraction == 40 / 200
+
+
+def test_without_products_the_share_of_products_is_unknown_and_not_0():
+    report = analyse_kernels([trace(kernel(made.ADD, 5))])
+    assert report.tensor_core_fraction is None
+    assert report.tensor_core_fraction_of_all == 0
+    assert report.phrase == ""
+
+
+@pytest.mark.parametrize("traces", [[], [trace()]])
+def test_nothing_has_a_report_too(traces):
+    report = analyse_kernels(traces)
+    assert (report.tensor_core_fraction, report.tensor_core_fraction_of_all) == (None, None)
+    assert report.attributed_fraction is None
+    assert report.verdict_time_us == dict.fromkeys(VERDICTS, 0)
+    assert report.limits.speedup_at_most is None
+
+
+_NAMES = (
+    made.NATIVE,
+    made.DEGRADED,
+    made.SGEMM,
+    made.TF32,
+    made.TRITON,
+    made.SPLIT_K,
+    made.LAYOUT,
+    made.ADD,
+    made.NCCL,
+    "gemv2T_kernel_val<int, float>",
+    "",
+    "\x1b[31m|x|",
+)
+_ops = st.none() | st.builds(mm, *[st.integers(0, 4096)] * 3, st.sampled_from(["float", "c10::BFloat16", "odd"]))
+_kernels = st.builds(
+    kernel,
+    st.sampled_from(_NAMES),
+    st.floats(0, 1e9),
+    _ops,
+    module=st.sampled_from(["", "a.b"]),
+    device=st.integers(0, 1),
+    phase=st.sampled_from(["", "forward", "optimizer"]),
+)
+_traces = st.builds(
+    lambda kernels, device: trace(*kernels, device=device),
+    st.lists(_kernels, max_size=8),
+    st.sampled_from([made.H100, made.A100, made.V100, made.GP100, made.MI300X, made.NAMELESS]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_traces, max_size=3))
+def test_sums_and_shares_hold_for_any_trace(traces):
+    report = analyse_kernels(traces)
+    total = sum(kernel.time_us for one in traces for kernel in one.kernels)
+    assert sum(report.verdict_time_us.values()) == pytest.approx(total)
+    assert sum(row.time_us for row in report.by_name) == pytest.approx(total)
+    assert sum(row.time_us for row in report.by_module) == pytest.approx(total)
+    assert sum(sum(row.verdict_time_us.values()) for row in report.by_module) == pytest.approx(total)
+    assert len(report.kernels) == sum(row.calls for row in report.by_name) == report.shares.calls
+    limits = report.limits
+    split = limits.math_limited_us + limits.memory_limited_us + limits.unknown_us + limits.communication_us
+    assert split == pytest.approx(total)
+    fractions = [report.tensor_core_fraction, report.tensor_core_fraction_of_all, report.attributed_fraction]
+    fractions += [report.tensor_core_fraction_of_compute, report.coverage.flops_fraction]
+    fractions += [row.fraction for row in (*report.by_name, *report.by_module, *report.losses)]
+    assert all(fraction is None or 0 <= fraction <= 1 for fraction in fractions)
+    assert (report.tensor_core_fraction is None) == (report.shares.product_time_us == 0)
+    assert all(0 <= saving.saved_us <= loss.time_us + 1e-6 for loss in report.losses for saving in loss.savings)
+    assert all(0 <= saved <= total * (1 + 1e-9) for saved in limits.saved_at_most_us.values())
+    assert limits.speedup_at_most is None or limits.speedup_at_most >= 1
+    assert str(report)
+    assert report.to_json()
+
+
+# -- operators and FLOPs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("c10::BFloat16", "bfloat16"),
+        ("c10::Half", "float16"),
+        ("float", "float32"),
+        ("double", "float64"),
+        ("long int", "int64"),
+        ("long", "int64"),
+        ("signed char", "int8"),
+        ("unsigned char", "uint8"),
+        ("c10::Float8_e4m3fn", "float8_e4m3fn"),
+        ("c10::Float8_e5m2", "float8_e5m2"),
+        ("c10::complex<float>", "complex64"),
+        ("c10::complex<double>", "complex128"),
+        ("bool", "bool"),
+        ("Scalar", ""),
+        ("ScalarList", ""),
+        ("TensorList", ""),
+        ("", ""),
+    ],
+)
+def test_dtypes_as_the_profiler_writes_them(written, name):
+    assert dtype_name(written) == name
+
+
+def test_an_operator_becomes_its_product():
+    (product,) = products_of(mm(8, 24, 16))
+    assert (product.m, product.n, product.k, product.dtype, product.flops) == (8, 24, 16, "bfloat16", 2 * 8 * 24 * 16)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        TraceOp("aten::mm"),
+        TraceOp("aten::mm", ((2, 3),), None, ("float",)),
+        TraceOp("aten::mm", ((2, 3), (4, 5)), None, ("float", "float")),
+        TraceOp("aten::mm", ((), ()), ((), ()), ("Scalar", "")),
+        TraceOp("aten::mm", ((2, 3), (3, 4)), ((1,), (1, 3)), ("odd", "odder")),
+        TraceOp("aten::convolution_backward", ((1,), (2, 3), ()), None, ("float", "float", "")),
+        TraceOp("aten::relu", ((2, 3),), ((3, 1),), ("float",)),
+    ],
+)
+def test_an_odd_operator_costs_its_flops_and_not_the_report(op):
+    report = analyse_kernels([trace(kernel(made.NATIVE, 10, op))])
+    assert report.kernels[0].flops is None
+    assert report.kernels[0].verdict == "native"
+
+
+def test_flops_go_to_the_product_of_a_call_and_not_to_its_helpers():
+    rows = analyse_kernels(
+        [trace(kernel(made.NATIVE, 200, LARGE, call=1), kernel(made.SPLIT_K, 5, LARGE, call=1))]
+    ).kernels
+    assert [row.flops for row in rows] == [LARGE_FLOPS, None]
+    assert rows[0].tflops == pytest.approx(LARGE_FLOPS / 200e-6 / 1e12)
+
+
+def test_two_equal_calls_have_their_flops_each():
+    rows = analyse_kernels([trace(kernel(made.NATIVE, 200, LARGE), kernel(made.NATIVE, 200, LARGE))]).kernels
+    assert [row.flops for row in rows] == [LARGE_FLOPS, LARGE_FLOPS]
+
+
+def test_equal_kernels_of_one_call_share_its_flops_by_time():
+    rows = analyse_kernels(
+        [trace(kernel(made.NATIVE, 150, LARGE, call=1), kernel(made.NATIVE, 50, LARGE, call=1))]
+    ).kernels
+    assert [row.flops for row in rows] == [LARGE_FLOPS * 3 / 4, LARGE_FLOPS / 4]
+
+
+def test_unlike_kernels_of_one_call_have_unknown_flops():
+    rows = analyse_kernels(
+        [trace(kernel(made.NATIVE, 150, LARGE, call=1), kernel(made.SGEMM, 50, LARGE, call=1))]
+    ).kernels
+    assert [row.flops for row in rows] == [None, None]
+
+
+def test_without_numbers_of_calls_a_shared_operator_tells_no_flops():
+    again = mm(4096, 4096, 4096)
+    rows = analyse_kernels([trace(*(kernel(made.NATIVE, 200, op, call=None) for op in (LARGE, LARGE, again)))]).kernels
+    assert [row.flops for row in rows] == [None, None, LARGE_FLOPS]
+
+
+def convolution_backward():
+    shapes = ((8, 64, 16, 16), (8, 32, 16, 16), (64, 32, 3, 3), (), (), (), (), (), (), (), ())
+    dtypes = ("float",) * 3 + ("ScalarList",) * 4 + ("Scalar",) * 4
+    scalars = ("", "", "", "[0]", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1", "[True, True, False]")
+    return TraceOp("aten::convolution_backward", shapes, None, dtypes, scalars)
+
+
+def test_the_gradients_of_a_convolution_are_told_apart_by_name():
+    op = convolution_backward()
+    names = (made.DGRAD, made.WGRAD, made.TF32)
+    rows = analyse_kernels([trace(*(kernel(name, 100, op, call=1) for name in names), device=made.A100)]).kernels
+    assert [row.matmul.role if row.matmul else None for row in rows] == ["dgrad", "wgrad", None]
+    assert rows[0].flops == rows[1].flops == 2 * 8 * 16 * 16 * 64 * 32 * 9
+    assert rows[2].flops is None
+
+
+# -- rates ----------------------------------------------------------------------------------------------------------
+
+
+def test_above_the_cuda_cores_peak_an_unknown_kernel_ran_on_tensor_cores():
+    report = analyse_kernels([trace(kernel(made.TRITON, 300, LARGE))])
+    (row,) = report.kernels
+    assert (row.verdict, row.basis) == ("native", "rate")
+    assert "458 TFLOP/s" in row.reason
+    assert report.tensor_core_fraction == 1
+
+
+def test_just_above_the_peak_is_no_proof():
+    # 133.8 TFLOP/s is the peak of an H100's CUDA cores in 16 bits; a card's clock can be above the data sheet's.
+    at_peak_us = LARGE_FLOPS / 133.8e6
+    rows = analyse_kernels([trace(kernel(made.TRITON, at_peak_us / 1.15, LARGE))]).kernels
+    assert rows[0].verdict == "unknown"
+
+
+def test_a_name_that_its_rate_contradicts_is_said():
+    report = analyse_kernels([trace(kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half")))])
+    (row,) = report.kernels
+    assert (row.verdict, row.named.verdict, row.basis) == ("native", "off", "rate")
+    assert "though its name says otherwise" in row.reason
+    assert "rate-contradicts-name" in {finding.id for finding in report.findings}
+
+
+def test_more_than_the_tensor_cores_can_do_is_no_kernels_flops():
+    rows = analyse_kernels([trace(kernel(made.TRITON, 50, LARGE), kernel(made.NATIVE, 50, LARGE))]).kernels
+    assert [row.flops for row in rows] == [None, None]
+    assert [row.verdict for row in rows] == ["unknown", "native"]
+
+
+def test_a_winograd_convolution_may_exceed_the_peak():
+    shapes = ((32, 256, 56, 56), (256, 256, 3, 3), (), (), (), (), (), (), ())
+    dtypes = ("float", "float", "") + ("ScalarList",) * 3 + ("Scalar",) * 3
+    scalars = ("", "", "", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1")
+    op = TraceOp("aten::convolution", shapes, None, dtypes, scalars)
+    flops = 2 * 32 * 56 * 56 * 256 * 256 * 9
+    # Twice what the CUDA cores of an A100 do in FP32.
+    time = flops / 39e6
+    rows = analyse_kernels(
+        [trace(kernel("void cudnn::winograd_nonfused::x<float>()", time, op), device=made.A100)]
+    ).kernels
+    assert rows[0].flops == flops
+    assert rows[0].verdict == "off"
+
+
+def test_far_under_its_like_a_native_kernel_is_degraded():
+    like = [kernel(made.NATIVE, 250, LARGE) for _ in range(3)]
+    slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 1100, LARGE)
+    report = analyse_kernels([trace(*like, slow)])
+    assert verdicts(report) == ["native"] * 3 + ["degraded"]
+    row = report.kernels[-1]
+    assert row.basis == "rate"
+    assert "its like in this trace reach 550" in row.reason
+    (loss,) = report.degraded
+    (saving,) = loss.savings
+    assert saving.basis == "sibling kernels"
+    assert saving.saved_us == pytest.approx(850)
+
+
+def test_less_than_a_factor_of_4_is_none():
+    like = [kernel(made.NATIVE, 250, LARGE) for _ in range(3)]
+    slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 950, LARGE)
+    assert verdicts(analyse_kernels([trace(*like, slow)])) == ["native"] * 4
+
+
+def test_one_slow_run_of_many_equal_ones_is_none():
+    runs = [kernel(made.NATIVE, 250, LARGE) for _ in range(4)] + [kernel(made.NATIVE, 9000, LARGE)]
+    assert verdicts(analyse_kernels([trace(*runs)])) == ["native"] * 5
+
+
+def test_far_under_the_roofline_a_large_product_is_degraded_without_siblings():
+    slow, fast = 13 * LARGE_FLOPS / 989.4e6, 11 * LARGE_FLOPS / 989.4e6
+    assert verdicts(analyse_kernels([trace(kernel(made.NATIVE, slow, LARGE))])) == ["degraded"]
+    assert verdicts(analyse_kernels([trace(kernel(made.NATIVE, fast, LARGE))])) == ["native"]
+
+
+def test_small_and_memory_bound_products_are_not_judged_by_rate():
+    small, thin = mm(64, 64, 64), mm(1 << 22, 8, 8)
+    report = analyse_kernels([trace(kernel(made.NATIVE, 19, small), kernel(made.NATIVE, 5000, thin))])
+    assert verdicts(report) == ["native", "native"]
+
+
+def test_a_smaller_tile_or_an_older_generation_alone_is_no_evidence():
+    wmma = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8"
+    assert verdicts(analyse_kernels([trace(kernel(wmma, 6, mm(128, 512, 512)))])) == ["native"]
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def test_fp32_on_an_a100_is_eligible_with_its_roofline():
+    op = mm(4096, 4096, 4096, "float")
+    report = analyse_kernels([trace(kernel(made.SGEMM, 8000, op, module="head"), device=made.A100)])
+    (loss,) = report.eligible
+    assert (loss.dtype, loss.module, loss.m, loss.calls) == ("float32", "head", 4096, 1)
+    assert loss.cause_id == "tf32-off-cuBLAS"
+    by_way = {saving.way: saving for saving in loss.savings}
+    assert by_way["TF32"].saved_us == pytest.approx(8000 - LARGE_FLOPS / 156e6)
+    assert by_way["FP16 or BF16"].saved_us == pytest.approx(8000 - LARGE_FLOPS / 312e6)
+    assert {saving.basis for saving in loss.savings} == {"roofline"}
+    assert by_way["TF32"].limited_by == "math"
+
+
+def test_fp32_beside_tf32_was_allowed_and_not_chosen():
+    report = analyse_kernels(
+        [
+            trace(
+                kernel(made.TF32, 100, mm(512, 512, 512, "float")),
+                kernel(made.SGEMM, 100, mm(512, 511, 512, "float")),
+                device=made.A100,
+            )
+        ]
+    )
+    (loss,) = report.eligible
+    assert loss.cause_id == "tf32-not-chosen-cuBLAS"
+
+
+def test_fp32_on_volta_can_only_go_to_fp16():
+    report = analyse_kernels(
+        [trace(kernel("volta_sgemm_128x64_nn", 100, mm(512, 512, 512, "float")), device=made.V100)]
+    )
+    (loss,) = report.eligible
+    assert [saving.way for saving in loss.savings] == ["FP16"]
+    assert loss.cause_id == "fp32"
+
+
+def test_fp16_on_cuda_cores_is_joined_with_the_shape_rule():
+    op = mm(512, 511, 512, "c10::Half")
+    report = analyse_kernels([trace(kernel(made.HGEMM, 100, op), device=made.A100)])
+    (loss,) = report.eligible
+    assert "output's rows are 1,022 bytes apart" in loss.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "device"),
+    [
+        ("gemv2T_kernel_val<int, float>", mm(1, 512, 512, "float"), made.A100),
+        (made.SGEMM, mm(1, 512, 512, "float"), made.A100),
+        ("ampere_zgemm_64x64_nn", None, made.A100),
+        (made.SGEMM, mm(512, 512, 512, "float"), made.GP100),
+        (made.SGEMM, mm(512, 512, 512, "float"), made.NAMELESS),
+    ],
+)
+def test_what_is_not_eligible(name, op, device):
+    report = analyse_kernels([trace(kernel(name, 100, op), device=device)])
+    assert verdicts(report) == ["off"]
+    assert report.losses == ()
+
+
+def test_equal_products_of_several_modules_are_one_loss():
+    op = mm(512, 512, 512, "float")
+    runs = [kernel(made.SGEMM, time, op, module=f"layer.{time}") for time in (5, 20, 10)]
+    (loss,) = analyse_kernels([trace(*runs, device=made.A100)]).losses
+    assert loss.modules == ("layer.20", "layer.10", "layer.5")
+    assert (loss.calls, loss.time_us, loss.fraction) == (3, 35, 1)
+
+
+def test_a_saving_is_never_below_0():
+    # At the roofline already: nothing to save.
+    op = mm(4096, 4094, 4096)
+    report = analyse_kernels([trace(kernel(made.DEGRADED, 130, op))])
+    (saving,) = report.degraded[0].savings
+    assert saving.saved_us == 0
+
+
+def test_a_lint_of_the_model_says_the_cause_of_its_module():
+    class Row:
+        module, role, verdict, reason = "head", "forward", "degraded", "N 30,522 is odd"
+
+    class Lint:
+        matmuls = (Row(),)
+
+    def loss(module, is_path=True):
+        run = kernel(made.DEGRADED, 40, mm(128, 30522, 512), module=module, module_is_path=is_path)
+        return analyse_kernels([trace(run)], shapes=Lint()).losses[0]
+
+    assert "shape lint: N 30,522 is odd" in loss("head").cause
+    assert "shape lint" not in loss("tail").cause
+    assert "shape lint" not in loss("head", is_path=False).cause
+
+
+# -- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_math_limited_memory_limited_and_the_bound():
+    runs = (
+        kernel(made.SGEMM, 8000, mm(4096, 4096, 4096, "float")),
+        kernel(made.ADD, 1000),
+        kernel(made.ADD_BF16, 400),
+        kernel(made.LAYOUT, 300),
+        kernel(made.NCCL, 200),
+        kernel(made.ADD, 100, phase="optimizer"),
+    )
+    limits = analyse_kernels([trace(*runs, device=made.A100, idle_us=500)]).limits
+    assert (limits.math_limited_us, limits.memory_limited_us, limits.communication_us) == (8000, 1800, 200)
+    assert limits.idle_us == 500
+    least = LARGE_FLOPS / 312e6
+    assert limits.saved_at_most_us["products off Tensor Cores"] == pytest.approx(8000 - least)
+    assert limits.saved_at_most_us["other FP32 kernels in 16 bits"] == 500
+    assert limits.saved_at_most_us["layout conversions"] == 300
+    left = 10500 - (8000 - least) - 500 - 300
+    assert limits.speedup_at_most == pytest.approx(10500 / left)
+    assert limits.kernel_speedup_at_most == pytest.approx(10000 / (left - 500))
+
+
+def test_native_tf32_can_still_go_to_16_bits():
+    limits = analyse_kernels([trace(kernel(made.TF32, 100, mm(512, 512, 512, "float")), device=made.A100)]).limits
+    assert limits.saved_at_most_us["native TF32 products in 16 bits"] == pytest.approx(50)
+
+
+def test_native_16_bit_products_gain_nothing():
+    limits = analyse_kernels([trace(kernel(made.NATIVE, 100, LARGE))]).limits
+    assert limits.speedup_at_most == 1
+
+
+@pytest.mark.parametrize("device", [made.GP100, made.MI300X, made.NAMELESS])
+def test_without_known_tensor_cores_there_is_no_bound(device):
+    limits = analyse_kernels([trace(kernel(made.SGEMM, 100), device=device)]).limits
+    assert (limits.speedup_at_most, limits.kernel_speedup_at_most) == (None, None)
+
+
+# -- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_named_gpu_overrides_the_traces():
+    traces = [trace(kernel(made.SGEMM, 100, mm(512, 512, 512, "float")), device=made.NAMELESS)]
+    assert analyse_kernels(traces).losses == ()
+    report = analyse_kernels(traces, gpus.named("A100"))
+    assert [gpu.name for gpu in report.gpus] == ["A100"]
+    assert len(report.losses) == 1
+
+
+def test_amd_is_unknown_and_never_off():
+    report = analyse_kernels([trace(kernel(made.SGEMM, 100), kernel(made.NATIVE, 10), device=made.MI300X)])
+    assert verdicts(report) == ["unknown", "unknown"]
+    assert {finding.id for finding in report.findings} >= {"not-nvidia"}
+
+
+def test_a_gpu_without_tensor_cores_ran_nothing_on_them():
+    report = analyse_kernels([trace(kernel(made.NATIVE, 10), device=made.GP100)])
+    assert verdicts(report) == ["off"]
+    assert [finding.message for finding in report.findings if finding.id == "no-tensor-cores"] == [
+        "Quadro GP100: this GPU has none."
+    ]
+
+
+# -- the count that grep gives --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "phrase"),
+    [
+        ([made.V884] * 12, made.V100, "884 kernels: 12 of 12 GEMMs"),
+        (["volta_sgemm_128x64_nn"] * 2, made.V100, "884 kernels: 0 of 2 GEMMs"),
+        (
+            [made.V884, "volta_scudnn_128x64_relu_small_nn_v1"],
+            made.V100,
+            "884 kernels: 1 of 1 GEMMs, 0 of 1 convolutions",
+        ),
+        ([made.NATIVE, made.SGEMM], made.A100, "Tensor Core kernels (16816): 1 of 2 GEMMs"),
+        ([made.SGEMM], made.A100, "Tensor Core kernels: 0 of 1 GEMMs"),
+        (["gemv2T_kernel_val<int, float>"], made.A100, ""),
+        ([made.ADD], made.A100, ""),
+    ],
+)
+def test_phrase(names, device, phrase):
+    assert analyse_kernels([trace(*(kernel(name) for name in names), device=device)]).phrase == phrase
+
+
+# -- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_stand_apart_and_together():
+    first = trace(kernel(made.NATIVE, 30), rank=0, world_size=2)
+    second = trace(kernel(made.NATIVE, 10), kernel(made.TRITON, 30), rank=1, world_size=2)
+    report = analyse_kernels([first, second])
+    assert [rank.label for rank in report.ranks] == ["rank 0", "rank 1"]
+    assert [rank.shares.tensor_core_fraction for rank in report.ranks] == [1, 0.25]
+    assert report.tensor_core_fraction == 40 / 70
+    (finding,) = [finding for finding in report.findings if finding.id == "ranks-differ"]
+    assert "rank 1 has 25%, rank 0 100%" in finding.message
+
+
+def test_labels_where_ranks_are_not_unique():
+    one = trace(kernel(made.NATIVE), rank=0, source="a/x.json")
+    report = analyse_kernels([one, dataclasses.replace(one, source="b/x.json"), dataclasses.replace(one, source="")])
+    assert [rank.label for rank in report.ranks] == ["a/x.json", "b/x.json", "this profile"]
+
+
+def test_a_kernels_row_knows_its_trace():
+    report = analyse_kernels([trace(kernel(made.NATIVE)), trace(kernel(made.SGEMM))])
+    assert [(row.trace, row.name) for row in report.kernels] == [(0, made.NATIVE), (1, made.SGEMM)]
+
+
+def test_the_verdicts_of_products_come_first():
+    assert PRODUCTS == ("native", "degraded", "off", "unknown")
+
+
+@pytest.mark.parametrize(
+    ("us", "words"),
+    [
+        (0, "0.00 us"),
+        (0.85, "0.85 us"),
+        (9.996, "10.0 us"),
+        (41.27, "41.3 us"),
+        (99.96, "100 us"),
+        (999.4, "999 us"),
+        (999.6, "1.00 ms"),
+        (12_617, "12.6 ms"),
+        (3.2e6, "3.20 s"),
+        (4e9, "4,000 s"),
+    ],
+)
+def test_durations_have_three_digits(us, words):
+    assert duration(us) == words

@@ -1,0 +1,210 @@
+"""Findings about kernels: each one's condition, severity and fix."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import made_kernels as made
+import pytest
+from made_kernels import kernel, mm, trace
+
+from mpinspect.analysis import tensor_cores
+from mpinspect.analysis.finding import SEVERITIES
+from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS, analyse_kernels
+
+
+def findings(*traces, **options):
+    return {finding.id: finding for finding in analyse_kernels(traces, **options).findings}
+
+
+def test_every_finding_is_listed():
+    texts = [path.read_text("utf-8") for path in Path(tensor_cores.__file__).parent.glob("*.py")]
+    made_ids = {name for text in texts for name in re.findall(r'Finding\(\s*"([a-z0-9-]+)"', text)}
+    assert made_ids == set(KERNEL_FINDING_IDS)
+
+
+def test_a_healthy_trace_has_none():
+    assert findings(trace(kernel(made.NATIVE, 200, mm(4096, 4096, 4096)), kernel(made.ADD_BF16, 10, mm(1, 1, 1)))) == {}
+
+
+def test_the_gravest_come_first():
+    runs = (kernel(made.SGEMM, 10, mm(64, 64, 64, "float")), kernel(made.LAYOUT, 5))
+    found = analyse_kernels([trace(*runs, device=made.A100, idle_us=10, notes=("A note.",)), trace()]).findings
+    severities = [SEVERITIES.index(finding.severity) for finding in found]
+    assert severities == sorted(severities, reverse=True)
+    assert len(set(severities)) == 3
+
+
+def test_a_trace_of_a_cpu():
+    found = findings(trace(launches=0, operators=7379))
+    assert set(found) == {"no-gpu-activity"}
+    assert found["no-gpu-activity"].severity == "error"
+    assert "there is no GPU in this trace: 7,379 operators" in found["no-gpu-activity"].message
+
+
+def test_launches_without_kernels():
+    found = findings(trace(launches=270))
+    assert set(found) == {"no-kernels"}
+    assert "270 launches were recorded but no kernel" in found["no-kernels"].message
+
+
+def test_copies_without_kernels_are_activity_of_a_gpu():
+    assert set(findings(trace(launches=0, busy_us={0: 5.0}, span_us={0: 5.0}))) == {"no-kernels"}
+
+
+def test_a_gpu_without_tensor_cores():
+    assert set(findings(trace(kernel(made.SGEMM, 10, mm(64, 64, 64, "float")), device=made.GP100))) == {
+        "no-tensor-cores"
+    }
+
+
+def test_amd():
+    found = findings(trace(kernel("Cijk_Alik_Bljk_BBS_BH", 10, mm(64, 64, 64)), device=made.MI300X))
+    assert set(found) == {"not-nvidia"}
+    assert "unknown, not off" in found["not-nvidia"].message
+
+
+def test_a_gpu_that_the_trace_does_not_tell():
+    found = findings(trace(kernel(made.NATIVE, 10, mm(64, 64, 64)), device=made.NAMELESS))
+    assert set(found) == {"unknown-gpu"}
+    assert "--gpu" in found["unknown-gpu"].fix
+
+
+def test_tensor_cores_unused():
+    run = kernel(made.SGEMM, 100, mm(512, 512, 512, "float"))
+    found = findings(trace(run, kernel(made.ADD, 100, mm(1, 1, 1)), device=made.A100))
+    assert found["tensor-cores-unused"].severity == "warning"
+    assert "1 kernel of matrix products, 50% of all kernel time" in found["tensor-cores-unused"].message
+    assert "tensor-cores-unused" not in findings(trace(run, kernel(made.TF32, 1), device=made.A100))
+    # What is unknown is not off.
+    assert "tensor-cores-unused" not in findings(trace(run, kernel(made.TRITON, 1), device=made.A100))
+
+
+def test_eligible_not_used_is_one_finding_a_cause():
+    runs = [kernel(made.SGEMM, 100, mm(512, 512, k, "float"), module=f"layer.{k}") for k in (256, 512, 1024)]
+    runs.append(kernel("ampere_scudnn_128x64_relu_small_nn_v1", 50))
+    found = [f for f in analyse_kernels([trace(*runs, device=made.A100)]).findings if f.id == "eligible-not-used"]
+    assert [finding.evidence["cause"] for finding in found] == ["tf32-off-cuBLAS", "tf32-off-cuDNN"]
+    assert found[0].evidence["calls"] == 3
+    assert found[0].evidence["modules"] == ["layer.256", "layer.512", "layer.1024"]
+    assert "set_float32_matmul_precision('high')" in found[0].fix
+    assert "cudnn.allow_tf32" in found[1].fix
+    assert "What that costs is unknown" in found[1].message
+
+
+def test_a_small_share_is_information():
+    run = kernel(made.SGEMM, 1, mm(64, 64, 64, "float"))
+    found = findings(trace(run, kernel(made.ADD, 99, mm(1, 1, 1)), device=made.A100))
+    assert found["eligible-not-used"].severity == "info"
+    assert found["tensor-cores-unused"].severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("op", "fix"),
+    [
+        (mm(128, 30522, 512), "Pad 30522 -> 30528: a row stride that is a multiple of 16 bytes (8 elements)"),
+        (mm(128, 512, 1023), "Pad 1023 -> 1024"),
+        (mm(128, 1023, 1023), "Pad 1023 -> 1024"),
+        (mm(128, 512, 512), "Make every row stride and slice's start a multiple of 16 bytes (8 elements)"),
+        (None, "Make every row stride"),
+    ],
+)
+def test_used_but_degraded_says_what_to_pad(op, fix):
+    found = findings(trace(kernel(made.DEGRADED, 40, op, module="lm_head"), kernel(made.NATIVE, 40, mm(64, 64, 64))))
+    finding = found["used-but-degraded"]
+    assert (finding.severity, finding.layer) == ("warning", "lm_head")
+    assert finding.fix.startswith(fix)
+
+
+def test_degraded_by_rate_tells_no_cause():
+    like = [kernel(made.NATIVE, 250, mm(4096, 4096, 4096)) for _ in range(3)]
+    slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 1100, mm(4096, 4096, 4096))
+    finding = findings(trace(*like, slow))["used-but-degraded"]
+    assert "a rate alone tells no cause" in finding.fix
+
+
+def test_a_name_that_its_rate_contradicts():
+    found = findings(trace(kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half"))))
+    assert set(found) == {"rate-contradicts-name"}
+    assert "by an estimate" in found["rate-contradicts-name"].message
+
+
+def test_kernels_that_no_name_can_tell():
+    found = findings(trace(kernel(made.TRITON, 50, mm(64, 64, 64)), kernel(made.NATIVE, 50, mm(64, 64, 64))))
+    assert set(found) == {"unknown-kernels"}
+    assert found["unknown-kernels"].evidence["fraction"] == 0.5
+    assert "triton_tem_fused_addmm_0" in found["unknown-kernels"].message
+
+
+def test_layout_conversions():
+    def found(time):
+        return findings(trace(kernel(made.LAYOUT, time, mm(1, 1, 1)), kernel(made.NATIVE, 100 - time, mm(64, 64, 64))))
+
+    assert "channels_last" in found(10)["layout-conversions"].fix
+    assert found(10)["layout-conversions"].severity == "warning"
+    assert found(2)["layout-conversions"].severity == "info"
+    assert found(0.5) == {}
+
+
+def test_communication():
+    found = findings(trace(kernel(made.NCCL, 20, mm(1, 1, 1)), kernel(made.NATIVE, 80, mm(64, 64, 64))))
+    assert set(found) == {"communication"}
+    assert "20% of all kernel time" in found["communication"].message
+    assert findings(trace(kernel(made.NCCL, 5, mm(1, 1, 1)), kernel(made.NATIVE, 95, mm(64, 64, 64)))) == {}
+
+
+def test_idle():
+    run = kernel(made.NATIVE, 80, mm(64, 64, 64))
+    assert findings(trace(run, idle_us=5)) == {}
+    assert "idle 20% of the time" in findings(trace(run, idle_us=20))["gpu-idle"].message
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("before the window", "Start the window with torch.cuda.synchronize()"),
+        ("CUDA graph", "Profile once without CUDA graphs"),
+        ("no launch", "Record with ProfilerActivity.CPU too"),
+        ("no op", "Record with ProfilerActivity.CPU too"),
+    ],
+)
+def test_low_attribution(reason, fix):
+    found = findings(trace(kernel(made.NATIVE, 60, unattributed=reason), kernel(made.NATIVE, 40, mm(64, 64, 64))))
+    assert set(found) == {"low-attribution"}
+    assert f"60% {reason}" in found["low-attribution"].message
+    assert found["low-attribution"].fix.startswith(fix)
+    mostly = trace(kernel(made.NATIVE, 40, unattributed=reason), kernel(made.NATIVE, 60, mm(64, 64, 64)))
+    assert findings(mostly) == {}
+
+
+OP = mm(64, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (trace(kernel(made.NATIVE, 10, OP), rank=1, world_size=4), "their world sizes are 2, 4"),
+        (trace(kernel(made.NATIVE, 10, OP), rank=0, world_size=2), "a rank is there twice"),
+        (trace(kernel(made.NATIVE, 10, OP), rank=1, world_size=2, job="b"), "they name different jobs"),
+        (trace(kernel(made.NATIVE, 10, OP), rank=1, world_size=2, device=made.A100), "they ran on NVIDIA A100"),
+        (trace(kernel(made.V884, 10, OP), rank=1, world_size=2, device=made.H100), "they share few kernels"),
+    ],
+)
+def test_traces_of_different_jobs(other, why):
+    found = findings(trace(kernel(made.NATIVE, 10, OP), rank=0, world_size=2, job="a"), other)
+    assert found["different-jobs"].severity == "warning"
+    assert why in found["different-jobs"].message
+    assert "ranks-differ" not in found
+
+
+def test_ranks_of_one_job():
+    ranks = [trace(kernel(made.NATIVE, 10, OP), rank=rank, world_size=2, job="a") for rank in (0, 1)]
+    assert findings(*ranks) == {}
+
+
+def test_what_reading_noted():
+    ranks = [trace(kernel(made.NATIVE, 10, OP), rank=rank, notes=("It is cut.",)) for rank in (0, 1)]
+    (finding,) = analyse_kernels(ranks).findings
+    assert (finding.id, finding.severity) == ("trace-note", "info")
+    assert finding.message == "'rank 0', 'rank 1': It is cut."

@@ -1,0 +1,190 @@
+"""Forms of the kernel report: text, Markdown, JSON, picture; hostile names, narrow terminals."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import made_kernels as made
+import pytest
+from made_kernels import kernel, mm, trace
+from matplotlib.figure import Figure
+
+from mpinspect.analysis.tensor_cores import analyse_kernels
+from mpinspect.reports import kernels_json, kernels_markdown, kernels_text, plot_kernels
+from mpinspect.reports.kernels_rows import short_module, short_name
+
+SCHEMA = Path(__file__).parents[1] / "docs" / "tensor-cores.md"
+
+
+def everything():
+    runs = [
+        kernel(made.NATIVE, 30, mm(64, 64, 64), module="layer.0", module_is_path=True, phase="forward"),
+        kernel(made.DEGRADED, 20, mm(128, 30522, 512), module="head", module_is_path=True),
+        kernel(made.SGEMM, 10, mm(64, 64, 64, "float"), module="layer.1", module_is_path=True),
+        kernel(made.TRITON, 10),
+        kernel(made.SPLIT_K, 5, mm(64, 64, 64)),
+        kernel(made.NCCL, 15),
+        kernel(made.ADD_BF16, 10, unattributed="before the window"),
+    ]
+    return analyse_kernels([trace(*runs, rank=rank, world_size=2, source=f"{rank}.json") for rank in (0, 1)])
+
+
+def hostile():
+    name = "evil|kernel`<script>alert(1)</script>\x1b[31m\n[red]*_$#@"
+    runs = [kernel(name, 5), kernel(f"{name}sgemm_", 5, mm(8, 8, 8, "float"), module=f"{name}/schicht.gr\u00f6\u00dfe")]
+    return analyse_kernels([trace(*runs, device=made.A100, source="/tmp/<b>|.json", notes=(name,))])
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 160])
+@pytest.mark.parametrize("make", [everything, hostile, lambda: analyse_kernels([]), lambda: analyse_kernels([trace()])])
+def test_no_line_is_wider_than_the_terminal(make, width):
+    rendered = kernels_text.render(make(), width)
+    assert max(map(len, rendered.splitlines())) <= width
+    assert "\x1b" not in rendered
+
+
+def test_text_says_the_denominators():
+    text = kernels_text.render(everything(), 140)
+    assert "71% of the matrix products' time (140 us); of 14% more it is unknown" in text
+    assert "50% of all kernel time (200 us, communication included)" in text
+    assert "59% of kernel time without communication (170 us)" in text
+    assert "operator known for 65% of kernel time; the rest: 10% before the window, 25% no launch" in text
+
+
+def test_text_is_ascii_but_for_names():
+    kernels_text.render(everything(), 140).encode("ascii")
+
+
+def test_measured_estimated_and_unknown_look_different():
+    lines = kernels_text.render(everything(), 160).splitlines()
+    head = next(line for line in lines if "30522" in line)
+    assert re.search(r"~[\d.]+ TFLOP/s", head)
+    assert " ? " in next(line for line in lines if "triton_tem" in line)
+    assert any("at most, by the roofline" in line for line in lines)
+
+
+def test_html_escapes_what_it_shows():
+    html = kernels_text.render_html(hostile())
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_markdown_escapes_what_it_shows():
+    text = kernels_markdown.render(hostile())
+    assert "<script" not in text
+    assert "\x1b" not in text
+    rows = [line for line in text.splitlines() if "evil" in line and line.startswith("| ")]
+    assert rows
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (8, 9) for line in rows)
+
+
+def test_json_is_strict_and_adds_up():
+    report = everything()
+    document = strict(kernels_json.render(report))
+    assert (document["schema"], document["schema_version"]) == ("mpinspect.kernels", 1)
+    assert document["tensor_core_fraction"] == report.tensor_core_fraction
+    assert sum(row["time_us"] for row in document["kernels"]) == pytest.approx(200)
+    assert sum(row["calls"] for row in document["kernels"]) == 14
+    assert {row["trace"] for row in document["kernels"]} == {0, 1}
+    head = next(row for row in document["kernels"] if row["module"] == "head")
+    assert (head["verdict"], head["matmul"]["n"], head["shape_verdict"]) == ("degraded", 30522, "degraded")
+    assert document["losses"][0]["savings"][0]["basis"] == "roofline"
+    assert document["ranks"][1]["devices"][0]["idle_fraction"] == 0
+
+
+def test_json_puts_equal_runs_together():
+    runs = [kernel(made.ADD, time) for time in (1, 3, 2)]
+    (row,) = strict(analyse_kernels([trace(*runs)]).to_json())["kernels"]
+    assert (row["calls"], row["time_us"], row["min_time_us"], row["max_time_us"]) == (3, 6, 1, 3)
+
+
+def test_json_has_no_nan():
+    assert strict(analyse_kernels([trace(kernel(made.ADD, float("nan")))]).to_json())["kernels"][0]["time_us"] == "nan"
+
+
+def test_the_schema_page_names_every_key():
+    documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
+    assert set(_keys(strict(kernels_json.render(everything())))) - documented == set()
+
+
+def _keys(plain, *, free=("evidence", "verdict_time_us", "verdict_calls", "tensor_core_tflops", "cuda_core_tflops")):
+    """Keys at any depth; not those of mappings whose keys are data."""
+    if isinstance(plain, list):
+        for item in plain:
+            yield from _keys(item)
+    elif isinstance(plain, dict):
+        for key, item in plain.items():
+            yield key
+            if key not in (*free, "unattributed_fractions", "saved_at_most_us"):
+                yield from _keys(item)
+
+
+# -- the picture ----------------------------------------------------------------------------------------------------
+
+
+def test_bars_add_up_to_the_modules_times():
+    report = everything()
+    found = plot_kernels.bars(report)
+    assert [bar.label for bar in found] == ["(unknown)", "layer.0", "head", "layer.1"]
+    assert found[0].times == {"unknown": 20, "helper": 10, "communication": 30, "other": 20}
+    assert sum(bar.total for bar in found) == report.shares.kernel_time_us
+
+
+def test_kernels_stand_for_modules_where_none_is_known():
+    report = analyse_kernels([trace(kernel(made.ADD, 5), kernel(made.NATIVE, 7), kernel(made.NCCL, 1))])
+    assert [bar.times for bar in plot_kernels.bars(report)] == [{"native": 7}, {"other": 5}, {"communication": 1}]
+
+
+@pytest.mark.parametrize(
+    "make", [everything, hostile, lambda: analyse_kernels([]), lambda: analyse_kernels([trace(kernel(made.ADD, 0))])]
+)
+def test_every_report_has_a_picture(make, tmp_path):
+    report = make()
+    assert isinstance(plot_kernels.kernels(report), Figure)
+    assert plot_kernels.save(report, tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_more_bars_than_one_looks_through():
+    runs = [kernel(made.NATIVE, 5, mm(64, 64, 64), module=f"layer.{number}") for number in range(40)]
+    assert len(plot_kernels.bars(analyse_kernels([trace(*runs)]))) == plot_kernels.MAX_BARS
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("volta_sgemm_128x64_nn", "volta_sgemm_128x64_nn"),
+        (f"void cutlass::Kernel2<{made.NATIVE}>({made.NATIVE}::Params)", made.NATIVE),
+        ("void (anonymous namespace)::softmax_warp_forward<float, 10>(float*, int)", "softmax_warp_forward<float, 10>"),
+        (made.LAYOUT, "cudnn::ops::nchwToNhwcKernel<float, float, float, false, true, (cudnnKernelDataType_t)2>"),
+        (made.ADD, "vectorized_elementwise_kernel<4, CUDAFunctor_add<float>, int>"),
+        ("", ""),
+        ("(", "("),
+    ],
+)
+def test_short_names(name, short):
+    assert short_name(name, 200) == short
+
+
+@pytest.mark.parametrize("length", range(4, 60))
+def test_a_short_name_is_no_longer_than_asked(length):
+    assert len(short_name(made.LAYOUT, length)) <= length
+    assert len(short_module("encoder.layers.0.self_attention.out_proj" * 3, length)) <= length
+
+
+def test_save_refuses_a_suffix_that_names_no_form(tmp_path):
+    with pytest.raises(ValueError, match=r"'report.html' has the suffix '.html'.*\.txt \.md \.json \.png"):
+        everything().save(tmp_path / "report.html")
+    with pytest.raises(ValueError, match="has no suffix"):
+        everything().save(tmp_path / "report")

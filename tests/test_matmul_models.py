@@ -1,0 +1,213 @@
+"""record_matmuls on small Transformers models, against torch's FLOP counter, and against its autocast on fake GPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpinspect.capture.matmul_recording import record_matmuls
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(64).view(2, 32) % 90
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def gpt2(**more):
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, **more))
+
+
+def bert(**more):
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **more))
+
+
+def vit(**more):
+    config = transformers.ViTConfig(**SMALL, image_size=64, patch_size=16, **more)
+    return transformers.ViTForImageClassification(config)
+
+
+def resnet(**more):
+    config = transformers.ResNetConfig(depths=[1, 1], embedding_size=16, hidden_sizes=[16, 32], **more)
+    return transformers.ResNetForImageClassification(config)
+
+
+def llama(**more):
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=4, vocab_size=99, **more)
+    return transformers.LlamaForCausalLM(config)
+
+
+IMAGES = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
+TEXT = {"input_ids": IDS, "labels": IDS}
+MODELS = {
+    "gpt2": (gpt2, TEXT),
+    "bert": (bert, TEXT),
+    "vit": (vit, IMAGES),
+    "resnet": (resnet, IMAGES),
+    "llama": (llama, TEXT),
+}
+
+
+def flops(recording, *roles):
+    return sum(record.flops * record.calls for record in recording.matmuls if record.role in roles)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_flops_are_those_of_torchs_counter(name, attention):
+    if name == "resnet" and attention == "sdpa":
+        pytest.skip("a ResNet has no attention")
+    make, inputs = MODELS[name]
+    model = make(**({} if name == "resnet" else {"attn_implementation": attention}))
+    recording = record_matmuls(model, (), inputs)
+    assert recording.notes == ()
+    with FlopCounterMode(display=False) as forward:
+        loss = model.to("meta")(**{key: value.to("meta") for key, value in inputs.items()}).loss
+    assert flops(recording, "forward") == forward.get_total_flops()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    # Fused attention computes the scores once more in its backward; the counter's run on meta tensors takes it apart.
+    again = sum(record.flops // 5 for record in recording.matmuls if record.role == "backward")
+    assert flops(recording, "dgrad", "wgrad", "backward") - again == backward.get_total_flops()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_is_attributed(name):
+    make, inputs = MODELS[name]
+    model = make()
+    recording = record_matmuls(model, (), inputs, dtype=torch.float16)
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert {type(modules[record.module]).__name__ == record.module_type for record in recording.matmuls} == {True}
+    for record in recording.matmuls:
+        if record.kind != "attention":
+            assert record.parameter in parameters
+            assert record.parameter.rpartition(".")[0] == record.module
+    assert {record.dtype for record in recording.matmuls} == {"float16"}
+    assert {record.autocast for record in recording.matmuls} == {True}
+    # Every weight matrix that takes part has its gradient recorded once.
+    wgrads = [record.parameter for record in recording.matmuls if record.role == "wgrad"]
+    assert len(wgrads) == len(set(wgrads))
+    assert set(wgrads) == {
+        record.parameter for record in recording.matmuls if record.role == "forward" and record.parameter
+    }
+
+
+def test_vocabularies_and_their_names():
+    recording = record_matmuls(gpt2(), (), TEXT)
+    head = [record for record in recording.matmuls if record.parameter == "lm_head.weight"]
+    assert {(record.role, record.m, record.n, record.k) for record in head} == {
+        ("forward", 64, 50257, 64),
+        ("dgrad", 64, 64, 50257),
+        ("wgrad", 50257, 64, 64),
+    }
+    assert recording.sizes[50257][0] == "config.vocab_size"
+    assert recording.embeddings == {"lm_head.weight": "transformer.wte.weight"}
+
+
+def test_a_mask_is_looked_at_where_the_model_looks_at_it():
+    """Transformers drops a mask of ones, so flash attention runs; a real one needs the memory-efficient kernel."""
+    ones, padded = torch.ones(2, 32, dtype=torch.long), torch.ones(2, 32, dtype=torch.long)
+    padded[1, 20:] = 0
+    for mask, backend in ((ones, "flash"), (padded, "efficient")):
+        recording = record_matmuls(bert(), (), {**TEXT, "attention_mask": mask}, dtype=torch.float16)
+        assert recording.notes == ()
+        assert {record.attention.backend for record in recording.matmuls if record.attention} == {backend}
+
+
+def test_a_tokenizers_output_is_one_argument():
+    batch = transformers.BatchEncoding({"input_ids": IDS, "labels": IDS})
+    assert record_matmuls(gpt2(), batch).matmuls == record_matmuls(gpt2(), (), TEXT).matmuls
+    assert not batch["input_ids"].is_meta
+
+
+def test_gradient_checkpointing():
+    model = gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    plain = record_matmuls(model, (), TEXT)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    recording = record_matmuls(model, (), TEXT)
+    assert recording.notes == ()
+    # Without a cache Transformers makes its causal mask another way, so attention aside.
+    once = {record for record in recording.matmuls if not record.recomputed and record.kind == "gemm"}
+    assert once == {record for record in plain.matmuls if record.kind == "gemm"}
+    again = [record for record in recording.matmuls if record.recomputed]
+    assert {record.role for record in again} == {"forward"}
+    assert {record.module.split(".")[1] for record in again} == {"h"}
+
+
+def test_experts():
+    config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, vocab_size=99)
+    recording = record_matmuls(transformers.MixtralForCausalLM(config), (), TEXT)
+    experts = [record for record in recording.matmuls if record.module.endswith("experts")]
+    assert recording.notes == ()
+    assert {record.role for record in experts} == {"forward", "dgrad", "wgrad"}
+
+
+# -- true autocast -------------------------------------------------------------------------------------------------------
+
+
+class Dtypes(TorchDispatchMode):
+    """What products were computed in, by torch's own autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        if name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mv", "dot"):
+            place = 1 if name.startswith(("addmm", "baddbmm")) else 0
+            self.found.append((name, str(args[place].dtype).removeprefix("torch.")))
+        return func(*args, **(kwargs or {}))
+
+
+class Mixed(nn.Module):
+    """Operators of every list of autocast between products."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.one, self.two = nn.Conv2d(3, 8, 3), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.mix = nn.LayerNorm(8), nn.Bilinear(8, 8, 8)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x).flatten(2).transpose(1, 2))
+        y = torch.bmm(self.one(x), x.transpose(1, 2)).softmax(-1)
+        y = torch.einsum("bij,bjk->bik", y, x).exp().log1p()
+        with torch.autocast("cuda", enabled=False):
+            y = self.two(y.float())
+        z = torch.baddbmm(x, y @ y.transpose(1, 2), y)
+        z = torch.tensordot(z, self.two.weight, 1) + F.cosine_similarity(z, y, dim=-1).unsqueeze(-1)
+        z = torch.addmm(z.select(0, 0), z.select(0, 1), self.one.weight.half())
+        return self.mix(z, z.float()).pow(2).sum() + F.mse_loss(z, torch.zeros_like(z))
+
+
+def conv_stack():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3), nn.GroupNorm(2, 4)
+    )
+
+
+@pytest.mark.parametrize("make", [Mixed, conv_stack], ids=["mixed", "convolutions"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_are_those_of_torchs_autocast_on_fake_gpu_tensors(make, dtype, monkeypatch):
+    """Forward: autograd of torch without CUDA refuses fake GPU tensors."""
+    model = make()
+    recording = record_matmuls(model, torch.randn(2, 3, 6, 6), dtype=dtype, backward=False)
+    assert recording.notes == ()
+    own = [(record.op.partition("::")[2], record.dtype) for record in recording.matmuls for _ in range(record.calls)]
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args: True)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Dtypes() as dtypes:
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+        with torch.autocast("cuda", dtype):
+            model(torch.empty(2, 3, 6, 6, device="cuda"))
+    assert sorted(own) == sorted(dtypes.found)
+    assert str(dtype).removeprefix("torch.") in {name for _, name in own}

@@ -1,0 +1,366 @@
+"""``mpinspect lint`` and lint_shapes: from arguments to reports, and a sentence for each bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from mpinspect.commands import lint
+from mpinspect.commands.lint_inputs import build_inputs, input_spec
+from mpinspect.commands.outcome import UnusableError
+from mpinspect.shape_lint import choose_gpu, lint_shapes
+
+MODEL = """
+import torch
+
+class Small(torch.nn.Module):
+    def __init__(self, inputs=1023):
+        super().__init__()
+        self.fc = torch.nn.Linear(inputs, 1024)
+
+    def forward(self, x):
+        return self.fc(x)
+
+def clean():
+    return Small(1024)
+
+def needs(size):
+    return Small(size)
+
+def broken():
+    raise RuntimeError("no weights\\nat all")
+
+def number():
+    return 3
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 64)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.embedding(input_ids) @ self.embedding.weight.t()
+
+class Data(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.fc(x[: int((x == x).sum(0).max().item())])
+
+ready = Small()
+constant = 5
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    (tmp_path / "shape_lint_models.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "shape_lint_models", raising=False)
+    return tmp_path
+
+
+def run(*argv):
+    parser = argparse.ArgumentParser()
+    lint.add_options(parser)
+    return lint.run(parser.parse_args(argv))
+
+
+def small(*argv, target="shape_lint_models:Small"):
+    return run(target, "--input", "4096,1023", "--dtype", "float16", "--gpu", "hopper", *argv)
+
+
+def refused(*argv):
+    with pytest.raises(UnusableError) as error:
+        run(*argv)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# -- inputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "dtype", "shape"),
+    [
+        ("64,1024", "", "float32", (64, 1024)),
+        ("int64:8,128", "", "int64", (8, 128)),
+        ("input_ids=int64:8,128", "input_ids", "int64", (8, 128)),
+        ("input_ids=8,128", "input_ids", "int64", (8, 128)),
+        ("attention_mask=8,128", "attention_mask", "int64", (8, 128)),
+        ("pixel_values=8,3,224,224", "pixel_values", "float32", (8, 3, 224, 224)),
+        ("x=torch.bfloat16: 4 , 4", "x", "bfloat16", (4, 4)),
+        ("7", "", "float32", (7,)),
+    ],
+)
+def test_inputs_are_read(text, name, dtype, shape):
+    spec = input_spec(text)
+    assert (spec.name, spec.dtype, spec.shape) == (name, dtype, shape)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64,x", "64,,3", "=3", "1x=3", "-4,3", "4.5", "int65:3", "complex:3", "x=", "x=float32:"]
+)
+def test_bad_inputs_are_refused_with_an_example(text):
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        input_spec(text)
+    assert "as 64,1024" in str(error.value) or "no dtype known here" in str(error.value)
+
+
+def test_inputs_are_made_on_the_meta_device_or_for_real():
+    specs = [input_spec(text) for text in ("2,3", "input_ids=2,4", "attention_mask=2,4", "keep=bool:2")]
+    args, kwargs = build_inputs(specs, "meta")
+    assert args[0].is_meta
+    assert args[0].shape == (2, 3)
+    assert {name: value.dtype for name, value in kwargs.items()} == {
+        "input_ids": torch.int64, "attention_mask": torch.int64, "keep": torch.bool,
+    }  # fmt: skip
+    _, kwargs = build_inputs(specs, "cpu")
+    assert kwargs["input_ids"].sum() == 0
+    assert kwargs["attention_mask"].sum() == 8
+    assert kwargs["keep"].all()
+
+
+# -- targets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["shape_lint_models:Small", "shape_lint_models:ready", "shape_lint_models.py:Small"])
+def test_a_class_a_model_and_a_file(models, capsys, target):
+    assert small(target=target) == 0
+    out = capsys.readouterr().out
+    assert "odd-size" in out
+    assert "1023 -> 1024" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("shape_lint_models", "package.module:build_model"),
+        (":build", "package.module:build_model"),
+        ("no_such_module_here:x", "there is no module 'no_such_module_here'"),
+        ("missing.py:x", "missing.py is no file"),
+        ("shape_lint_models:nothing", "has no 'nothing': it has Small, clean"),
+        ("shape_lint_models:constant", "is a int"),
+        ("shape_lint_models:number", "returned a int"),
+        ("shape_lint_models:broken", "RuntimeError: no weights"),
+        ("shape_lint_models:needs", "without arguments failed: TypeError"),
+    ],
+)
+def test_bad_targets(models, target, words):
+    assert words in refused(target, "--input", "4,4")
+
+
+def test_a_failing_build_is_told_with_its_line(models):
+    line = 1 + MODEL.splitlines().index('    raise RuntimeError("no weights\\nat all")')
+    assert f"shape_lint_models.py, line {line}" in refused("shape_lint_models:broken")
+
+
+@pytest.mark.parametrize(
+    "text", ["import does_not_exist_at_all", "1 +", "raise ValueError('x')", "import sys; sys.exit(3)"]
+)
+def test_modules_that_fail_on_import(tmp_path, text):
+    path = tmp_path / "fails.py"
+    path.write_text(text, encoding="utf-8")
+    assert "importing" in refused(f"{path}:build")
+
+
+# -- the run --------------------------------------------------------------------------------------------------------
+
+
+def test_json_fix_and_markdown(models, capsys):
+    assert small("--json", "--md", "report.md") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["gpu"]["architecture"] == "hopper"
+    assert document["matmuls"][0]["module"] == "fc"
+    assert {row["role"] for row in document["matmuls"]} >= {"forward", "wgrad"}
+    assert "odd-size" in (models / "report.md").read_text("utf-8")
+    assert small("--fix") == 0
+    out = capsys.readouterr().out
+    assert "1023" in out
+    assert "Findings" not in out
+
+
+def test_no_backward(models, capsys):
+    assert small("--json", "--no-backward") == 0
+    assert {row["role"] for row in json.loads(capsys.readouterr().out)["matmuls"]} == {"forward"}
+
+
+def test_fail_on_a_severity_an_id_and_nothing(models, capsys):
+    assert small("--fail-on", "warning") == 1
+    assert small("--fail-on", "odd-size") == 1
+    assert small("--fail-on", "error") == 0
+    assert small("--fail-on", "odd-vocabulary") == 0
+
+
+def test_fail_on_words_are_checked(models, capsys):
+    with pytest.raises(SystemExit) as exit:
+        small("--fail-on", "odd-sizes")
+    assert exit.value.code == 2
+    assert "neither a severity nor a finding" in capsys.readouterr().err
+
+
+def test_bad_gpu_and_dtype(models):
+    assert "no GPU known here" in refused("shape_lint_models:Small", "--gpu", "hoper")
+    refusal = refused("shape_lint_models:Small", "--dtype", "fp16x", "--input", "4,1023")
+    assert "autocast takes float16 or bfloat16" in refusal
+
+
+def test_missing_inputs_are_told(models):
+    assert "add one for each argument of its forward, as --input 64,1024" in refused(
+        "shape_lint_models:Small", "--gpu", "hopper"
+    )
+
+
+def test_named_inputs_reach_the_forward(models, capsys):
+    assert (
+        run(
+            "shape_lint_models:Words",
+            "--input",
+            "input_ids=8,128",
+            "--input",
+            "attention_mask=8,128",
+            "--gpu",
+            "hopper",
+            "--json",
+        )
+        == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["matmuls"][0]["n"] == 100
+
+
+def test_shapes_that_depend_on_data_need_real_tensors(models, capsys):
+    assert run("shape_lint_models:Data", "--input", "16,64", "--gpu", "hopper", "--real", "--json") == 0
+    real = json.loads(capsys.readouterr().out)
+    assert real["device"] in ("cpu", "cuda")
+    assert real["matmuls"]
+
+
+# -- baselines ------------------------------------------------------------------------------------------------------
+
+
+def test_a_baseline_lets_known_findings_pass_and_new_ones_fail(models, capsys):
+    assert small("--write-baseline", "base.json", "--fail-on", "warning") == 1
+    assert small("--baseline", "base.json", "--fail-on", "warning") == 0
+    assert "0 new, 1 known, 0 gone" in capsys.readouterr().out
+    assert (
+        run(
+            "shape_lint_models:clean",
+            "--input",
+            "4096,1024",
+            "--dtype",
+            "float16",
+            "--gpu",
+            "hopper",
+            "--baseline",
+            "base.json",
+        )
+        == 0
+    )
+    assert "gone  odd-size fc 1023" in capsys.readouterr().out
+    (models / "base.json").write_text(
+        json.dumps({"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": []}), encoding="utf-8"
+    )
+    assert small("--baseline", "base.json", "--fail-on", "warning") == 1
+    assert "new   warning  odd-size fc 1023" in capsys.readouterr().out
+
+
+def test_a_baseline_beside_json_leaves_stdout_alone(models, capsys):
+    small("--write-baseline", "base.json")
+    capsys.readouterr()
+    assert small("--baseline", "base.json", "--json") == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "1 known" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no baseline"),
+        ("", "can't be read"),
+        ("[1]", "is no baseline"),
+        ('{"schema": "mpinspect.report"}', "is no baseline"),
+        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 9}', "another version"),
+        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1}', "damaged"),
+        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": [3]}', "damaged"),
+    ],
+)
+def test_bad_baselines(models, text, words):
+    if text is not None:
+        (models / "base.json").write_text(text, encoding="utf-8")
+    assert words in refused("shape_lint_models:Small", "--baseline", "base.json")
+
+
+def test_files_that_can_not_be_written(models):
+    argv = ("shape_lint_models:Small", "--input", "4,1023", "--gpu", "hopper")
+    assert "can't be written" in refused(*argv, "--write-baseline", str(models / "no" / "base.json"))
+    (models / "file").write_text("", encoding="utf-8")
+    assert "can't be written" in refused(*argv, "--md", str(models / "file" / "report.md"))
+
+
+# -- lint_shapes ----------------------------------------------------------------------------------------------------
+
+
+def linear_model():
+    return torch.nn.Linear(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gpu": "hoper"}, "no GPU known here"),
+        ({"gpu": 9}, "an architecture as 'hopper'"),
+        ({"dtype": "fp17"}, "autocast takes float16 or bfloat16"),
+        ({"dtype": torch.int64}, "autocast takes float16 or bfloat16"),
+        ({"args": torch.empty(4, 64)}, "args=(x,)"),
+        ({"args": 3}, "not a tuple"),
+        ({"kwargs": [1]}, "not a dict"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"model": torch.nn.Linear}, "is the class Linear"),
+        ({"model": torch.relu}, "is a function"),
+        ({"model": 3}, "is a int"),
+    ],
+)
+def test_bad_arguments_are_value_errors(arguments, words):
+    arguments = {"model": linear_model(), "args": (torch.empty(4, 64),)} | arguments
+    with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        lint_shapes(arguments.pop("model"), **arguments)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", torch.float16])
+def test_dtypes_by_name(dtype):
+    assert lint_shapes(linear_model(), (torch.empty(64, 64),), dtype=dtype, gpu="hopper").dtype == "float16"
+
+
+def test_auto_without_a_gpu_is_ampere_and_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = lint_shapes(linear_model(), (torch.empty(64, 64),), dtype="float16")
+    assert report.gpu.architecture == "ampere"
+    assert any("judged for Ampere" in note for note in report.notes)
+    assert not lint_shapes(linear_model(), (torch.empty(64, 64),), gpu="hopper").notes
+
+
+def test_auto_with_a_gpu_is_that_gpu(monkeypatch):
+    properties = argparse.Namespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gpu, notes = choose_gpu("auto")
+    assert (gpu.architecture, notes) == ("hopper", ())
+
+
+def test_the_model_is_left_as_it_was():
+    model = linear_model()
+    before = model.weight.clone()
+    lint_shapes(model, (torch.empty(64, 64),), dtype=torch.float16, gpu="hopper")
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+    assert not model.weight.is_meta

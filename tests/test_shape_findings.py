@@ -1,0 +1,374 @@
+"""Findings: one a cause, what an expert would say, on recordings written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shape_records import attention, convolution, eager_attention, gemm, linear, recording, row_major
+
+from mpinspect.analysis.shapes import FINDING_IDS, analyse_shapes
+from mpinspect.gpus import Gpu, named, of_device
+from mpinspect.matmuls import LayoutCopy, Operand
+
+HOPPER = named("hopper")
+
+
+def found(record, gpu=HOPPER):
+    """Findings by id."""
+    findings = analyse_shapes(record, gpu).findings
+    assert len({(finding.id, finding.evidence.get("size")) for finding in findings}) == len(findings)
+    assert all(finding.id in FINDING_IDS for finding in findings)
+    return {finding.id: finding for finding in findings}
+
+
+def severities(record, gpu=HOPPER):
+    return {id: finding.severity for id, finding in found(record, gpu).items()}
+
+
+def test_a_clean_layer_has_no_finding():
+    assert found(recording(*linear(4096, 1024, 1024))) == {}
+
+
+def test_1023_inputs_are_one_finding_with_the_sizes_name_and_the_fix():
+    record = recording(*linear(4096, 1023, 1024), sizes={1023: ("fc.in_features",)})
+    report = analyse_shapes(record, HOPPER)
+    (finding,) = report.findings
+    assert (finding.id, finding.severity, finding.layer) == ("odd-size", "warning", "fc")
+    assert "pad fc.in_features 1023 -> 1024" in finding.fix
+    assert "the rule of multiples of 8 flags them too" in finding.message
+    assert finding.evidence["calls"] == 3
+    assert finding.evidence["flops_fraction"] == pytest.approx(1.0)
+    assert finding.evidence["verdicts"] == {"degraded": 3}
+    assert [row.finding for row in report.matmuls] == ["odd-size"] * 3
+    (padding,) = report.padding
+    assert (padding.size, padding.to, padding.to_preferred, padding.advised) == (1023, 1024, 1024, 1024)
+
+
+def test_equal_layers_are_one_finding():
+    layers = [product for index in range(12) for product in linear(512, 1023, 1024, name=f"h.{index}.fc")]
+    finding = found(recording(*layers))["odd-size"]
+    assert finding.evidence["modules"] == ["h.{0..11}.fc"]
+    assert finding.evidence["calls"] == 36
+    assert finding.layer == ""
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "advised", "least"),
+    [
+        (50257, "hopper", 50304, 50264),
+        (50257, "volta", 50264, 50264),
+        (30522, "hopper", 30528, 30528),
+        (30522, "volta", 30528, 30528),
+    ],
+)
+def test_known_vocabularies(size, gpu, advised, least):
+    record = recording(
+        *linear(1024, 768, size, name="lm_head"),
+        sizes={size: ("lm_head.out_features", "config.vocab_size")},
+        embeddings={"lm_head.weight": "wte.weight"},
+    )
+    report = analyse_shapes(record, named(gpu))
+    finding = next(finding for finding in report.findings if finding.id == "odd-vocabulary")
+    assert f"pad vocab_size {size} -> {advised}" in finding.fix
+    assert "resize_token_embeddings(pad_to_multiple_of=" in finding.fix
+    assert "lm_head.weight is tied to wte.weight" in finding.fix
+    assert report.padding[0].to == least
+    assert report.padding[0].names[0] == "config.vocab_size"
+    multiple = int(finding.fix.split("pad_to_multiple_of=")[1].split(")")[0])
+    assert -(-size // multiple) * multiple == advised
+
+
+def test_a_tied_head_is_a_vocabulary_without_a_name():
+    record = recording(*linear(1024, 768, 30522, name="head"), embeddings={"head.weight": "word.weight"})
+    assert "odd-vocabulary" in found(record)
+
+
+@given(
+    st.integers(2, 3000),
+    st.integers(2, 3000),
+    st.sampled_from(["float16", "bfloat16"]),
+    st.sampled_from(["volta", "hopper"]),
+)
+def test_padding_mends_a_linear_layer(inputs, outputs, dtype, architecture):
+    gpu = named(architecture)
+    dtype = "float16" if architecture == "volta" else dtype
+    products = linear(64, inputs, outputs, dtype)
+    sizes = {padding.size: padding for padding in analyse_shapes(recording(*products), gpu).padding}
+    assert {row.verdict for row in analyse_shapes(recording(*products), gpu).matmuls} == (
+        {"degraded"} if inputs % 8 or outputs % 8 else {"native"}
+    )
+    assert set(sizes) == {size for size in (inputs, outputs) if size % 8}
+    for choice in ("to", "advised", "to_preferred"):
+        padded = [getattr(sizes[size], choice) if size in sizes else size for size in (inputs, outputs)]
+        report = analyse_shapes(recording(*linear(64, *padded, dtype)), gpu)
+        assert {(row.verdict, row.multiples_of_8) for row in report.matmuls} == {("native", True)}
+        assert not report.padding
+
+
+def test_a_small_size_is_not_padded_to_128_bytes():
+    report = analyse_shapes(recording(*linear(65536, 100, 1024)), HOPPER)
+    assert (report.padding[0].to, report.padding[0].to_preferred, report.padding[0].advised) == (104, 128, 104)
+
+
+def test_a_memory_bound_product_promises_little():
+    """A thin product of 100 inputs is memory-bound at full rate: what alignment can bring is capped."""
+    gain = {
+        rows: found(recording(*linear(rows, 4096, 4095)))["odd-size"].evidence["estimated_speedup_high"]
+        for rows in (64, 8192)
+    }
+    assert gain[8192] == pytest.approx(10, rel=0.05)
+    assert gain[64] < 5
+
+
+def test_a_trifle_is_info_and_may_be_slower():
+    record = recording(*linear(8192, 8192, 8192), *linear(64, 1023, 64, name="small"))
+    finding = found(record)["odd-size"]
+    assert finding.severity == "info"
+    assert "no change expected" in finding.message
+    assert "may be slower" in finding.message
+
+
+def test_two_odd_sizes_are_two_findings():
+    ids = [
+        finding.evidence["size"] for finding in analyse_shapes(recording(*linear(8192, 1023, 2047)), HOPPER).findings
+    ]
+    assert sorted(ids) == [1023, 2047]
+
+
+def test_an_odd_number_of_rows_is_no_finding_above_info():
+    record = recording(*linear(197, 768, 3072))
+    assert severities(record) == {"multiples-of-8-only": "info"}
+    finding = found(record)["multiples-of-8-only"]
+    assert "196 patches and a class token" in finding.message
+    assert "no change expected" in finding.message
+    assert finding.evidence["sizes"] == {"M": [197], "K": [197]}
+    assert finding.evidence["talk_rule_broken"] == 3
+
+
+def test_an_odd_batch_of_images_is_the_talks_matter_only():
+    assert severities(recording(convolution(batch=30))) == {"multiples-of-8-only": "info"}
+
+
+# -- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+def test_tf32_off_comes_before_padding():
+    record = recording(*linear(4096, 1023, 1024, "float32"))
+    report = analyse_shapes(record, HOPPER)
+    assert report.findings[0].id == "tf32-off"
+    assert 'set_float32_matmul_precision("high")' in report.findings[0].fix
+    size = next(finding for finding in report.findings if finding.id == "odd-size")
+    assert "all of them once they are on Tensor Cores" in size.message
+    assert {row.finding for row in report.matmuls} == {"tf32-off"}
+
+
+def test_tf32_allowed_leaves_the_shapes():
+    record = recording(*linear(4096, 1024, 1024, "float32"), tf32={"matmul": True, "convolution": True})
+    assert found(record) == {}
+
+
+def test_tf32_of_convolutions_has_its_own_switch():
+    record = recording(convolution(dtype="float32"), tf32={"matmul": True, "convolution": False})
+    assert found(record)["tf32-off"].fix.startswith("torch.backends.cudnn.allow_tf32 = True")
+
+
+def test_fp32_on_volta_has_no_tf32():
+    finding = found(recording(*linear(4096, 1024, 1024, "float32")), named("volta"))["float32"]
+    assert "no TF32" in finding.message
+    assert "autocast" in finding.fix
+    # 125 TFLOP/s against 15.7.
+    assert finding.evidence["estimated_speedup_high"] == pytest.approx(125 / 15.7, rel=1e-6)
+
+
+def test_fp32_under_autocast_is_named():
+    off = [replace(product, autocast=False) for product in linear(4096, 1024, 1024, "float32", name="router")]
+    record = recording(*linear(4096, 1024, 1024), *off, autocast_dtype="float16")
+    finding = found(record)["float32-under-autocast"]
+    assert finding.severity == "warning"
+    assert "router" in finding.message
+    assert finding.evidence["flops_fraction"] == pytest.approx(0.5)
+    # 989.4 TFLOP/s against 66.9.
+    assert finding.evidence["estimated_speedup_high"] == pytest.approx(989.4 / 66.9, rel=1e-6)
+
+
+def test_fp64_is_a_root_cause_even_where_it_is_native():
+    assert severities(recording(*linear(64, 64, 64, "float64")))["float64"] == "warning"
+    assert severities(recording(*linear(64, 64, 64, "float64")), named("volta"))["float64"] == "warning"
+
+
+def test_bf16_on_turing():
+    assert (
+        "use float16" in found(recording(*linear(64, 64, 64, "bfloat16")), named("turing"))["dtype-not-multiplied"].fix
+    )
+
+
+def test_gpus_without_verdict_give_one_info():
+    record = recording(*linear(64, 1023, 64))
+    assert severities(record, of_device("Quadro GP100", 6, 0)) == {"gpu-without-tensor-cores": "info"}
+    assert severities(record, Gpu("mystery")) == {"gpu-unknown": "info"}
+
+
+def test_a_card_without_rates_gives_no_gain():
+    gpu = of_device("RTX 5070", 12, 0)
+    finding = found(recording(*linear(4096, 1023, 1024)), gpu)["odd-size"]
+    assert "gain unknown" in finding.message
+    assert finding.severity == "warning"
+
+
+def test_what_raises_is_an_error():
+    product = gemm(row_major((16, 72), "float8_e4m3fn"), row_major((72, 64), "float8_e4m3fn"), op="aten::_scaled_mm")
+    finding = found(recording(product))["product-raises"]
+    assert finding.severity == "error"
+    assert "K a multiple of 16 (72 -> 80)" in finding.message
+
+
+# -- structure ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_one_is_matrix_vector_forward_and_backward():
+    assert severities(recording(*linear(1, 4096, 1000))) == {"matrix-vector": "info"}
+
+
+def test_matrix_vector_products_are_info():
+    record = recording(*linear(1, 4096, 4095, backward=False))
+    assert severities(record) == {"matrix-vector": "info"}
+
+
+def test_eager_attention_is_named_with_its_tokens():
+    layers = [product for index in range(12) for product in eager_attention(96, 197, 197, 64, name=f"h.{index}.attn")]
+    by_id = found(recording(*layers))
+    assert by_id["unfused-attention"].severity == "warning"
+    assert "scaled_dot_product_attention" in by_id["unfused-attention"].fix
+    assert by_id["unfused-attention"].evidence["calls"] == 24
+    assert "197 tokens (196 patches and a class token)" in by_id["odd-tokens"].message
+    assert by_id["odd-tokens"].fix.startswith("fuse the attention")
+
+
+def test_an_odd_head_of_eager_attention_is_no_number_of_tokens():
+    by_id = found(recording(*eager_attention(96, 512, 512, 60)))
+    assert by_id["odd-size"].evidence["size"] == 60
+    assert "odd-tokens" not in by_id
+
+
+def test_chained_products_of_other_sizes_are_no_attention():
+    a, b, c = row_major((4, 64, 32)), row_major((4, 32, 128)), row_major((4, 64, 16))
+    assert "unfused-attention" not in found(
+        recording(gemm(a, b, module="x"), gemm(c, row_major((4, 16, 32)), module="x"))
+    )
+
+
+def test_fused_attention_of_197_tokens_is_fine():
+    assert severities(recording(attention(64, 197))) == {"multiples-of-8-only": "info"}
+
+
+def test_attention_heads_and_masks():
+    assert "60 -> 64" in found(recording(attention(60)))["attention-head-size"].fix
+    masked = attention(64, 197, bias=row_major((8, 12, 197, 197)))
+    assert "rows of 197 elements" in found(recording(masked))["attention-mask"].message
+
+
+def test_a_stem_is_info_and_the_rest_of_the_network_fine():
+    record = recording(convolution(channels=(3, 64), kernel=7, size=112), convolution(channels=(64, 64)))
+    assert severities(record) == {"few-input-channels": "info"}
+    finding = found(record)["few-input-channels"]
+    assert "pad the input to 4 channels" in finding.fix
+    assert "usually no change" in finding.message
+
+
+def test_nchw_is_a_finding_and_its_stem_is_not():
+    record = recording(convolution(channels=(3, 64), channels_last=False), convolution(channels_last=False))
+    finding = found(record)["not-channels-last"]
+    assert "torch.channels_last" in finding.fix
+    assert finding.evidence["calls"] == 1
+
+
+def test_odd_channels_of_one_group():
+    finding = found(recording(convolution(channels=(512, 21), kernel=1), sizes={21: ("head.out_channels",)}))[
+        "odd-channels"
+    ]
+    assert "pad the channels 21 -> 24" in finding.fix
+    assert "head.out_channels" in finding.message
+
+
+def test_odd_channels_of_a_group_have_no_name_of_the_groups():
+    finding = found(recording(convolution(channels=(16, 32), groups=4), sizes={4: ("conv.groups",)}))["odd-channels"]
+    assert "4 channels of a group" in finding.message
+    assert "conv.groups" not in finding.message
+
+
+def test_a_mask_costs_no_more_than_its_copy():
+    masked = attention(64, 1001, bias=row_major((1, 1, 1001, 1001)))
+    finding = found(recording(masked))["attention-mask"]
+    assert 1 < finding.evidence["estimated_speedup_high"] < 1.1
+
+
+def test_depthwise_is_info():
+    assert severities(recording(convolution(channels=(64, 64), groups=64))) == {"depthwise": "info"}
+
+
+def test_a_misaligned_view_is_not_blamed_on_a_size():
+    view = Operand((4096, 1024), (3076, 1), "float16", 4)
+    record = recording(gemm(view, row_major((1024, 1024)), module="chunk"))
+    by_id = found(record)
+    assert set(by_id) == {"misaligned-view"}
+    assert ".contiguous()" in by_id["misaligned-view"].fix
+
+
+def test_heads_side_by_side_are_blamed_on_the_heads_size():
+    """Rows of 240 elements, heads of 60 of them: only the step from head to head is odd."""
+    q = Operand((4, 64, 60), (60, 240, 1), "float16")
+    record = recording(
+        gemm(q, row_major((4, 60, 64)), module="heads"), sizes={60: ("config.num_attention_heads", "head_dim")}
+    )
+    by_id = found(record)
+    assert set(by_id) == {"odd-size"}
+    assert by_id["odd-size"].evidence["size_names"] == ["head_dim"]
+
+
+def test_a_chunk_that_starts_at_an_odd_multiple_of_its_size():
+    chunk = Operand((64, 20), (64, 1), "float16", 20)
+    assert found(recording(gemm(chunk, row_major((20, 64)), module="chunk")))["odd-size"].evidence["size"] == 20
+
+
+def test_the_row_of_a_fused_projection_is_its_named_size():
+    view = Operand((4096, 1023), (3069, 1), "float16")
+    record = recording(gemm(view, row_major((1023, 1024)), module="chunk"), sizes={3069: ("qkv.out_features",)})
+    assert found(record)["odd-size"].evidence["size"] == 3069
+
+
+def test_layout_copies_are_weighed_against_the_products():
+    few = recording(*linear(4096, 1024, 1024), copies=(LayoutCopy("x", "layout", 1000, 1),))
+    assert found(few) == {}
+    many = recording(*linear(4096, 1024, 1024), copies=(LayoutCopy("x", "layout", 500_000_000, 2),))
+    assert found(many)["layout-copies"].severity == "warning"
+    casts = recording(*linear(4096, 1024, 1024), copies=(LayoutCopy("x", "dtype", 500_000_000, 2),))
+    assert found(casts) == {}
+
+
+def test_inductor_is_mentioned_for_compiled_models_only():
+    record = recording(*linear(4096, 1023, 1024))
+    assert "Inductor" not in found(record)["odd-size"].fix
+    assert "Inductor may pad this" in found(replace(record, compiled=True))["odd-size"].fix
+
+
+def test_channels_under_tf32_off_are_seen_in_advance():
+    record = recording(convolution(channels=(64, 21), dtype="float32"), tf32={"matmul": False, "convolution": False})
+    assert {"tf32-off", "odd-channels"} <= set(found(record))
+
+
+def test_shares_add_up():
+    report = analyse_shapes(recording(*linear(64, 64, 64), *linear(64, 1023, 64), attention(), convolution()), HOPPER)
+    assert sum(row.share for row in report.matmuls) == pytest.approx(1)
+    assert sum(report.flops_by_verdict.values()) == report.flops
+    assert sum(report.calls_by_talk.values()) == report.calls
+
+
+def test_repeated_calls_weigh_as_often():
+    once, often = linear(64, 64, 64, backward=False)[0], replace(linear(64, 1023, 64, backward=False)[0], calls=3)
+    report = analyse_shapes(recording(once, often), HOPPER)
+    assert report.calls == 4
+    assert report.flops == once.flops + 3 * often.flops
+    assert report.matmuls[1].share == pytest.approx(3 * often.flops / report.flops)

@@ -1,0 +1,154 @@
+"""Known models, as their configurations make them, on the meta device: the findings that an expert would state."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from mpinspect.shape_lint import lint_shapes
+
+transformers = pytest.importorskip("transformers")
+
+
+@functools.cache
+def lint(name, gpu="hopper", dtype="float16", attention="sdpa", channels_last=False):
+    with torch.device("meta"):
+        model, args, kwargs = MODELS[name](attention)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        args = tuple(value.to(memory_format=torch.channels_last) for value in args)
+    return lint_shapes(model, args, kwargs, dtype=dtype, gpu=gpu)
+
+
+def gpt2(attention):
+    config = transformers.GPT2Config(attn_implementation=attention)
+    return transformers.GPT2LMHeadModel(config), (), {"input_ids": torch.empty(8, 1024, dtype=torch.int64)}
+
+
+def bert(attention):
+    config = transformers.BertConfig(attn_implementation=attention)
+    return transformers.BertForMaskedLM(config), (), {"input_ids": torch.empty(8, 128, dtype=torch.int64)}
+
+
+def vit(attention):
+    config = transformers.ViTConfig(num_labels=1000, attn_implementation=attention)
+    return transformers.ViTForImageClassification(config), (torch.empty(8, 3, 224, 224),), {}
+
+
+def resnet(_):
+    config = transformers.ResNetConfig(num_labels=1000)
+    return transformers.ResNetForImageClassification(config), (torch.empty(32, 3, 224, 224),), {}
+
+
+MODELS = {"gpt2": gpt2, "bert": bert, "vit": vit, "resnet": resnet}
+
+
+def by_id(report):
+    return {finding.id: finding for finding in report.findings}
+
+
+def above_info(report):
+    return {finding.id for finding in report.findings if finding.severity != "info"}
+
+
+def test_gpt2_is_its_vocabulary():
+    report = lint("gpt2")
+    assert above_info(report) == {"odd-vocabulary"}
+    finding = by_id(report)["odd-vocabulary"]
+    assert finding.layer == "lm_head"
+    assert "pad vocab_size 50257 -> 50304" in finding.fix
+    assert "lm_head.weight is tied to transformer.wte.weight" in finding.fix
+    assert finding.evidence["calls"] == 3
+    degraded = {(row.module, row.role) for row in report.matmuls if row.verdict == "degraded"}
+    assert degraded == {("lm_head", role) for role in ("forward", "dgrad", "wgrad")}
+    # 2 x 50257 x 768 of 2 x (12 x 12 x 768^2 + 50257 x 768) FLOPs a token, and attention: a good quarter.
+    assert 0.2 < finding.evidence["flops_fraction"] < 0.32
+    # The same three break the talk's rule, and nothing else does.
+    assert {(row.module, row.role) for row in report.matmuls if row.multiples_of_8 is False} == degraded
+
+
+def test_gpt2_on_volta_is_padded_to_8():
+    assert "pad vocab_size 50257 -> 50264" in by_id(lint("gpt2", "volta"))["odd-vocabulary"].fix
+
+
+def test_gpt2_in_fp32_has_a_root_cause_first():
+    report = lint("gpt2", dtype=None)
+    assert report.findings[0].id == "tf32-off"
+    assert "once they are on Tensor Cores" in by_id(report)["odd-vocabulary"].message
+    volta = lint("gpt2", "volta", None)
+    assert volta.findings[0].id == "float32"
+    assert "50257 -> 50264" in by_id(volta)["odd-vocabulary"].fix
+
+
+def test_bert_is_its_vocabulary_with_the_heads_module():
+    report = lint("bert")
+    assert above_info(report) == {"odd-vocabulary"}
+    finding = by_id(report)["odd-vocabulary"]
+    assert finding.layer == "cls.predictions.decoder"
+    assert "pad vocab_size 30522 -> 30528" in finding.fix
+    assert {row.alignment_bytes for row in report.matmuls if row.verdict == "degraded"} == {4}
+
+
+def test_bert_without_fused_attention():
+    report = lint("bert", attention="eager")
+    assert above_info(report) == {"odd-vocabulary", "unfused-attention"}
+    assert by_id(report)["unfused-attention"].evidence["modules"] == ["bert.encoder.layer.{0..11}.attention.self"]
+    assert 'attn_implementation="sdpa"' in by_id(report)["unfused-attention"].fix
+    assert "odd-tokens" not in by_id(report)
+
+
+def test_a_vits_class_token_is_free_on_hopper_and_flagged_by_the_talk():
+    report = lint("vit")
+    assert above_info(report) == set()
+    finding = by_id(report)["multiples-of-8-only"]
+    assert "197 (196 patches and a class token)" in finding.message
+    assert "no change expected" in finding.message
+    assert {row.kind for row in report.matmuls if row.finding == "multiples-of-8-only"} >= {"attention"}
+    assert {row.module for row in report.matmuls if row.verdict == "degraded"} == {
+        "vit.embeddings.patch_embeddings.projection"
+    }
+    assert by_id(report)["few-input-channels"].severity == "info"
+    assert "Nothing to mend" in str(report)
+
+
+def test_a_vit_without_fused_attention_is_bound_by_its_class_token():
+    found = by_id(lint("vit", attention="eager"))
+    assert "197 tokens (196 patches and a class token)" in found["odd-tokens"].message
+    assert found["odd-tokens"].fix.startswith("fuse the attention")
+    assert found["unfused-attention"].severity == "warning"
+
+
+def test_a_resnets_stem_is_small_and_its_layout_is_not():
+    report = lint("resnet")
+    assert above_info(report) == {"not-channels-last"}
+    stem = by_id(report)["few-input-channels"]
+    assert stem.layer == "resnet.embedder.embedder.convolution"
+    assert stem.evidence["flops_fraction"] < 0.03
+    assert "pad the input to 4 channels" in stem.fix
+    assert {row.module for row in report.matmuls if row.verdict == "degraded"} == {stem.layer}
+
+
+def test_a_resnet_in_channels_last_has_nothing_above_info():
+    report = lint("resnet", channels_last=True)
+    assert above_info(report) == set()
+    assert set(by_id(report)) == {"few-input-channels"}
+
+
+def test_a_resnet_in_fp32_uses_tf32_in_its_convolutions_on_ampere_only():
+    ampere = lint("resnet", "ampere", None, channels_last=True)
+    assert {row.verdict for row in ampere.matmuls if row.kind == "convolution"} == {"native", "degraded"}
+    assert {row.finding for row in ampere.matmuls if row.kind == "gemm"} == {"tf32-off"}
+    assert by_id(ampere)["tf32-off"].severity == "info"
+    assert lint("resnet", "volta", None).findings[0].id == "float32"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("gpu", ["volta", "turing", "ampere", "ada", "hopper", "blackwell"])
+def test_every_architecture_has_a_report(name, gpu):
+    report = lint(name, gpu)
+    assert sum(row.share for row in report.matmuls) == pytest.approx(1)
+    assert len({(finding.id, finding.evidence.get("size")) for finding in report.findings}) == len(report.findings)
+    assert len(report.findings) < 8
+    report.to_json()

@@ -1,0 +1,175 @@
+"""The lint's reports: golden files, JSON, hostile names, and the empty recording through every one of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from shape_records import attention, convolution, eager_attention, linear, recording
+
+from mpinspect.analysis.shapes import analyse_shapes
+from mpinspect.analysis.shapes.wording import grouped
+from mpinspect.gpus import Gpu, named
+from mpinspect.reports import shapes_json, shapes_markdown, shapes_text
+from mpinspect.version import __version__
+
+HOSTILE = "evil\n\x1b[31m</pre><script>alert(1)</script>|`*[bold]"
+
+
+def small():
+    """A bit of everything: a vocabulary, layers that are fine, a stem, attention without a fused kernel."""
+    layers = [product for index in range(3) for product in linear(1576, 768, 3072, name=f"h.{index}.mlp")]
+    record = recording(
+        *linear(1576, 768, 50257, name="lm_head"),
+        *layers,
+        *eager_attention(96, 197, 197, 64, name="h.0.attn"),
+        convolution(channels=(3, 64), size=112, kernel=7, module="stem"),
+        attention(60, module="h.1.attn"),
+        sizes={50257: ("config.vocab_size", "lm_head.out_features")},
+        embeddings={"lm_head.weight": "wte.weight"},
+        autocast_dtype="float16",
+        notes=("the forward was recorded up to h.3",),
+    )
+    return analyse_shapes(record, named("hopper"), model="Small")
+
+
+def empty():
+    return analyse_shapes(recording(notes=("the forward failed before its first product",)), named("hopper"))
+
+
+def hostile():
+    record = recording(*linear(64, 1023, 64, name=HOSTILE), sizes={1023: (HOSTILE,)}, notes=(HOSTILE,))
+    return analyse_shapes(record, Gpu(HOSTILE, "hopper", True), model=HOSTILE)
+
+
+REPORTS = {"small": small, "empty": empty, "hostile": hostile}
+
+
+@pytest.mark.parametrize("width", [70, 110])
+@pytest.mark.parametrize("name", REPORTS)
+def test_golden_text(name, width, golden):
+    golden(f"shapes_{name}_{width}.txt", shapes_text.render(REPORTS[name](), width))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_golden_markdown(name, golden):
+    golden(f"shapes_{name}.md", shapes_markdown.render(REPORTS[name]()))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_golden_json(name, golden):
+    text = shapes_json.render(REPORTS[name]())
+    golden(f"shapes_{name}.json", text.replace(f'"mpinspect_version": "{__version__}"', '"mpinspect_version": "?"'))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_line_is_wider_than_asked(name):
+    for width in (60, 90, 140):
+        assert max(map(len, shapes_text.render(REPORTS[name](), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_json_is_strict_and_ascii(name):
+    text = REPORTS[name]().to_json()
+    document = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert text.isascii()
+    assert (document["schema"], document["schema_version"]) == ("mpinspect.shapes", 1)
+    assert len(document["matmuls"]) == len(REPORTS[name]().matmuls)
+
+
+def test_json_names_every_public_field_of_a_row():
+    row = json.loads(small().to_json())["matmuls"][0]
+    for name in ("module", "role", "op", "m", "n", "k", "dtype", "flops", "multiples_of_8", "verdict", "reason"):
+        assert row[name] == getattr(small().matmuls[0], name)
+    assert row["stride_bytes"] == {"A": 1536, "B": 1536, "output": 100514}
+    assert row["finding"] == "odd-vocabulary"
+    assert row["roofline_us"] <= row["estimated_us"][0] <= row["estimated_us"][1]
+
+
+def test_hostile_names_do_nothing():
+    assert "<script" not in hostile()._repr_html_()
+    for text in (str(hostile()), shapes_markdown.render(hostile())):
+        assert "\x1b" not in text
+        assert "evil\n" not in text
+    assert "<script" not in shapes_markdown.render(hostile())
+
+
+def test_a_clean_model_gets_one_sentence():
+    report = analyse_shapes(recording(*linear(4096, 1024, 1024)), named("hopper"))
+    assert "Nothing to mend: the shapes suit the Tensor Cores of H100." in str(report)
+    assert "Findings" not in str(report)
+    assert "Nothing to mend" not in str(small())
+    assert "Nothing to mend" not in str(empty())
+    assert "Nothing to mend" not in str(analyse_shapes(recording(*linear(64, 64, 64)), Gpu("mystery")))
+
+
+def test_the_empty_recording_says_so():
+    assert "No matrix product was recorded." in str(empty())
+    assert "the forward failed before its first product" in str(empty())
+    assert "No matrix product" in empty()._repr_html_()
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".json"])
+def test_save_by_suffix(suffix, tmp_path):
+    path = small().save(tmp_path / "deep" / f"report{suffix}")
+    assert path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["report.html", "report"])
+def test_save_refuses_other_suffixes(name, tmp_path):
+    with pytest.raises(ValueError, match=r"there are \.txt \.md \.json"):
+        small().save(tmp_path / name)
+
+
+def test_equal_layers_share_a_row():
+    text = shapes_text.render(small(), 140)
+    assert "h.{0..2}.mlp" in text
+    assert text.count("h.{0..2}.mlp") == 3
+
+
+def test_the_worst_products_come_first_and_the_rest_is_counted():
+    layers = [product for index in range(30) for product in linear(64, 64, 64 + 8 * index, name=f"layer{index}")]
+    text = shapes_text.render(analyse_shapes(recording(*layers, *linear(64, 1023, 64)), named("hopper")), 140)
+    table = text[text.index("Products, worst first") :].splitlines()
+    assert "degraded" in table[3]
+    assert "more kinds of products" in text
+
+
+def test_the_table_of_padded_sizes_alone():
+    text = shapes_text.render_padding(small())
+    assert "50257" in text
+    assert "50304" in text
+    assert "config.vocab_size" in text
+    assert shapes_text.render_padding(empty()) == "No size needs padding.\n"
+
+
+def test_findings_carry_figures_that_json_can_hold():
+    for name in REPORTS:
+        for finding in REPORTS[name]().findings:
+            assert json.loads(json.dumps(shapes_json._plain(finding.evidence))) is not None
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], []),
+        (["a"], ["a"]),
+        (["h.0.q", "h.1.q", "h.2.q"], ["h.{0..2}.q"]),
+        (["h.0.q", "h.2.q"], ["h.{0,2}.q"]),
+        (["h.0.q", "h.1.k"], ["h.0.q", "h.1.k"]),
+        (["e.0.l.0", "e.0.l.1", "e.1.l.0"], ["e.{0..1}.l.{0..1}"]),
+        (["layer1.0", "layer2.0"], ["layer1.0", "layer2.0"]),
+        ([f"h.{2 * index}" for index in range(6)], ["h.{0,2,4,6,...}"]),
+        (["", "x"], ["", "x"]),
+        (["h.#.q", "h.0.q"], ["h.#.q", "h.0.q"]),
+    ],
+)
+def test_grouped_names(names, expected):
+    assert grouped(names) == expected
+
+
+def test_an_unknown_gpu_renders():
+    report = analyse_shapes(replace(recording(*linear(64, 64, 64)), backward=False), Gpu("mystery"))
+    assert "forward only" in str(report)
+    assert "unknown" in str(report)

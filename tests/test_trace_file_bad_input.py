@@ -1,0 +1,402 @@
+"""Files that are damaged, cut short, or no traces at all; and JSON that falls apart at every possible place of a chunk."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpinspect.trace_file import TraceError, read_trace_file
+from mpinspect.trace_file.chunks import TextChunks
+from mpinspect.trace_file.events import EventStream
+from mpinspect.trace_file.recording import Recording
+
+BERT = Path(__file__).parent / "data" / "traces" / "h100_bert_small.json.gz"
+
+
+def kernel(name: str = "gemm", **changes: Any) -> dict[str, Any]:
+    args = {"device": 0, "stream": 7, "correlation": 1}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": 10.0,
+        "dur": 2.0,
+        "args": args,
+        **changes,
+    }
+
+
+def written(folder: Path, content: str | bytes) -> Path:
+    path = folder / "trace.json"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def notes(folder: Path, content: str | bytes) -> str:
+    return "\n".join(read_trace_file(written(folder, content)).notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "is empty"),
+        (" \n", "is empty"),
+        (gzip.compress(b""), "is empty"),
+        ("hello", "is not JSON: it begins with 'hello'"),
+        ("<!DOCTYPE html>", "but HTML or XML"),
+        ("PK\x03\x04....", "but a ZIP archive"),
+        ("SQLite format 3\0", "SQLite"),
+        (b"\x89PNG\r\n", "is not JSON"),
+        ("3", "is not JSON"),
+        ('"traceEvents"', "is not JSON"),
+        ('{"layers": 3}', r"no trace: it has no traceEvents \(it has layers\)"),
+        ("{}", "no trace"),
+        ('{"traceEvents": 3}', "no trace"),
+        ('{"traceEvents"', "cut short before its first event: it ends at byte 14"),
+        ('{"a": tru', "cut short before its first event"),
+        ('{"a": b' + " " * 100 + "}", "is not valid JSON: Expecting value at byte 6"),
+        ('{"a" 3, "b": "' + "x" * 100 + '"}', "a key and a value were expected at byte 5"),
+        ('[{"a": 1}, {"b": 2}]', "what it lists has no phase"),
+        ("[1, 2, 3]", "what it lists has no phase"),
+        ("[" * 100_000, "is not valid JSON|no phase|cut short"),
+        (gzip.compress(b'{"a": 1}')[:12], "cut short"),
+        (b"\x1f\x8b\x08\x00junk that is no deflate stream", "damaged"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, content, says):
+    with pytest.raises(TraceError, match=says) as caught:
+        read_trace_file(written(tmp_path, content))
+    assert str(tmp_path) in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+def test_no_file_a_folder_and_a_file_that_may_not_be_read(tmp_path):
+    with pytest.raises(TraceError, match="There is no"):
+        read_trace_file(tmp_path / "missing.json")
+    with pytest.raises(TraceError, match="is a folder, not a trace"):
+        read_trace_file(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"traceEvents": []}', "[]", '{"traceEvents": [], "deviceProperties": []}'])
+def test_a_trace_of_nothing(tmp_path, content):
+    read = read_trace_file(written(tmp_path, content))
+    assert (read.kernels, read.devices, read.window_us, read.busy_us) == ((), (), (0.0, 0.0), {})
+    assert "nothing ran while the profiler recorded" in read.notes[0]
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9, 0.999])
+def test_cut_json_gives_the_events_before_the_cut(tmp_path, cut):
+    content = gzip.decompress(BERT.read_bytes())
+    content = content[: int(len(content) * cut)]
+    read = read_trace_file(written(tmp_path, content))
+    # The last event that is whole in the text, told without any of the reader's help.
+    whole = content.count(b'\n    },\n    {\n      "ph"') + content.count(b'\n    },\n    {\n      "name"')
+    (note,) = [note for note in read.notes if "cut short" in note]
+    assert f"it ends at byte {len(content):,}" in note
+    assert f"The {whole:,} events" in note or f"The {whole + 1:,} events" in note
+    assert {kernel.name for kernel in read.kernels} <= {kernel.name for kernel in read_trace_file(BERT).kernels}
+
+
+def test_cut_gzip_gives_the_events_before_the_cut(tmp_path):
+    whole = BERT.read_bytes()
+    read = read_trace_file(written(tmp_path, whole[: len(whole) * 2 // 3]))
+    assert 0 < read.operators <= read_trace_file(BERT).operators
+    assert any("gzip data are cut short after" in note for note in read.notes)
+
+
+def test_damaged_gzip_gives_the_events_before_the_damage(tmp_path):
+    damaged = bytearray(BERT.read_bytes())
+    damaged[len(damaged) // 2 :] = bytes(len(damaged) - len(damaged) // 2)
+    read = read_trace_file(written(tmp_path, bytes(damaged)))
+    assert read.operators > 0
+    assert "cut short or damaged: its gzip data are" in read.notes[0]
+    # Nothing is said of what may have stood in the rest.
+    assert "What could be read has no GPU kernels" in read.notes[1]
+
+
+def test_a_wrong_checksum_is_noted(tmp_path):
+    zipped = bytearray(gzip.compress(json.dumps([kernel()]).encode()))
+    zipped[-8] ^= 1
+    read = read_trace_file(written(tmp_path, bytes(zipped)))
+    assert len(read.kernels) == 1
+    assert "gzip data are damaged" in read.notes[0]
+
+
+def test_gzip_of_several_members_and_padding(tmp_path):
+    text = json.dumps({"traceEvents": [kernel(), kernel("other")]}).encode()
+    zipped = gzip.compress(text[:50]) + gzip.compress(text[50:]) + bytes(512)
+    read = read_trace_file(written(tmp_path, zipped))
+    assert len(read.kernels) == 2
+    assert not any("cut" in note or "damaged" in note for note in read.notes)
+
+
+@pytest.mark.parametrize("junk", [b"\x80\x81\xff", b"{}", b'{"traceEvents": []}', b"\0\0\0junk"])
+def test_what_follows_the_end_is_ignored(tmp_path, junk):
+    content = json.dumps({"traceEvents": [kernel()]}).encode()
+    read = read_trace_file(written(tmp_path, content + b"\n" + junk))
+    assert len(read.kernels) == 1
+    if not junk.startswith(b"\0"):
+        assert f"from byte {len(content) + 1} on, is ignored" in read.notes[0]
+
+
+def test_zeros_at_the_end_are_nothing(tmp_path):
+    assert "ignored" not in notes(tmp_path, json.dumps([kernel()]).encode() + bytes(100))
+
+
+def test_damage_after_the_events(tmp_path):
+    text = json.dumps({"traceEvents": [kernel()]})[:-1] + ', "INFO": nonsense' + " " * 100 + "}"
+    read = read_trace_file(written(tmp_path, text))
+    assert len(read.kernels) == 1
+    assert "damaged after the events (Expecting value at byte" in read.notes[0]
+
+
+def test_damage_before_the_events(tmp_path):
+    text = '{"deviceProperties": [nonsense' + " " * 200 + "], " + json.dumps({"traceEvents": [kernel()]})[1:]
+    read = read_trace_file(written(tmp_path, text))
+    assert len(read.kernels) == 1
+    assert "What stands before the events is damaged" in read.notes[0]
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize(
+    ("bad", "left_out"),
+    [
+        ('{"ph": "X", "cat": "kernel", "name": "C:\\Users\\me", "ts": 1.0, "dur": 1.0}', 0),
+        (
+            '{"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "dur": 1.0, "args": {"bw": inf, "b": -nan, "c": nan}}',
+            0,
+        ),
+        ('{"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "dur": 1.0, "args": {"grid": NaN, "b": -Infinity}}', 0),
+        ('{"ph": "X", "cat": "kernel", "name": "tab\there", "ts": 1.0, "dur": 1.0}', 0),
+        ('{"ph": "X", "cat": "kernel" "name": "k", "ts": 1.0, "dur": 1.0}', 1),
+        ('{"ph": "X", "cat": "kernel", "name": , "ts": 1.0, "dur": 1.0}', 1),
+        ('{"ph": "X", "cat": "kernel", "name": "k", "ts": 1' + "0" * 5000 + ', "dur": 1.0}', 1),
+    ],
+)
+def test_an_event_that_is_no_json_is_mended_or_left_out(tmp_path, separators, bad, left_out):
+    good = [json.dumps(kernel(f"k{number}"), separators=separators) for number in range(40)]
+    text = '{"traceEvents": [' + ",".join([*good[:20], bad, *good[20:]]) + "]}"
+    read = read_trace_file(written(tmp_path, text))
+    assert len(read.kernels) == 41 - left_out
+    assert any("1 events are left out" in note for note in read.notes) == bool(left_out)
+
+
+@pytest.mark.parametrize("ending", ["}", ""])
+def test_a_last_event_that_is_no_json(tmp_path, ending):
+    text = '{"traceEvents": [' + json.dumps(kernel()) + ', {"ph": "X" "cat": 3}]' + ending
+    read = read_trace_file(written(tmp_path, text))
+    assert len(read.kernels) == 1
+    assert "cut short or damaged" in read.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "time_us", "says"),
+    [
+        ({"dur": -3.0}, 0.0, "1 events have no duration or a negative one"),
+        ({"dur": None}, 0.0, "1 events have no duration"),
+        ({"dur": "2.5"}, 2.5, ""),
+        ({"dur": 3}, 3.0, ""),
+        ({"ts": "10"}, 2.0, ""),
+        ({"args": None}, 2.0, ""),
+        ({"args": {}}, 2.0, ""),
+        ({"args": {"device": "0", "stream": "7", "correlation": "5"}}, 2.0, ""),
+        ({"args": {"correlation": 1 << 70}}, 2.0, ""),
+        ({"pid": "GPU 0"}, 2.0, ""),
+        ({"name": None}, 2.0, ""),
+    ],
+)
+def test_odd_fields_of_a_kernel(tmp_path, changes, time_us, says):
+    event = {key: value for key, value in kernel(**changes).items() if value is not None or key != "dur"}
+    read = read_trace_file(written(tmp_path, json.dumps([event])))
+    assert [(each.time_us, each.device) for each in read.kernels] == [(time_us, 0)]
+    assert says in "\n".join(read.notes)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        kernel(ts=None),
+        kernel(ts="soon"),
+        kernel(ts=float("nan")),
+        kernel(ts=float("inf")),
+        kernel(args=[1, 2]),
+        kernel(args="none"),
+        {"ph": "X", "cat": "cpu_op", "name": "op", "ts": 1.0, "dur": 1.0, "pid": [1], "tid": {}},
+        {"ph": "X", "cat": ["kernel"], "name": "op", "ts": 1.0, "dur": 1.0},
+        None,
+        3,
+        "event",
+        [kernel()],
+    ],
+)
+def test_what_is_no_event_is_left_out(tmp_path, event):
+    read = read_trace_file(written(tmp_path, json.dumps([kernel(), event, kernel("other")])))
+    assert [each.name for each in read.kernels] == ["gemm", "other"]
+    assert any("1 events are left out" in note for note in read.notes)
+
+
+def test_begin_and_end_pairs_are_noted(tmp_path):
+    pair = [kernel(ph="B"), kernel(ph="E", ts=12.0)]
+    assert "2 events are halves of begin and end pairs" in notes(tmp_path, json.dumps([*pair, kernel()]))
+
+
+def test_names_that_are_no_utf8_are_kept_as_far_as_they_go(tmp_path):
+    text = json.dumps({"traceEvents": [kernel("aXb")]}).encode().replace(b"aXb", b"a\xff\xfeb")
+    (read,) = read_trace_file(written(tmp_path, text)).kernels
+    assert read.name == "a\ufffd\ufffdb"
+
+
+def test_a_byte_order_mark(tmp_path):
+    assert len(read_trace_file(written(tmp_path, b"\xef\xbb\xbf" + json.dumps([kernel()]).encode())).kernels) == 1
+
+
+def test_another_tools_trace_says_that_nothing_of_torch_is_in_it(tmp_path):
+    event = {"ph": "X", "cat": "toplevel", "name": "RunTask", "ts": 1, "dur": 1, "pid": 1, "tid": 1}
+    assert "another tool wrote it" in notes(tmp_path, json.dumps({"traceEvents": [event]}))
+
+
+def test_interrupting_passes_through_and_garbage_collection_is_back(tmp_path, monkeypatch):
+    def interrupted(self: Recording, batch: list[Any]) -> None:
+        assert not gc.isenabled()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Recording, "add", interrupted)
+    path = written(tmp_path, json.dumps([kernel()]))
+    with pytest.raises(KeyboardInterrupt):
+        read_trace_file(path)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read_trace_file(path)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+# -- the stream -------------------------------------------------------------------------------------------------------------
+
+
+def streamed(path: Path, chunk_bytes: int) -> tuple[EventStream, list[Any]]:
+    stream = EventStream(TextChunks(path, chunk_bytes))
+    return stream, [event for batch in stream.batches() for event in batch]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+#: Nested lists of dicts look like events; names hold what separates events.
+EVENTS = st.lists(
+    st.fixed_dictionaries(
+        {"ph": st.sampled_from("XBsfiM"), "name": st.text(alphabet='},{"\\ \né漢😀', max_size=8)},
+        optional={
+            "cat": st.sampled_from(["kernel", "cpu_op"]),
+            "args": VALUES,
+            "list": st.just([{"ph": "X"}, {"ph": "f"}]),
+        },
+    ),
+    max_size=8,
+)
+LAYOUTS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": 0}, {"ensure_ascii": False}])
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=EVENTS, layout=LAYOUTS, chunk_bytes=st.integers(1, 40), before=VALUES, after=VALUES, zipped=st.booleans())
+def test_any_json_in_any_pieces_gives_what_json_gives(tmp_path, events, layout, chunk_bytes, before, after, zipped):
+    content = {"before": before, "traceEvents": events, "after": after}
+    text = json.dumps(content, **layout).encode()
+    stream, read = streamed(written(tmp_path, gzip.compress(text, 1) if zipped else text), chunk_bytes)
+    assert read == events
+    assert stream.top_level == {"before": before, "after": after}
+    assert (stream.events, stream.damaged, stream.problem) == (len(events), 0, "")
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=EVENTS, layout=LAYOUTS, chunk_bytes=st.integers(1, 40), data=st.data())
+def test_any_cut_gives_the_events_before_it(tmp_path, events, layout, chunk_bytes, data):
+    text = json.dumps({"traceEvents": events}, **layout).encode()
+    start = text.index(b"[") + 1
+    cut = data.draw(st.integers(start, text.rindex(b"]")))
+    if not whole_values(text[:cut].decode(errors="ignore"), start):
+        with pytest.raises(TraceError, match="cut short before its first event"):
+            streamed(written(tmp_path, text[:cut]), chunk_bytes)
+        return
+    stream, read = streamed(written(tmp_path, text[:cut]), chunk_bytes)
+    assert read == events[: len(read)]
+    assert "cut short" in stream.problem
+    assert read == whole_values(text[:cut].decode(errors="ignore"), start)
+
+
+def whole_values(text: str, at: int) -> list[Any]:
+    """JSON values from a place on, one after the other, as far as they are whole."""
+    found = []
+    while True:
+        while at < len(text) and text[at] in " ,\n":
+            at += 1
+        try:
+            value, at = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            return found
+        found.append(value)
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 1000, 1 << 20])
+def test_events_that_are_not_needed_are_counted_and_not_decoded(tmp_path, chunk_bytes):
+    flow = {"ph": "s", "id": 5, "pid": 1, "tid": 1, "ts": 3.5, "cat": "ac2g", "name": "ac2g"}
+    frame = {
+        "ph": "X",
+        "cat": "python_function",
+        "name": "train.py(3): step",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1.0,
+        "dur": 9.0,
+    }
+    module = {**frame, "name": "nn.Module: Linear_0"}
+    idle = {"ph": "X", "cat": "cuda_runtime", "name": "cudaEventRecord", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}
+    forward = {**flow, "cat": "fwdbwd"}
+    events = [kernel(), flow, frame, module, idle, forward] * 50 + [kernel()]
+    stream, read = streamed(written(tmp_path, json.dumps(events, indent=1)), chunk_bytes)
+    assert stream.events == len(events)
+    needed = [event for event in events if event not in (flow, frame, idle)]
+    assert [event for event in read if event not in (flow, frame, idle)] == needed
+    if chunk_bytes == 1 << 20:
+        assert len(read) < len(needed) + 10
+
+
+def test_an_event_inside_an_event_does_not_confuse_what_is_left_out(tmp_path):
+    """A list of events in an event's arguments, laid out so that its parts look like events of the trace."""
+    inner = {
+        "ph": "f",
+        "id": 5,
+        "pid": 1,
+        "tid": 1,
+        "ts": 3.5,
+        "cat": "ac2g",
+        "name": "ac2g",
+        "list": [{"ph": "X"}, {"ph": "X"}],
+    }
+    outer = kernel(args={"device": 0, "inner": [inner, inner, {"ph": "X", "cat": "kernel"}]})
+    events = [kernel(), outer, kernel("last")] * 20
+    _, read = streamed(written(tmp_path, json.dumps(events)), 1 << 16)
+    assert [event["name"] for event in read] == [event["name"] for event in events]
+    assert [event["ts"] for event in read] == [10.0] * 60
+
+
+def test_memory_stays_bounded_by_the_chunk(tmp_path):
+    """The text at hand is never much more than a chunk and the longest event."""
+    path = written(tmp_path, json.dumps([kernel(f"k{number}") for number in range(5000)]))
+    stream = EventStream(TextChunks(path, 4096))
+    longest = max(len(stream._text.text) for _ in stream.batches())
+    assert longest < 3 * 4096
