@@ -699,3 +699,44 @@ def test_sizes_by_value():
     assert sizes[8] == ("config.hidden_size", "embed.embedding_dim", "out.in_features")
     assert 77 not in sizes
     assert 1 not in sizes
+
+
+def test_lengths_are_read_where_sequences_are_packed():
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+    model = Of(forward, rnn=nn.GRU(8, 16, batch_first=True))
+    recording = record_matmuls(model, (torch.randn(3, 9, 8), torch.tensor([9, 4, 7])))
+    assert recording.notes == ()
+    assert lines(recording, "m", "k", "calls")[:4] == [(20, 8, 1), (3, 16, 4), (2, 16, 3), (1, 16, 2)]
+
+
+def test_fp8_products_are_recorded_and_their_missing_backward_is_a_note():
+    def forward(self, x):
+        one, eighth = torch.ones((), device=x.device), torch.float8_e4m3fn
+        y = torch._scaled_mm(x.to(eighth), self.weight.to(eighth).t(), one, one, out_dtype=torch.bfloat16)
+        return self.inner(y.float())
+
+    model = Of(forward, inner=nn.Linear(32, 16), weight=nn.Parameter(torch.randn(32, 64)))
+    recording = record_matmuls(model, torch.randn(16, 64))
+    record = recording.matmuls[0]
+    assert (record.op, record.dtype, record.parameter) == ("aten::_scaled_mm", "float8_e4m3fn", "weight")
+    assert "_scaled_mm is not implemented" in recording.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_tensors_run_on_what_they_hold():
+    parts = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    recording = record_matmuls(nn.Linear(8, 4), parts, device="real")
+    assert sizes(recording) == [("forward", 1, 5, 4, 8), ("wgrad", 1, 4, 8, 5)]
+    assert "device='real'" in record_matmuls(nn.Linear(8, 4), parts).notes[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_a_note():
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 4))
+    recording = record_matmuls(model, torch.randn(2, 8), device="real")
+    assert "TorchScript" in recording.notes[0]
+    assert "1.weight" in {record.parameter for record in recording.matmuls}
+    assert model[0].weight.grad is None

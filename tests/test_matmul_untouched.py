@@ -228,15 +228,18 @@ def test_weights_of_old_style_weight_norm_are_put_back():
     assert not model(torch.randn(2, 4)).is_meta
 
 
-def test_an_attached_inspector_sees_nothing():
-    import mpinspect
+def test_hooks_of_an_attached_inspector_stay_silent():
+    model, seen = nn.Linear(4, 4), []
 
-    model = nn.Linear(4, 4)
-    inspector = mpinspect.Inspector(model)
-    with inspector:
-        record_matmuls(model, torch.randn(2, 4))
-        hooks = len(model._forward_hooks)
-    assert hooks
+    def hook(module, args, output):
+        seen.append(output)
+
+    hook.__module__ = "mpinspect.capture.hooks"
+    model.register_forward_hook(hook)
+    record_matmuls(model, torch.randn(2, 4))
+    assert seen == []
+    model(torch.randn(2, 4))
+    assert len(seen) == 1
 
 
 def test_weights_are_not_copied(monkeypatch):

@@ -227,6 +227,6 @@ class RangeReport:
             ValueError: another suffix.
             OSError: the file can't be written.
         """
-        from mpinspect.reports import save
+        from mpinspect.reports import RANGES, save
 
-        return save(self, path)
+        return save(self, path, RANGES)

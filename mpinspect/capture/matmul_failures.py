@@ -25,7 +25,7 @@ _CAUSES = (
         "the operator has no meta kernel, as custom C++ and CUDA operators often do not",
     ),
     (
-        ("numpy", "meta device", "meta tensor", "device meta"),
+        ("numpy", " meta ", "=meta", "meta device", "meta tensor", "device meta"),
         "it needs the values of a tensor, and meta tensors have none",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,35 +12,22 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.capture.matmul_fused import sdpa_backend
-from mpinspect.capture.matmul_meta import MISSING_META, all_on_meta, stays_on_host
+from mpinspect.capture.matmul_meta import MISSING_META, Pointwise, all_on_meta, is_pointwise, stays_on_host
 from mpinspect.capture.matmul_modules import ModuleCalls
 from mpinspect.capture.matmul_parameters import Parameters
+from mpinspect.capture.matmul_roles import Forward, Forwards, memory_of, role_and_parameter
 from mpinspect.matmul_ops import matmuls_of, product_name
 from mpinspect.matmuls import ITEM_SIZES, LayoutCopy, Matmul, Operand
 
 aten = torch.ops.aten
 
+_PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
 _COPIES = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
-#: What is done with an operator: run it, record it, note the copy, or take it apart.
-_PLAIN, _PRODUCT, _COPY, _COMPOSITE = range(4)
+#: What is done with an operator: run it, record it, note the copy, take it apart, or remember its result.
+_PLAIN, _PRODUCT, _COPY, _COMPOSITE, _POINTWISE = range(5)
 #: Bytes: the alignment of base pointers that decides between kernels (NVIDIA, "Matrix Multiplication Background").
 _LINE = 16
 _SIXTEEN_BIT = ("float16", "bfloat16")
-
-_Key = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """A product of the forward, as its backward needs it: the memory of its operands and what parameters they are."""
-
-    module: int
-    sizes: tuple[int, int, int]
-    a: _Key
-    b: _Key
-    a_parameter: str
-    b_parameter: str
-    autocast: bool | None
 
 
 class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,8 +67,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._matmuls: dict[tuple[int, Matmul], tuple[Matmul, int]] = {}
         self._copies: dict[tuple[int, str], list[int]] = {}
         self._kinds: dict[Any, int] = {}
-        self._forwards: dict[int, _Forward] = {}
-        self._by_module: dict[int, dict[tuple[Any, ...], _Forward]] = {}
+        self._pointwise = Pointwise()
+        self._forwards = Forwards()
 
     # -- what was recorded -------------------------------------------------------------------------------------------
 
@@ -109,23 +96,28 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and any(one.__torch_dispatch__ is not _PLAIN_TENSOR for one in types):
+            # A subclass (nested, sharded, quantised): it comes back with the operators that it is made of.
+            return NotImplemented
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind(func)
         if kind == _COMPOSITE:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        result = self._run(func, args, kwargs or {})
+        result = self._run(func, args, kwargs or {}, kind)
         if kind == _PRODUCT:
             self._product(func, args, result)
         elif kind == _COPY:
             self._copy(func, args, result)
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: int) -> Any:
         if self.keeps_values and "device" in kwargs and stays_on_host(func, args, kwargs):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         try:
+            if kind == _POINTWISE and self.meta:
+                return self._pointwise.run(func, args, kwargs)
             return func(*args, **kwargs)
         except Exception as error:
             if not self.meta:
@@ -164,12 +156,12 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         applied = (self.lowers() and records[0].dtype in _SIXTEEN_BIT) if self.autocast else None
         a_name, b_name = self.parameters.name(first, module), self.parameters.name(second, module)
         record = records[0]
-        forward = _Forward(
-            module, (record.m, record.n, record.k), _memory(first), _memory(second), a_name, b_name, applied
+        forward = Forward(
+            module, (record.m, record.n, record.k), memory_of(first), memory_of(second), a_name, b_name, applied
         )
-        if torch.is_grad_enabled() and any(_requires_grad(value) for value in args):
-            self._forwards.setdefault(_get_sequence_nr() - 1, forward)
-        self._by_module.setdefault(module, {})[forward.sizes, a_name, b_name] = forward
+        differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
+        # Autograd has made, and numbered, the operator's node by now.
+        self._forwards.add(forward, _get_sequence_nr() - 1 if differentiable else None)
         if record.kind == "recurrent":
             self._add_recurrent(module, args, records, applied)
             return
@@ -184,43 +176,26 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _of_backward(self, node: Any, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
         number = node._sequence_nr()
-        forward = self._forwards.get(number)
+        forward = self._forwards.of_node(number)
         module = forward.module if forward else self.calls.of_node(number)
         first, second = _factors(records[0], args)
         if forward is None:
-            forward = self._likeliest(module, records[0], _memory(first), _memory(second))
+            forward = self._forwards.likeliest(module, records[0], memory_of(first), memory_of(second))
         applied = self._backward_autocast(forward, records[0])
         if records[0].kind == "recurrent":
             self._add_recurrent(module, args, records, applied)
             return
         for record in records:
             if record.kind == "gemm":
-                role, parameter = self._role(forward, record, first, second, module)
+                weight = self.parameters.name(first, module) or self.parameters.name(second, module)
+                role, parameter = role_and_parameter(forward, record, memory_of(first), memory_of(second), weight)
             else:
-                weight = args[2] if record.kind == "convolution" else None
-                role, parameter = record.role, self.parameters.name(weight, module)
+                convolved = args[2] if record.kind == "convolution" else None
+                role, parameter = record.role, self.parameters.name(convolved, module)
             known = replace(_with_backend(record, args), role=role, parameter=parameter, autocast=applied)
             self._add(module, self._in_cell(module, known))
 
-    def _role(self, forward: _Forward | None, record: Matmul, first: Any, second: Any, module: int) -> tuple[str, str]:
-        """The gradient of one factor is made of the output's and the other factor, which tells them apart."""
-        if forward is None:
-            weight = self.parameters.name(first, module) or self.parameters.name(second, module)
-            return "dgrad", weight
-        of_a = _is_gradient_of_a(forward, record, _memory(first), _memory(second))
-        parameter = forward.a_parameter if of_a else forward.b_parameter
-        return ("wgrad" if parameter else "dgrad"), parameter or forward.a_parameter or forward.b_parameter
-
-    def _likeliest(self, module: int, record: Matmul, first: _Key, second: _Key) -> _Forward | None:
-        """Of a custom Function, whose forward's products have no nodes: by the memory, else by the sizes."""
-        known = list(self._by_module.get(module, {}).values())
-        for forward in known:
-            if {first, second} & {forward.a, forward.b}:
-                return forward
-        wanted = sorted((record.m, record.n, record.k))
-        return next((forward for forward in known if sorted(forward.sizes) == wanted), None)
-
-    def _backward_autocast(self, forward: _Forward | None, record: Matmul) -> bool | None:
+    def _backward_autocast(self, forward: Forward | None, record: Matmul) -> bool | None:
         if not self.autocast:
             return None
         return record.dtype in _SIXTEEN_BIT and (forward is None or bool(forward.autocast))
@@ -293,7 +268,9 @@ def _kind(func: Any) -> int:
         return _COPY
     if func.namespace == "aten" and _is_composite(func):
         return _COMPOSITE
-    return _PRODUCT if product_name(schema.name) else _PLAIN
+    if product_name(schema.name):
+        return _PRODUCT
+    return _POINTWISE if is_pointwise(func) else _PLAIN
 
 
 def _is_composite(func: Any) -> bool:
@@ -327,28 +304,10 @@ def _factors(record: Matmul, args: tuple[Any, ...]) -> tuple[Any, Any]:
     return (*tensors[:2], None, None)[:2]  # type: ignore[return-value]
 
 
-def _memory(tensor: Any) -> _Key:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return (0, 0)
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-
-
 def _requires_grad(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     return isinstance(value, (list, tuple)) and any(_requires_grad(one) for one in value)
-
-
-def _is_gradient_of_a(forward: _Forward, record: Matmul, first: _Key, second: _Key) -> bool:
-    used = {first, second} - {(0, 0)}
-    has_a, has_b = forward.a in used, forward.b in used
-    if has_a != has_b:
-        return has_b
-    m, n, k = forward.sizes
-    if record.k != m or record.k == n:
-        # The gradient of b is summed over m, that of a over n; where these are the same, by the result's size.
-        return record.k == n and (record.k != m or {record.m, record.n} == {m, k} != {k, n})
-    return False
 
 
 def _aligned(record: Matmul) -> Matmul:

@@ -41,7 +41,8 @@ class ModuleCalls:
         """Hooks on every module within the block, around the user's own."""
         handles = []
         for module in self._modules.values():
-            if hasattr(module, "_orig_mod"):  # torch.compile's wrapper: what it wraps has hooks too
+            # What torch.compile's wrapper holds has hooks too; TorchScript's modules take none.
+            if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
                 continue
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))

@@ -220,6 +220,11 @@ def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             break
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        notes.append(
+            "TorchScript modules take no hooks and keep their weights: their products are their caller's, and the backward may "
+            "not be recorded. Record the model before it is scripted"
+        )
     if any(_is_distributed(parameter) for parameter in model.parameters()):
         notes.append(
             "the parameters are sharded (DTensor): recorded as one GPU would compute them, with their global shapes"

@@ -1,30 +1,31 @@
-"""Reports: each renders a RangeReport in one form and knows no other. A new form is one file and one line here."""
+"""Reports: each renders one kind of report in one form and knows no other. A new form is one file and one line here."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from mpinspect.analysis.report import RangeReport
+#: Modules by suffix, for each kind of report. A module has ``save(report, path)`` where the form is not text, else
+#: ``render(report) -> str``.
+RANGES = {".txt": "text", ".md": "markdown", ".json": "json", ".png": "plots"}
+SHAPES = {".txt": "shapes_text", ".md": "shapes_markdown", ".json": "shapes_json"}
+KERNELS = {".txt": "kernels_text", ".md": "kernels_markdown", ".json": "kernels_json", ".png": "plot_kernels"}
 
-#: Module by suffix. It has ``save(report, path)`` where the form is not text, else ``render(report) -> str``.
-_BY_SUFFIX = {".txt": "text", ".md": "markdown", ".json": "json", ".png": "plots"}
 
-
-def save(report: RangeReport, path: str | Path) -> Path:
-    """Write the report in the form that the suffix names; parent directories are made. Returns the path.
+def save(report: Any, path: str | Path, forms: Mapping[str, str]) -> Path:
+    """Write a report in the one of its ``forms`` that the suffix names; parent directories are made. Returns the path.
 
     Raises:
         ValueError: a suffix that names no form.
         OSError: the file can't be written.
     """
     path = Path(path)
-    name = _BY_SUFFIX.get(path.suffix.lower())
+    name = forms.get(path.suffix.lower())
     if name is None:
         what = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise ValueError(f"{path.name!r} has {what}, which names no form of report; there are {' '.join(_BY_SUFFIX)}")
+        raise ValueError(f"{path.name!r} has {what}, which names no form of report; there are {' '.join(forms)}")
     module = importlib.import_module(f"{__name__}.{name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     if hasattr(module, "save"):

@@ -6,7 +6,6 @@ JSON has no infinity and no NaN: such floats are the strings "inf", "-inf" and "
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from mpinspect.analysis.report import Coverage, RangeReport
 from mpinspect.exponents import ExponentHistogram
+from mpinspect.reports.json_text import lines
 from mpinspect.session import LostUpdates, Session, Window
 from mpinspect.version import __version__
 
@@ -28,7 +28,7 @@ _LINE_DEPTH = 3
 
 def render(report: RangeReport) -> str:
     """The report as JSON text, ASCII only, keys in the order of the fields; ends with a newline."""
-    return _lines(document(report), 0) + "\n"
+    return lines(document(report), _LINE_DEPTH) + "\n"
 
 
 def document(report: RangeReport) -> dict[str, Any]:
@@ -100,16 +100,3 @@ _SPECIAL: dict[type, Any] = {
     Window: _window,
     Session: _session,
 }
-
-
-def _lines(value: Any, depth: int) -> str:
-    """JSON text with line breaks in the outer containers only: diffs stay readable and counts stay on one line."""
-    if depth >= _LINE_DEPTH or not isinstance(value, (dict, list)) or not value:
-        return json.dumps(value, allow_nan=False)
-    indent = "  " * (depth + 1)
-    if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {_lines(item, depth + 1)}" for key, item in value.items()]
-    else:
-        items = [_lines(item, depth + 1) for item in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return f"{opening}\n{indent}" + f",\n{indent}".join(items) + f"\n{'  ' * depth}{closing}"

@@ -6,7 +6,6 @@ Runs that are equal in all but their time stand together, with how many they are
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from mpinspect.analysis.tensor_cores.records import DeviceTime, Loss
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.rows import KernelRow
 from mpinspect.analysis.tensor_cores.shares import Shares
+from mpinspect.reports.json_text import lines
 from mpinspect.version import __version__
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 
 def render(report: KernelReport) -> str:
     """The report as JSON text, ASCII only; a line for each member of a list; ends with a newline."""
-    return _lines(document(report), 0) + "\n"
+    return lines(document(report), 2) + "\n"
 
 
 def document(report: KernelReport) -> dict[str, Any]:
@@ -143,16 +143,3 @@ _DERIVED: dict[type, tuple[str, ...]] = {
     Loss: ("saved_us",),
     DeviceTime: ("idle_fraction",),
 }
-
-
-def _lines(value: Any, depth: int) -> str:
-    """JSON text with line breaks in the outer containers only: diffs stay readable, and a row is a line."""
-    if depth >= 2 or not isinstance(value, (dict, list)) or not value:
-        return json.dumps(value, allow_nan=False)
-    indent = "  " * (depth + 1)
-    if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {_lines(item, depth + 1)}" for key, item in value.items()]
-    else:
-        items = [_lines(item, depth + 1) for item in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return f"{opening}\n{indent}" + f",\n{indent}".join(items) + f"\n{'  ' * depth}{closing}"

@@ -110,11 +110,15 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
     if shares.calls == 0:
         return
     unknown = shares.of_products("unknown")
-    more = f"; of {percent(unknown)} more it is unknown" if unknown else ""
+    # Where no verdict of a product is known, nothing is: 0% would be a "no".
+    all_unknown = unknown == 1.0
+    more = "" if not unknown else ": all unknown" if all_unknown else f"; of {percent(unknown)} more it is unknown"
     products = f"of the matrix products' time ({duration(shares.product_time_us)}){more}"
-    yield share(shares.tensor_core_fraction), products if shares.product_time_us > 0 else "of the products: none ran"
+    on = None if all_unknown else shares.tensor_core_fraction
+    yield share(on), products if shares.product_time_us > 0 else "of the products: none ran"
     beside = ", communication included" if shares.communication_time_us > 0 else ""
-    yield share(shares.tensor_core_fraction_of_all), f"of all kernel time ({duration(shares.kernel_time_us)}{beside})"
+    on = None if all_unknown else shares.tensor_core_fraction_of_all
+    yield share(on), f"of all kernel time ({duration(shares.kernel_time_us)}{beside})"
     if shares.communication_time_us > 0:
         apart = f"of kernel time without communication ({duration(shares.compute_time_us)})"
         yield share(shares.tensor_core_fraction_of_compute), apart

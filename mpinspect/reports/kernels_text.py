@@ -2,85 +2,60 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.tensor_cores.records import Loss, NameRow
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.reports import kernels_rows as rows
+from mpinspect.reports.page import findings, html, plain_text, ruled_table, titled, to_console
 from mpinspect.reports.table import printable
 
 #: Rows of tables: about as many as one looks through; JSON has all.
 MAX_NAMES, MAX_MODULES, MAX_LOSSES, MAX_RANKS = 15, 15, 8, 32
 
-_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
-_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 _VERDICT_STYLES = {"native": "green", "degraded": "yellow", "off": "red", "unknown": "magenta"}
-#: A rule of hyphens under the header and nothing else.
-_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def render(report: KernelReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    file = io.StringIO()
-    console = Console(
-        file=file, width=width or _terminal_width(), color_system=None, force_jupyter=False, legacy_windows=False
-    )
-    render_console(report, console)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
+    return plain_text(partial(_sections, report), width)
 
 
 def render_html(report: KernelReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours, for notebooks; everything in it is escaped."""
-    console = Console(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
-    )
-    render_console(report, console)
-    return console.export_html(inline_styles=True, code_format=_HTML)
+    return html(partial(_sections, report), width)
 
 
 def render_console(report: KernelReport, console: Console) -> None:
     """Print the report to a rich console, in colour if that has any."""
-    for section in _sections(report, console.width):
-        console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
-
-
-def _terminal_width() -> int:
-    return max(40, min(shutil.get_terminal_size((100, 24)).columns, 160))
+    to_console(partial(_sections, report), console)
 
 
 def _sections(report: KernelReport, width: int) -> Iterator[RenderableType]:
     yield from _headline(report)
     if report.kernels:
-        yield from _titled("Tensor Cores", _tensor_cores(report))
-        if report.eligible:
-            yield from _titled("Eligible but not used", _losses(report.eligible))
-        if report.degraded:
-            yield from _titled("Used but degraded", _losses(report.degraded))
-        yield from _titled("By kernel", _names(report.by_name, width))
-        if rows.has_modules(report):
-            yield from _titled("By module", _modules(report, width))
-        yield from _titled("What mixed precision can still bring", map(Text, rows.limit_words(report.limits)))
-    if len(report.ranks) > 1:
-        yield from _titled("By trace", _ranks(report))
+        yield from titled("Tensor Cores", _tensor_cores(report))
+    # What to do stands before the figures behind it.
     if report.findings:
-        yield from _titled("Findings", _findings(report.findings))
-    yield from _titled("Coverage", map(Text, rows.coverage_words(report)))
-
-
-def _titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    yield Text(f"\n{title}", style="bold")
-    for line in lines:
-        yield Padding(line, (0, 0, 0, 2))
+        yield from titled("Findings", findings(report.findings))
+    if report.kernels:
+        if report.eligible:
+            yield from titled("Eligible but not used", _losses(report.eligible))
+        if report.degraded:
+            yield from titled("Used but degraded", _losses(report.degraded))
+        yield from titled("By kernel", _names(report.by_name, width))
+        if rows.has_modules(report):
+            yield from titled("By module", _modules(report, width))
+        yield from titled("What mixed precision can still bring", map(Text, rows.limit_words(report.limits)))
+    if len(report.ranks) > 1:
+        yield from titled("By trace", _ranks(report))
+    yield from titled("Coverage", map(Text, rows.coverage_words(report)))
 
 
 def _headline(report: KernelReport) -> Iterator[Text]:
@@ -102,7 +77,7 @@ def _tensor_cores(report: KernelReport) -> Iterator[RenderableType]:
         yield Text(f"{figure:>5} {of}")
     if report.phrase:
         yield Text(report.phrase, style="bold")
-    table = _table(rows.VERDICT_COLUMNS, left=2)
+    table = ruled_table(*rows.VERDICT_COLUMNS, left=2)
     for cells in rows.verdict_cells(report.shares):
         table.add_row(Text(cells[0], style=_VERDICT_STYLES.get(cells[0], "")), *cells[1:])
     yield table
@@ -121,7 +96,7 @@ def _losses(losses: tuple[Loss, ...]) -> Iterator[RenderableType]:
 
 
 def _names(names: tuple[NameRow, ...], width: int) -> Iterator[RenderableType]:
-    table = _table(rows.NAME_COLUMNS, left=1)
+    table = ruled_table(*rows.NAME_COLUMNS, left=1)
     table.add_column("kernel", justify="left", overflow="fold")
     room = max(24, width - 52)
     for row in names[:MAX_NAMES]:
@@ -138,7 +113,7 @@ def _modules(report: KernelReport, width: int) -> Iterator[RenderableType]:
     # Columns of verdicts that no module has would only take the names' room.
     cells = [rows.module_cells(row) for row in report.by_module[:MAX_MODULES]]
     used = [index for index in range(len(rows.MODULE_COLUMNS)) if any(row[index] != "-" for row in cells)]
-    table = _table([rows.MODULE_COLUMNS[index] for index in used], left=0)
+    table = ruled_table(*(rows.MODULE_COLUMNS[index] for index in used), left=0)
     table.add_column("module", justify="left", no_wrap=True, overflow="ellipsis")
     for row, texts in zip(report.by_module, cells, strict=False):
         name = rows.short_module(row.module, max(20, width - 4 - 11 * len(used)))
@@ -148,31 +123,13 @@ def _modules(report: KernelReport, width: int) -> Iterator[RenderableType]:
 
 
 def _ranks(report: KernelReport) -> Iterator[RenderableType]:
-    table = _table(rows.RANK_COLUMNS, left=1)
+    table = ruled_table(*rows.RANK_COLUMNS, left=1)
     for rank in report.ranks[:MAX_RANKS]:
         table.add_row(*rows.rank_cells(rank))
     yield table
     yield from _more(len(report.ranks) - MAX_RANKS)
 
 
-def _findings(findings: tuple[Finding, ...]) -> Iterator[Text]:
-    for finding in findings:
-        text = Text(f"{finding.severity}  ", style=_STYLES[finding.severity])
-        text.append(finding.id, style="bold")
-        text.append(f"  {printable(finding.message)}", style="default")
-        yield text
-        if finding.fix:
-            yield Text(f"  fix: {printable(finding.fix)}")
-
-
 def _more(count: int) -> Iterator[Text]:
     if count > 0:
         yield Text(f"... and {count:,} more; the JSON report has all", style="dim")
-
-
-def _table(columns: list[str], *, left: int) -> Table:
-    """The first ``left`` columns set to the left, the others to the right."""
-    table = Table(box=_RULE, show_edge=False, pad_edge=False, header_style="", padding=(0, 1))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
-    return table

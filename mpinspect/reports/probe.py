@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from mpinspect.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.analysis.wording import percent
+from mpinspect.reports.page import html, plain_text, ruled_table
 from mpinspect.version import __version__
 
 if TYPE_CHECKING:
@@ -31,8 +28,6 @@ MAX_LAYERS = 60
 #: From here on a difference between measured and predicted is explained: 0.01 of a layer's non-zero elements.
 TELLING_DIFFERENCE = 0.01
 
-_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
-_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _LEGEND = (
     "predicted: share of the non-zero elements that FP16 would flush, from the FP32 counts alone; measured: share that came "
     "out zero; upstream: of the measured, what FP16 would hold at its FP32 value, but what it was computed from had been "
@@ -43,20 +38,12 @@ _LEGEND = (
 
 def render(report: ProbeReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    file = io.StringIO()
-    columns = width or max(40, min(shutil.get_terminal_size((100, 24)).columns, 160))
-    console = Console(file=file, width=columns, color_system=None, force_jupyter=False, legacy_windows=False)
-    _print(report, console)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    return plain_text(lambda columns: _sections(report), width)
 
 
 def render_html(report: ProbeReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours; everything in it is escaped."""
-    console = Console(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
-    )
-    _print(report, console)
-    return console.export_html(inline_styles=True, code_format=_HTML)
+    return html(lambda columns: _sections(report), width)
 
 
 def render_json(report: ProbeReport) -> str:
@@ -86,11 +73,6 @@ def save(report: ProbeReport, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(form(report), encoding="utf-8")
     return path
-
-
-def _print(report: ProbeReport, console: Console) -> None:
-    for section in _sections(report):
-        console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 
 def _sections(report: ProbeReport) -> Iterator[RenderableType]:
@@ -169,10 +151,7 @@ def _names(layers: list[LayerProbe], limit: int = 5) -> str:
 
 def _table(title: str, rows: list[tuple[LayerProbe, GradientAgreement]]) -> Iterator[RenderableType]:
     yield Text(f"\n{title}", style="bold")
-    table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("weight gradient", overflow="fold")
-    for heading in ("predicted", "measured", "upstream", "cosine", "error"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table = ruled_table("weight gradient", "predicted", "measured", "upstream", "cosine", "error", left=1)
     table.add_column("remark", overflow="fold")
     for layer, found in rows:
         table.add_row(

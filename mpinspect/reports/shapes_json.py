@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.shapes.report import Padding, ShapeReport, ShapeRow
+from mpinspect.reports.json_text import lines
 from mpinspect.version import __version__
 
 SCHEMA = "mpinspect.shapes"
@@ -18,10 +18,7 @@ SCHEMA_VERSION = 1
 
 def render(report: ShapeReport) -> str:
     """The report as JSON text, ASCII only; products, findings and paddings a line each; ends with a newline."""
-    lines = []
-    for key, value in document(report).items():
-        lines.append(f"  {json.dumps(key)}: {_value(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return lines(document(report), 2) + "\n"
 
 
 def document(report: ShapeReport) -> dict[str, Any]:
@@ -119,9 +116,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list, set, frozenset)):
         return [_plain(item) for item in value]
     return str(value)
-
-
-def _value(value: Any) -> str:
-    if not isinstance(value, list) or not value:
-        return json.dumps(value, allow_nan=False)
-    return "[\n    " + ",\n    ".join(json.dumps(item, allow_nan=False) for item in value) + "\n  ]"

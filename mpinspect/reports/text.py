@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from mpinspect.analysis.finding import SEVERITIES, Finding
 from mpinspect.analysis.report import (
     FormatVerdict,
     LossScaleAdvice,
     RangeReport,
     TimeBlock,
 )
+from mpinspect.reports.page import findings, html, plain_text, titled, to_console
 from mpinspect.reports.table import percent, power_of_two, printable
 from mpinspect.reports.text_layers import layer_tables
 from mpinspect.session import Event
@@ -26,58 +24,35 @@ MAX_EVENTS = 5
 MAX_NAMES = 12
 MAX_NOTES = 20
 
-_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
-_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-
 
 def render(report: RangeReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    file = io.StringIO()
-    console = Console(
-        file=file, width=width or _terminal_width(), color_system=None, force_jupyter=False, legacy_windows=False
-    )
-    render_console(report, console)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
+    return plain_text(partial(_sections, report), width)
 
 
 def render_html(report: RangeReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours, for notebooks; everything in it is escaped."""
-    console = Console(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
-    )
-    render_console(report, console)
-    return console.export_html(inline_styles=True, code_format=_HTML)
+    return html(partial(_sections, report), width)
 
 
 def render_console(report: RangeReport, console: Console) -> None:
     """Print the report to a rich console, in colour if that has any."""
-    for section in _sections(report, console.width):
-        console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
-
-
-def _terminal_width() -> int:
-    return max(40, min(shutil.get_terminal_size((100, 24)).columns, 160))
+    to_console(partial(_sections, report), console)
 
 
 def _sections(report: RangeReport, width: int) -> Iterator[RenderableType]:
     yield from _headline(report)
     if report.events:
-        yield from _titled("Infinite or NaN", _events(report.events))
-    yield from _titled("Loss scale", _loss_scale(report.loss_scale))
+        yield from titled("Infinite or NaN", _events(report.events))
+    yield from titled("Loss scale", _loss_scale(report.loss_scale))
     yield from layer_tables(report, width)
     if report.findings:
-        yield from _titled("Findings", _findings(report.findings))
+        yield from titled("Findings", findings(report.findings))
     if report.formats:
-        yield from _titled("Other formats", _formats(report.formats))
-    yield from _titled("Coverage", _coverage(report))
+        yield from titled("Other formats", _formats(report.formats))
+    yield from titled("Coverage", _coverage(report))
     if report.session.notes:
-        yield from _titled("Notes", _capped([Text(f"- {printable(note)}") for note in report.session.notes], MAX_NOTES))
-
-
-def _titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
-    yield Text(f"\n{title}", style="bold")
-    for line in lines:
-        yield Padding(line, (0, 0, 0, 2))
+        yield from titled("Notes", _capped([Text(f"- {printable(note)}") for note in report.session.notes], MAX_NOTES))
 
 
 def _capped(lines: list[Text], limit: int) -> list[Text]:
@@ -170,17 +145,6 @@ def _block(block: TimeBlock) -> str:
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------
-
-
-def _findings(findings: tuple[Finding, ...]) -> Iterator[Text]:
-    """The severe ones first."""
-    for finding in sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)):
-        text = Text(f"{finding.severity}  ", style=_STYLES[finding.severity])
-        text.append(f"{finding.id}", style="bold")
-        text.append(f"  {printable(finding.message)}", style="default")
-        yield text
-        if finding.fix:
-            yield Text(f"  fix: {printable(finding.fix)}")
 
 
 def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[Text]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from mpinspect.analysis.report import LayerReport, RangeReport
 from mpinspect.formats import FORMATS
+from mpinspect.reports.page import ruled_table
 from mpinspect.reports.range_bar import LEGEND as BAR_LEGEND
 from mpinspect.reports.range_bar import range_bar
 from mpinspect.reports.table import (
@@ -33,8 +33,6 @@ _WIDE, _BARS, _FINE_BARS = 84, 118, 134
 #: Below that: widths of the figures, by how many there are; 59 columns at most.
 _NARROW_WIDTHS = {5: (6, 12, 11, 18, 7), 4: (6, 18, 18, 7)}
 
-#: A rule of hyphens under the header and nothing else.
-_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 _LEGEND = (
     "~ an estimate, with its [bounds]; ? not known; offset: unused powers of two at the top of the format; flushed: share of "
     "the non-zero elements; L1 lost: share of the sum of magnitudes that is flushed; largest: magnitude, rounded down"
@@ -105,7 +103,7 @@ def _grid(cells: list[Text]) -> Table:
 
 def _range_table(layers: list[LayerReport], report: RangeReport, width: int) -> Table:
     columns = [*_columns(layers, report), ("subnormal", lambda row: row.subnormal)]
-    table = _table("layer", *(heading for heading, _ in columns))
+    table = ruled_table("layer", *(heading for heading, _ in columns), left=1)
     if width >= _BARS:
         table.add_column("range", no_wrap=True)
     for layer in layers:
@@ -121,7 +119,7 @@ def _range_table(layers: list[LayerReport], report: RangeReport, width: int) -> 
 def _update_table(layers: list[LayerReport]) -> Table:
     """Updates are asked another question: would w + dw differ from w if weights were stored in that format?"""
     storages = sorted({storage for layer in layers for storage in layer.lost_updates or {}})
-    table = _table("layer", *(f"lost in\n{storage}" for storage in storages))
+    table = ruled_table("layer", *(f"lost in\n{storage}" for storage in storages), left=1)
     for layer in layers:
         row = [_name(printable(layer.name), ())]
         for storage in storages:
@@ -129,14 +127,6 @@ def _update_table(layers: list[LayerReport]) -> Table:
             how = "" if lost is None else " measured" if lost.measured else " if stored so"
             row.append(Text("?" if lost is None else percent(lost.fraction) + how))
         table.add_row(*row)
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column(first, overflow="fold")
-    for other in others:
-        table.add_column(other, justify="right", overflow="fold")
     return table
 
 

@@ -244,6 +244,6 @@ class ShapeReport:
             ValueError: another suffix.
             OSError: the file can't be written.
         """
-        from mpinspect.reports.shapes_files import save
+        from mpinspect.reports import SHAPES, save
 
-        return save(self, path)
+        return save(self, path, SHAPES)

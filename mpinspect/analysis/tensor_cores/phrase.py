@@ -60,7 +60,9 @@ def _counts(products: list[KernelRow]) -> list[str]:
         of_kind = [row for row in products if row.kind == kind]
         if of_kind:
             on = sum(row.verdict in ON_TENSOR_CORES for row in of_kind)
-            found.append(f"{on:,} of {len(of_kind):,} {_PLURALS.get(kind, 'other products')}")
+            unknown = sum(row.verdict == "unknown" for row in of_kind)
+            rest = f" ({unknown:,} unknown)" if unknown else ""
+            found.append(f"{on:,} of {len(of_kind):,} {_PLURALS.get(kind, 'other products')}{rest}")
     return found
 
 

@@ -127,6 +127,6 @@ class KernelReport:
             ValueError: another suffix.
             OSError: the file can't be written.
         """
-        from mpinspect.reports.kernels_files import save
+        from mpinspect.reports import KERNELS, save
 
-        return save(self, path)
+        return save(self, path, KERNELS)

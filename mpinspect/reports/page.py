@@ -1,0 +1,80 @@
+"""What every text report has in common: sections printed to a rich console, as plain text, or as HTML for notebooks."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from mpinspect.analysis.finding import SEVERITIES, Finding
+from mpinspect.reports.table import printable
+
+#: A report's sections for a page so many columns wide.
+Sections = Callable[[int], Iterable[RenderableType]]
+
+STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
+#: A rule of hyphens under the header and nothing else.
+_RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def plain_text(sections: Sections, width: int | None = None) -> str:
+    """Text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width or _terminal_width(), color_system=None, force_jupyter=False, legacy_windows=False
+    )
+    to_console(sections, console)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
+
+
+def html(sections: Sections, width: int = 110) -> str:
+    """The same in a ``<pre>`` with colours; everything in it is escaped."""
+    console = Console(
+        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
+    )
+    to_console(sections, console)
+    return console.export_html(inline_styles=True, code_format=_HTML)
+
+
+def to_console(sections: Sections, console: Console) -> None:
+    """Print to a rich console, in colour if that has any."""
+    for section in sections(console.width):
+        console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
+
+
+def titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
+    """A title in bold and what stands below it, indented."""
+    yield Text(f"\n{title}", style="bold")
+    for line in lines:
+        yield Padding(line, (0, 0, 0, 2))
+
+
+def findings(found: Iterable[Finding]) -> Iterator[Text]:
+    """Findings, the severe ones first, each with its fix."""
+    for finding in sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)):
+        text = Text(f"{finding.severity}  ", style=STYLES[finding.severity])
+        text.append(finding.id, style="bold")
+        text.append(f"  {printable(finding.message)}", style="default")
+        yield text
+        if finding.fix:
+            yield Text(f"  fix: {printable(finding.fix)}")
+
+
+def ruled_table(*headings: str, left: int) -> Table:
+    """A table with a rule of hyphens under its headings: the first ``left`` columns to the left, the others to the right."""
+    table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+def _terminal_width() -> int:
+    return max(40, min(shutil.get_terminal_size((100, 24)).columns, 160))
