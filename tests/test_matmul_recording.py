@@ -135,7 +135,7 @@ def test_a_weight_on_the_left_is_a_weight_too():
     assert (wgrad.m, wgrad.n, wgrad.k) == (5, 8, 3)
 
 
-def test_square_products_tell_their_gradients_by_memory():
+def test_gradients_of_square_products_are_told_apart():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     recording = record_matmuls(model, torch.randn(8, 8))
     assert lines(recording, "module", "role") == [

@@ -202,6 +202,9 @@ def test_a_last_event_that_is_no_json(tmp_path, ending):
     ("changes", "time_us", "says"),
     [
         ({"dur": -3.0}, 0.0, "1 events have no duration or a negative one"),
+        ({"dur": float("inf")}, 0.0, "1 events have no duration"),
+        ({"dur": float("nan")}, 0.0, "1 events have no duration"),
+        ({"ts": -10.0}, 2.0, ""),
         ({"dur": None}, 0.0, "1 events have no duration"),
         ({"dur": "2.5"}, 2.5, ""),
         ({"dur": 3}, 3.0, ""),
@@ -228,6 +231,7 @@ def test_odd_fields_of_a_kernel(tmp_path, changes, time_us, says):
         kernel(ts="soon"),
         kernel(ts=float("nan")),
         kernel(ts=float("inf")),
+        kernel(ts=1e300),
         kernel(args=[1, 2]),
         kernel(args="none"),
         {"ph": "X", "cat": "cpu_op", "name": "op", "ts": 1.0, "dur": 1.0, "pid": [1], "tid": {}},

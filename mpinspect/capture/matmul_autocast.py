@@ -19,13 +19,20 @@ from torch.amp import autocast_mode
 
 from mpinspect.capture.matmul_fused import FUSED
 from mpinspect.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT, WIDEST
+from mpinspect.emulation.autocast_policies import (
+    ELIGIBLE,
+    Policy,
+    cast_all,
+    float32,
+    float32_by_default,
+    operator_named,
+    widest,
+)
 
 #: Graphcore's key: torch has neither kernels nor a fallback for it.
 _KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _THIS = torch._C.DispatchKeySet(_KEY)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
-#: Eligible for a cast, as torch has it: floating point, but not FP64.
-_ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
 #: CUDA's autocast refuses it; in FP32 it would run, and the refusal is not for us to make.
 _AS_THEY_COME = ("aten::binary_cross_entropy",)
 
@@ -37,7 +44,6 @@ _ASKED = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "
 _AVAILABLE = "is_autocast_available"
 
 _registering = threading.Lock()
-_Policy = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
@@ -116,40 +122,15 @@ def lowering() -> bool:
 
 def _lower(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = torch.get_autocast_dtype("cuda")
-    cast, named = list(_cast(args, dtype)), {name: _cast_one(value, dtype) for name, value in kwargs.items()}
+    cast, named = (
+        list(cast_all(args, dtype, _cast_one)),
+        {name: _cast_one(value, dtype) for name, value in kwargs.items()},
+    )
     _region.lowering += 1
     try:
         return operation(*cast, **named)
     finally:
         _region.lowering -= 1
-
-
-def _float32(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(*_cast(args, torch.float32), **kwargs)
-
-
-def _float32_by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    place = _dtype_place(operation)
-    named = kwargs.get("dtype") if place is None else args[place : place + 1] not in ((), (None,))
-    if named or not _is_eligible(args[0]):
-        return operation(*args, **kwargs)
-    if place is None:
-        return operation(*args, **{**kwargs, "dtype": torch.float32})
-    return operation(*args[:place], torch.float32, *args[place + 1 :], **kwargs)
-
-
-def _widest(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dtypes = {value.dtype for value in args if _is_eligible(value)}
-    lower = torch.get_autocast_dtype("cuda")
-    return operation(*_cast(args, lower if dtypes <= {lower} else torch.float32), **kwargs)
-
-
-def _cast(args: tuple[Any, ...], dtype: torch.dtype) -> Iterator[Any]:
-    for value in args:
-        if isinstance(value, (list, tuple)):
-            yield [_cast_one(one, dtype) for one in value]
-        else:
-            yield _cast_one(value, dtype)
 
 
 def _cast_one(value: Any, dtype: torch.dtype) -> Any:
@@ -169,7 +150,7 @@ def _is_weight(value: torch.Tensor) -> bool:
 
 
 def _is_eligible(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _ELIGIBLE
+    return isinstance(value, torch.Tensor) and value.dtype in ELIGIBLE
 
 
 # -- registration --------------------------------------------------------------------------------------------------------
@@ -182,17 +163,21 @@ def _register() -> tuple[torch.library.Library, torch.library.Library]:
     rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
     for name, policy in _policies().items():
         overload = name.removeprefix("aten::")
-        operation = _operation(overload)
+        found = operator_named(overload)
         fused = FUSED.get(overload)
-        kernel = _fusing(operation, policy, fused) if fused else _casting(operation, policy)
+        kernel = _fusing(found, policy, fused) if fused else _casting(found, policy)
         library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
     return rest, library
 
 
-def _policies() -> dict[str, _Policy]:
+def _policies() -> dict[str, Policy]:
     """By operator of CUDA's autocast, as this version of torch has it. What is on no other list runs in 16 bits."""
-    listed: dict[str, _Policy] = {}
-    for names, policy in ((FLOAT32, _float32), (FLOAT32_BY_DEFAULT, _float32_by_default), (WIDEST, _widest)):
+    listed: dict[str, Policy] = {}
+    for names, policy in (
+        (FLOAT32, float32(_cast_one)),
+        (FLOAT32_BY_DEFAULT, float32_by_default(_is_eligible)),
+        (WIDEST, widest(_cast_one, _is_eligible, "cuda")),
+    ):
         listed.update(dict.fromkeys((f"aten::{name}" for name in names.split()), policy))
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     policies = {
@@ -202,7 +187,7 @@ def _policies() -> dict[str, _Policy]:
     return {**policies, **dict.fromkeys((f"aten::{name}" for name in FUSED), _lower)}
 
 
-def _casting(operation: Any, policy: _Policy) -> Callable[..., Any]:
+def _casting(operation: Any, policy: Policy) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cuda"):
             return operation.redispatch(keys & _BELOW, *args, **kwargs)
@@ -212,7 +197,7 @@ def _casting(operation: Any, policy: _Policy) -> Callable[..., Any]:
     return kernel
 
 
-def _fusing(operation: Any, policy: _Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
+def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
     """For what a GPU computes in one operator that other devices take apart."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,18 +207,6 @@ def _fusing(operation: Any, policy: _Policy, fused: Callable[..., Any]) -> Calla
             return fused(operation, *args, **kwargs)
 
     return kernel
-
-
-def _operation(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-@cache
-def _dtype_place(operation: Any) -> int | None:
-    """Where ``dtype`` stands among the positional arguments; None where it has to be named."""
-    arguments = operation._schema.arguments
-    return next((place for place, one in enumerate(arguments) if one.name == "dtype" and not one.kwarg_only), None)
 
 
 # -- the model's own contexts --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from mpinspect.capture.matmul_fused import sdpa_backend
 from mpinspect.capture.matmul_meta import MISSING_META, Pointwise, all_on_meta, is_pointwise, stays_on_host
 from mpinspect.capture.matmul_modules import ModuleCalls
 from mpinspect.capture.matmul_parameters import Parameters
-from mpinspect.capture.matmul_roles import Forward, Forwards, memory_of, role_and_parameter
+from mpinspect.capture.matmul_roles import Forward, Forwards, role_and_parameter
 from mpinspect.matmul_ops import matmuls_of, product_name
 from mpinspect.matmuls import ITEM_SIZES, LayoutCopy, Matmul, Operand
 
@@ -156,9 +156,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         applied = (self.lowers() and records[0].dtype in _SIXTEEN_BIT) if self.autocast else None
         a_name, b_name = self.parameters.name(first, module), self.parameters.name(second, module)
         record = records[0]
-        forward = Forward(
-            module, (record.m, record.n, record.k), memory_of(first), memory_of(second), a_name, b_name, applied
-        )
+        forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied)
         differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
         # Autograd has made, and numbered, the operator's node by now.
         self._forwards.add(forward, _get_sequence_nr() - 1 if differentiable else None)
@@ -179,16 +177,16 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         forward = self._forwards.of_node(number)
         module = forward.module if forward else self.calls.of_node(number)
         first, second = _factors(records[0], args)
+        weight = self.parameters.name(first, module) or self.parameters.name(second, module)
         if forward is None:
-            forward = self._forwards.likeliest(module, records[0], memory_of(first), memory_of(second))
+            forward = self._forwards.likeliest(module, records[0], weight)
         applied = self._backward_autocast(forward, records[0])
         if records[0].kind == "recurrent":
             self._add_recurrent(module, args, records, applied)
             return
         for record in records:
             if record.kind == "gemm":
-                weight = self.parameters.name(first, module) or self.parameters.name(second, module)
-                role, parameter = role_and_parameter(forward, record, memory_of(first), memory_of(second), weight)
+                role, parameter = role_and_parameter(forward, record, weight)
             else:
                 convolved = args[2] if record.kind == "convolution" else None
                 role, parameter = record.role, self.parameters.name(convolved, module)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.capture.matmul_modules import plain_path
 
@@ -24,7 +25,7 @@ class Parameters:
         self._local: dict[tuple[int, str], str] = {}
         self._storages: dict[int, int] = {}
         #: Storages are known by their address, which is used again once nothing holds them.
-        self._held: list[Any] = []
+        self._held: list[StorageWeakRef] = []
         by_id = {id(tensor): tensor for tensor in stand_ins.values()}
         for path, module in model.named_modules(remove_duplicate=True):
             for local, parameter in module._parameters.items():
@@ -62,5 +63,5 @@ class Parameters:
             return
         storage = tensor.untyped_storage()
         # A weak reference keeps the address without the memory.
-        self._held.append(storage._weak_ref())
+        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._storages[storage._cdata] = key

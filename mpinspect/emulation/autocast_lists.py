@@ -17,6 +17,16 @@ from typing import Any
 
 import torch
 
+from mpinspect.emulation.autocast_policies import (
+    ELIGIBLE,
+    Policy,
+    cast_all,
+    float32,
+    float32_by_default,
+    operator_named,
+    widest,
+)
+
 #: Run in autocast's 16-bit dtype. Products that the CPU's autocast has as well (``mm``, ``conv2d``, ...) are not repeated.
 LOWER = """
     convolution _convolution prelu addmv addr mv einsum chain_matmul linalg_multi_dot
@@ -58,8 +68,6 @@ AS_THEY_COME = """
 _KEY = torch._C.DispatchKey.AutocastCPU
 _AUTOCAST = torch._C.DispatchKeySet(_KEY)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
-#: Eligible for a cast, as torch has it: floating point, but not FP64.
-_ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 _entered = threading.local()
 _registering = threading.Lock()
@@ -81,32 +89,20 @@ def cuda_autocast_lists() -> Iterator[None]:
 # -- the kernels -----------------------------------------------------------------------------------------------------------
 
 
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in ELIGIBLE
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if _is_eligible(value) else value
+
+
 def _lower(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(*_cast(args, torch.get_autocast_dtype("cpu")), **kwargs)
-
-
-def _float32(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return operation(*_cast(args, torch.float32), **kwargs)
-
-
-def _float32_by_default(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    place = _dtype_place(operation)
-    named = kwargs.get("dtype") if place is None else args[place : place + 1] not in ((), (None,))
-    if named or not _is_eligible(args[0]):
-        return operation(*args, **kwargs)
-    if place is None:
-        return operation(*args, **{**kwargs, "dtype": torch.float32})
-    return operation(*args[:place], torch.float32, *args[place + 1 :], **kwargs)
-
-
-def _widest(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dtypes = {value.dtype for value in args if _is_eligible(value)}
-    lower = torch.get_autocast_dtype("cpu")
-    return operation(*_cast(args, lower if dtypes <= {lower} else torch.float32), **kwargs)
+    return operation(*cast_all(args, torch.get_autocast_dtype("cpu"), _cast), **kwargs)
 
 
 def _as_they_come(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    made = operation(*_cast(args, torch.float32), **kwargs)
+    made = _float32(operation, args, kwargs)
     if not _is_eligible(args[0]):
         return made
     if isinstance(made, torch.Tensor):
@@ -114,12 +110,14 @@ def _as_they_come(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return tuple(value.to(args[0].dtype) if _is_eligible(value) else value for value in made)
 
 
-_LISTS: list[tuple[str, Callable[..., Any]]] = [
+_float32 = float32(_cast)
+
+_LISTS: list[tuple[str, Policy]] = [
     (LOWER, _lower),
     (RECURRENT, _lower),
     (FLOAT32, _float32),
-    (FLOAT32_BY_DEFAULT, _float32_by_default),
-    (WIDEST, _widest),
+    (FLOAT32_BY_DEFAULT, float32_by_default(_is_eligible)),
+    (WIDEST, widest(_cast, _is_eligible, "cpu")),
     (AS_THEY_COME, _as_they_come),
 ]
 
@@ -138,12 +136,12 @@ def _register() -> torch.library.Library:
             overload = name.removeprefix("aten::")
             # torch's own kernel for this key can't be called once it is replaced; all of those replaced cast to FP32.
             otherwise = _float32 if _has_kernel(name) else None
-            kernel = _kernel(_operation(overload), policy, otherwise)
+            kernel = _kernel(operator_named(overload), policy, otherwise)
             library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 
 
-def _wanted() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _wanted() -> Iterator[tuple[str, Policy]]:
     """Names that this version of torch has in CUDA's list (or in its own, for the rest), and whose policy is another."""
     cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     for names, policy in _LISTS:
@@ -159,7 +157,7 @@ def _wanted() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, policy
 
 
-def _kernel(operation: Any, policy: Callable[..., Any], otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+def _kernel(operation: Any, policy: Policy, otherwise: Policy | None) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = policy if getattr(_entered, "depth", 0) else otherwise
         if chosen is None:
@@ -172,27 +170,3 @@ def _kernel(operation: Any, policy: Callable[..., Any], otherwise: Callable[...,
 
 def _has_kernel(name: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY.name))
-
-
-def _operation(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-@cache
-def _dtype_place(operation: Any) -> int | None:
-    """Where ``dtype`` stands among the positional arguments; None where it has to be named."""
-    arguments = operation._schema.arguments
-    return next((place for place, one in enumerate(arguments) if one.name == "dtype" and not one.kwarg_only), None)
-
-
-def _cast(args: tuple[Any, ...], dtype: torch.dtype) -> Iterator[Any]:
-    for value in args:
-        if isinstance(value, (list, tuple)):
-            yield [one.to(dtype) if _is_eligible(one) else one for one in value]
-        else:
-            yield value.to(dtype) if _is_eligible(value) else value
-
-
-def _is_eligible(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _ELIGIBLE

@@ -42,14 +42,14 @@ class Call:
     def optional(self, place: int) -> Operand | None:
         """The tensor at a position, or None."""
         found = self.inputs[place] if place < len(self.inputs) else None
-        return found if isinstance(found, Operand) else None
+        return _plain(found) if isinstance(found, Operand) else None
 
     def tensors(self, place: int) -> list[Operand]:
         """The list of tensors at a position; empty where unknown."""
         found = self.inputs[place] if place < len(self.inputs) else None
         if found is None or isinstance(found, Operand):
             return []
-        return [one for one in found if one is not None]
+        return [_plain(one) for one in found if one is not None]
 
     def value(self, place: int, default: object = None) -> object:
         """The scalar at a position; the default where it was not passed or not written down."""
@@ -88,6 +88,13 @@ class Call:
             return self.output
         behind = [one for one in self.inputs[after:] if isinstance(one, Operand)]
         return behind[-1] if behind else None
+
+
+def _plain(found: Operand) -> Operand:
+    """Strides that are not those of its shape are not known."""
+    if found.strides is None or len(found.strides) == len(found.shape):
+        return found
+    return Operand(found.shape, None, found.dtype, found.offset)
 
 
 def _read(text: str) -> object:

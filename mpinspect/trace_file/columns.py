@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from typing import Any
 
@@ -12,6 +11,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+#: Microseconds that no clock shows: a number beyond is damage, or an infinity.
+LONGEST = 1e18
 #: Integers beyond are not exact in a float64; no identifier of a trace is.
 _LARGEST = 1 << 53
 
@@ -60,13 +61,13 @@ class Columns:
 
 
 def number(value: object) -> float | None:
-    """A finite float of what a profiler wrote as a number or as a string; None if it is neither."""
+    """A float of what a profiler wrote as a number or as a string; None if it is neither, or too large, or NaN."""
     if isinstance(value, (int, float, str)):
         try:
             found = float(value)
         except (ValueError, OverflowError):
             return None
-        return found if math.isfinite(found) else None
+        return found if -LONGEST < found < LONGEST else None
     return None
 
 

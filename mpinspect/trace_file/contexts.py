@@ -56,7 +56,8 @@ def surroundings(recording: Recording, operators: Operators, threads: Ints, time
     innermost = nesting.innermost(threads, times).tolist()
     ranges, is_path = _module_ranges(recording)
     forwards = Forwards(recording, nesting) if len(ranges) else None
-    around = {operator: _around(operator, nesting, operators, forwards) for operator in set(innermost)}
+    chains = _Chains(recording, operators, nesting, forwards)
+    around = {operator: chains.around(operator) for operator in set(innermost)}
     by_launch = [around[operator] for operator in innermost]
     modules = _Modules(recording, ranges, is_path).of(by_launch, threads, times)
     optimizing = Nesting(recording.optimizers, proper=False).innermost(threads, times).tolist()
@@ -70,19 +71,32 @@ def surroundings(recording: Recording, operators: Operators, threads: Ints, time
     )
 
 
-def _around(operator: int, nesting: Nesting, operators: Operators, forwards: Forwards | None) -> _Around:
-    if operator < 0:
-        return _Around()
-    chain = []
-    while operator >= 0:
-        chain.append(operator)
-        operator = int(nesting.parents[operator])
-    names = [operators.name(link) for link in chain]
-    node = next((link for link, name in zip(chain, names, strict=True) if name.startswith(_ENGINE)), -1)
-    if node < 0:
-        node = next((link for link, name in zip(chain, names, strict=True) if _NODE.search(name)), -1)
-    forward = next((link for link in chain if forwards and forwards.is_backward(link)), -1)
-    return _Around(operators.product(chain), node, forwards.of(forward) if forwards and forward >= 0 else -1)
+class _Chains:
+    """Walks from an operator outwards."""
+
+    def __init__(self, recording: Recording, operators: Operators, nesting: Nesting, forwards: Forwards | None) -> None:
+        self._name = recording.operators["name"].tolist()
+        self._parents = nesting.parents.tolist()
+        self._forwards = forwards
+        self._is_product = operators.are_products()
+        self._is_engine = [name.startswith(_ENGINE) for name in recording.names]
+        self._is_node = [_NODE.search(name) is not None for name in recording.names]
+
+    def around(self, operator: int) -> _Around:
+        product = engine = node = backward = -1
+        while operator >= 0:
+            name = self._name[operator]
+            if product < 0 and self._is_product[name]:
+                product = operator
+            if engine < 0 and self._is_engine[name]:
+                engine = operator
+            if node < 0 and self._is_node[name]:
+                node = operator
+            if backward < 0 and self._forwards and self._forwards.is_backward(operator):
+                backward = operator
+            operator = self._parents[operator]
+        forward = self._forwards.of(backward) if self._forwards and backward >= 0 else -1
+        return _Around(product, engine if engine >= 0 else node, forward)
 
 
 def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -> str:

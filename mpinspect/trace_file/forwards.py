@@ -34,6 +34,7 @@ class Forwards:
         self._thread = operators["thread"]
         self._sequence = operators["sequence"]
         self._forward_thread = operators["forward_thread"]
+        self._is_numbered: list[bool] = ((self._forward_thread > 0) & (self._sequence >= 0)).tolist()
         self._by_arrow = _arrows(recording, nesting)
         self._makers = self._find_makers(operators.start, operators["id"])
         self._threads = self._learn_threads()
@@ -51,7 +52,7 @@ class Forwards:
 
     def is_backward(self, operator: int) -> bool:
         """Whether the profiler says that the operator is an autograd node's run, and which one's."""
-        return bool(self._forward_thread[operator] > 0 and self._sequence[operator] >= 0) or operator in self._by_arrow
+        return self._is_numbered[operator] or operator in self._by_arrow
 
     def _pid(self, operator: int) -> object:
         return self._pids[self._thread[operator]]

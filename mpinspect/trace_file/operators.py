@@ -1,9 +1,8 @@
-"""Operators of a recording as TraceOp, and which of those around a launch is the matrix product."""
+"""Operators of a recording as TraceOp, and which of them are matrix products."""
 
 from __future__ import annotations
 
 import marshal
-from collections.abc import Iterable
 from typing import Any
 
 from mpinspect.kernels import TraceOp
@@ -24,10 +23,9 @@ class Operators:
         self._arguments = recording.operators["arguments"].tolist()
         self._made: dict[tuple[int, int], TraceOp] = {}
 
-    def name(self, operator: int) -> str:
-        """Name of the operator at a position of the recording."""
-        found: str = self._names[self._name[operator]]
-        return found
+    def are_products(self) -> list[bool]:
+        """Of each name of the recording, by number, whether it is that of a matrix product."""
+        return [name in _PRODUCTS for name in self._names]
 
     def record(self, operator: int) -> TraceOp | None:
         """TraceOp of the operator at a position of the recording; None for -1."""
@@ -38,10 +36,6 @@ class Operators:
             described = marshal.loads(self._described[key[1]]) if key[1] >= 0 else [None] * 4
             self._made[key] = _trace_op(self._names[key[0]], *described)
         return self._made[key]
-
-    def product(self, chain: Iterable[int]) -> int:
-        """The first matrix product of a chain from inside out, or -1."""
-        return next((operator for operator in chain if self.name(operator) in _PRODUCTS), -1)
 
 
 def _trace_op(name: str, dims: Any, strides: Any, dtypes: Any, scalars: Any) -> TraceOp:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import marshal
 import math
+from operator import itemgetter
 from typing import Any
 
 from mpinspect.trace_file import categories
 from mpinspect.trace_file.categories import Takers
-from mpinspect.trace_file.columns import Columns, Numbering, integer, number
+from mpinspect.trace_file.columns import LONGEST, Columns, Numbering, integer, number
 
 #: What this package's own profiles mark: a module's forward, and the backward of its output.
 MODULE_RANGE, BACKWARD_RANGE = "mpinspect::module::", "mpinspect::backward::"
@@ -18,10 +19,9 @@ OPTIMIZER_RANGES = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 #: marshal's version without references, whose output depends on the value alone.
 _MARSHAL = 2
+#: What every operator has.
+_USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
 _ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
-
-#: Microseconds that no clock shows: a number beyond is damage (or an infinity).
-_LONGEST = 1e18
 
 
 class Recording:
@@ -82,30 +82,42 @@ class Recording:
     # -- kinds of events --------------------------------------------------------------------------------------------------
 
     def _operator(self, event: dict[str, Any]) -> None:
-        if (span := self._span(event)) is None:
-            return
-        args = event.get("args") or {}
-        name = event.get("name")
-        number_of_name = self._operator_names.get(name)
-        if number_of_name is None:
-            if not isinstance(name, str):
+        """Most of the events of most traces, and most of the time: the usual one with as few calls as possible."""
+        try:
+            start, duration, name, pid, tid, args, phase = _USUAL(event)
+            number_of_name = self._operator_names[name]
+            usual = phase == "X" and 0 <= duration < LONGEST > start > -LONGEST and args
+        except (KeyError, TypeError):
+            usual = False
+        if not usual:
+            if (unusual := self._unusual_operator(event)) is None:
                 return
-            # Before there was a category for them, ranges were operators.
-            if name.startswith((MODULE_RANGE, BACKWARD_RANGE, STEP_RANGE, *OPTIMIZER_RANGES)):
-                self._range(name, span, event, args)
-                return
-            number_of_name = self._operator_names[name] = self.names[name]
+            number_of_name, start, duration, args = unusual
+            pid, tid = event.get("pid"), event.get("tid")
         self.operators.add(
             (
-                *span,
+                start,
+                duration,
                 number_of_name,
-                self.threads[event.get("pid"), event.get("tid")],
+                self.threads[pid, tid],
                 self._arguments(args) if "Input type" in args or "Input Dims" in args else -1,
                 _identity(args),
                 integer(args["Sequence number"]) if "Sequence number" in args else -1,
                 integer(args["Fwd thread id"]) if "Fwd thread id" in args else -1,
             )
         )
+
+    def _unusual_operator(self, event: dict[str, Any]) -> tuple[int, float, float, dict[str, Any]] | None:
+        """Of a name not seen before, or with numbers as strings, or without arguments; None: it was no operator."""
+        name, span, args = event.get("name"), self._span(event), event.get("args") or {}
+        if span is None or not isinstance(name, str):
+            return None
+        # Before there was a category for them, ranges were operators.
+        if name.startswith((MODULE_RANGE, BACKWARD_RANGE, STEP_RANGE, *OPTIMIZER_RANGES)):
+            self._range(name, span, event, args)
+            return None
+        number_of_name = self._operator_names[name] = self.names[name]
+        return number_of_name, *span, args
 
     def _arguments(self, args: dict[str, Any]) -> int:
         described = [args.get(key) for key in _ARGUMENTS]
@@ -187,12 +199,14 @@ class Recording:
 
     def _span(self, event: dict[str, Any]) -> tuple[float, float] | None:
         """Start and duration; None if there is no start, or if the event is no complete one."""
-        start, duration, phase = event.get("ts"), event.get("dur"), event.get("ph")
-        if phase == "X" and type(start) is type(duration) is float and 0.0 <= duration < _LONGEST > start >= 0.0:
-            return start, duration
+        start: Any = event.get("ts")
+        duration: Any = event.get("dur")
+        phase = event.get("ph")
         if phase != "X":
             self.pairs += phase in ("B", "E")
             return None
+        if _is_span(start, duration):
+            return start, duration
         start, duration = number(start), number(duration)
         if start is None:
             self.unreadable += 1
@@ -201,6 +215,14 @@ class Recording:
             self.without_duration += 1
             duration = 0.0
         return start, duration
+
+
+def _is_span(start: Any, duration: Any) -> bool:
+    """Whether these are numbers that a clock may show: no strings, no infinities, no NaN."""
+    try:
+        return bool(0 <= duration < LONGEST > start > -LONGEST)
+    except TypeError:
+        return False
 
 
 def _identity(args: dict[str, Any]) -> int:

@@ -1,0 +1,168 @@
+"""How long a large trace takes to read, and how much memory, beside HolisticTraceAnalysis and json.load on the same file.
+
+    python benchmarks/traces.py [--json benchmarks/results/traces-cpu.json] [--repeats 5] [--without-hta]
+
+The trace is a real one (an A100 training a convolutional network) repeated, with times and identifiers shifted, until it has more
+than a million events and 284 MB. Every run is a process of its own, so that peak memory is its own too: interpreter, imports and
+all. Times are of reading alone, without the imports. HolisticTraceAnalysis (pip install HolisticTraceAnalysis) is left out where
+it is not installed; the runs of all readers take turns. Exit status 1 where a promise is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+
+from machine import write_results
+
+BASE = Path(__file__).parents[1] / "tests" / "data" / "traces" / "a100_tf32_convnet.json.gz"
+LEAST_EVENTS, LEAST_BYTES = 1_000_000, 284_000_000
+#: What the project promises of mpinspect.
+MOST_SECONDS, MOST_MB = 6.0, 400.0
+#: Longer than any reader should need.
+TIMEOUT_S = 600
+
+_EVENTS = '"traceEvents": ['
+#: Numbers that differ from one repetition to the next: a key's text, then the number.
+_SHIFTED = re.compile(
+    r'("(?:ts|correlation|External id|id|Sequence number|Ev Idx|Record function id)": )(\d+(?:\.\d+)?)(?=[,\s])'
+)
+#: More than any identifier of the base, so that none repeats. Microseconds between the beginnings of repetitions.
+_ID_STRIDE, _TIME_STRIDE = 1_000_000, 1_000_000
+
+#: What a process runs: reads argv[1], prints seconds and peak MB.
+_READERS = {
+    "mpinspect": "from mpinspect.trace_file import read_trace_file as read",
+    "json.load": "import json\ndef read(path):\n    with open(path) as file: return json.load(file)",
+    "hta": (
+        "import logging; logging.disable(logging.CRITICAL)\n"
+        "from hta.trace_analysis import TraceAnalysis\n"
+        "def read(path): return TraceAnalysis(trace_files={0: path}, trace_dir='')"
+    ),
+}
+_MEASURE = """
+import sys, time
+start = time.perf_counter()
+kept = read(sys.argv[1])
+seconds = time.perf_counter() - start
+# Not getrusage's ru_maxrss: that has the memory of the process that started this one in it.
+with open("/proc/self/status") as file:
+    peak = next(line.split()[1] for line in file if line.startswith("VmHWM"))
+print("\\n", seconds, int(peak) / 1024)
+"""
+
+
+def repetitions(body: str) -> Iterator[str]:
+    """The events again and again, each time later and with identifiers of their own."""
+    parts = _SHIFTED.split(body)
+    texts, keys, numbers = parts[::3], parts[1::3], parts[2::3]
+    for repetition in count():
+        shifted = [
+            f"{key}{float(number) + repetition * _TIME_STRIDE:.3f}"
+            if key == '"ts": '
+            else f"{key}{int(number) + repetition * _ID_STRIDE}"
+            for key, number in zip(keys, numbers, strict=True)
+        ]
+        yield "".join(text for pair in zip(texts, [*shifted, ""], strict=True) for text in pair)
+
+
+def make_trace(path: Path) -> dict[str, int]:
+    """Write the trace; its size."""
+    with gzip.open(BASE, "rt", encoding="utf-8") as file:
+        text = file.read()
+    start = text.index(_EVENTS) + len(_EVENTS)
+    end = text.rindex("}\n  ]") + 1
+    events_each = len(json.loads(text)["traceEvents"])
+    written = events = 0
+    with path.open("w", encoding="utf-8") as file:
+        written += file.write(text[:start])
+        for body in repetitions(text[start:end]):
+            written += file.write(("," if events else "") + body)
+            events += events_each
+            if events >= LEAST_EVENTS and written >= LEAST_BYTES:
+                break
+        written += file.write(text[end:])
+    return {"events": events, "bytes": written}
+
+
+def run(reader: str, path: Path) -> dict[str, float]:
+    """One reading in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _READERS[reader] + _MEASURE, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{reader} failed on {path}:\n{done.stderr[-2000:]}")
+    seconds, peak = map(float, done.stdout.split()[-2:])
+    return {"seconds": seconds, "peak_mb": peak}
+
+
+def measure(readers: dict[str, tuple[str, Path]], repeats: int) -> dict[str, dict[str, float]]:
+    """By label: least and median time, largest peak. The readers take turns, so that a busy machine hits all alike."""
+    runs: dict[str, list[dict[str, float]]] = {label: [] for label in readers}
+    for _ in range(repeats):
+        for label, (reader, path) in readers.items():
+            runs[label].append(run(reader, path))
+    return {
+        label: {
+            "min_s": round(min(one["seconds"] for one in of_label), 3),
+            "median_s": round(statistics.median(one["seconds"] for one in of_label), 3),
+            "peak_mb": round(max(one["peak_mb"] for one in of_label), 1),
+        }
+        for label, of_label in runs.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--without-hta", action="store_true", help="HolisticTraceAnalysis takes most of the time")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    with_hta = not options.without_hta and find_spec("hta") is not None
+    if not with_hta:
+        print("without HolisticTraceAnalysis: " + ("not asked for" if options.without_hta else "not installed"))
+    with tempfile.TemporaryDirectory() as folder:
+        plain, zipped = Path(folder) / "trace.json", Path(folder) / "trace.json.gz"
+        size = make_trace(plain)
+        with plain.open("rb") as source, gzip.open(zipped, "wb", compresslevel=6) as target:
+            while piece := source.read(1 << 20):
+                target.write(piece)
+        size["gzip_bytes"] = zipped.stat().st_size
+        print(", ".join(f"{value:,} {name}" for name, value in size.items()))
+        readers = {"mpinspect": ("mpinspect", plain), "mpinspect, gzip": ("mpinspect", zipped)}
+        readers["json.load"] = ("json.load", plain)
+        if with_hta:
+            readers["HolisticTraceAnalysis"] = ("hta", plain)
+            readers["HolisticTraceAnalysis, gzip"] = ("hta", zipped)
+        results = measure(readers, options.repeats)
+    own = results["mpinspect"]
+    for label, result in results.items():
+        times = result["median_s"] / own["median_s"]
+        print(f"{label:28} " + "  ".join(f"{key} {value:8.2f}" for key, value in result.items()) + f"  x {times:.2f}")
+    holds = own["median_s"] < MOST_SECONDS and own["peak_mb"] < MOST_MB
+    if with_hta:
+        holds &= own["median_s"] < results["HolisticTraceAnalysis"]["median_s"]
+    verdict = "kept" if holds else "MISSED"
+    print(f"promised: under {MOST_SECONDS} s, {MOST_MB:.0f} MB, faster than HolisticTraceAnalysis: {verdict}")
+    if options.json:
+        promise = {"most_seconds": MOST_SECONDS, "most_mb": MOST_MB, "kept": holds}
+        write_results(options.json, {"trace": size, "repeats": options.repeats, "readers": results, "promise": promise})
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What autocast's lists mean, for kernels put into the dispatcher: cast to FP32, FP32 unless a dtype is named, the widest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+#: What does an operator's work: (operation, args, kwargs) -> result.
+Policy = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+#: (value, dtype) -> the value in that dtype if it is eligible, else as it is.
+Cast = Callable[[Any, torch.dtype], Any]
+
+#: Eligible for a cast, as torch has it: floating point, but not FP64.
+ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def float32(cast: Cast) -> Policy:
+    """Runs in FP32."""
+
+    def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return operation(*cast_all(args, torch.float32, cast), **kwargs)
+
+    return policy
+
+
+def float32_by_default(is_eligible: Callable[[Any], bool]) -> Policy:
+    """Gives FP32 unless the caller names a dtype."""
+
+    def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = _dtype_place(operation)
+        named = kwargs.get("dtype") if place is None else args[place : place + 1] not in ((), (None,))
+        if named or not is_eligible(args[0]):
+            return operation(*args, **kwargs)
+        if place is None:
+            return operation(*args, **{**kwargs, "dtype": torch.float32})
+        return operation(*args[:place], torch.float32, *args[place + 1 :], **kwargs)
+
+    return policy
+
+
+def widest(cast: Cast, is_eligible: Callable[[Any], bool], device: str) -> Policy:
+    """Runs in the widest dtype of the operands; ``device``: whose autocast dtype is the narrow one."""
+
+    def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtypes = {value.dtype for value in args if is_eligible(value)}
+        lower = torch.get_autocast_dtype(device)
+        return operation(*cast_all(args, lower if dtypes <= {lower} else torch.float32, cast), **kwargs)
+
+    return policy
+
+
+def cast_all(args: tuple[Any, ...], dtype: torch.dtype, cast: Cast) -> Iterator[Any]:
+    """The arguments, those in lists too, cast where they are eligible."""
+    for value in args:
+        if isinstance(value, (list, tuple)):
+            yield [cast(one, dtype) for one in value]
+        else:
+            yield cast(value, dtype)
+
+
+def operator_named(name: str) -> Any:
+    """The operator of a name such as "norm.ScalarOpt_dim"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+@cache
+def _dtype_place(operation: Any) -> int | None:
+    """Where ``dtype`` stands among the positional arguments; None where it has to be named."""
+    arguments = operation._schema.arguments
+    return next((place for place, one in enumerate(arguments) if one.name == "dtype" and not one.kwarg_only), None)
