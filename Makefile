@@ -47,7 +47,7 @@ format: $(VENV)/.dev ## let ruff format the code and mend what it can
 
 .PHONY: bench
 bench: $(VENV)/.bench ## run every benchmark
-	@for name in counting overhead session loss_scale_window emulation training_speed training_modes saved_memory curves; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in counting overhead session loss_scale_window emulation training_speed training_modes saved_memory curves kernel_names shape_lint traces tensor_cores; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 .PHONY: clean
 clean: ## remove .venv, caches and build output (your runs stay)
