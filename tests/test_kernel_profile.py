@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 import mpinspect
 from mpinspect.capture.module_ranges import PREFIX, ModuleRanges, plain_parts
 from mpinspect.capture.profiling import record_trace
+from mpinspect.trace_file.recording import MODULE_RANGE
 
 TRACES = Path(__file__).parent / "data" / "traces"
 
@@ -176,3 +177,7 @@ def test_reading_a_trace_needs_no_torch():
     code = f"import sys, mpinspect; mpinspect.read_trace({str(path)!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_reader_looks_for_the_ranges_that_are_written():
+    assert PREFIX == MODULE_RANGE
