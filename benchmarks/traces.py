@@ -4,8 +4,9 @@
 
 The trace is a real one (an A100 training a convolutional network) repeated, with times and identifiers shifted, until it has more
 than a million events and 284 MB. Every run is a process of its own, so that peak memory is its own too: interpreter, imports and
-all. Times are of reading without the imports; ours give the whole report, not only the events. HolisticTraceAnalysis (pip install HolisticTraceAnalysis) is left out where
-it is not installed; the runs of all readers take turns. Exit status 1 where a promise is missed.
+all. Times are of reading without the imports; ours give the whole report, not only the events. HolisticTraceAnalysis (pip install
+HolisticTraceAnalysis) is left out where it is not installed; the runs of all readers take turns. Exit status 1 where a promise is
+missed.
 """
 
 from __future__ import annotations
