@@ -38,7 +38,7 @@ def one_run(tokens: int, gpu: str) -> dict[str, float | int]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from mpinspect.capture.matmul_recording import record_matmuls
+    from mpinspect.capture.matmuls.recording import record_matmuls
     from mpinspect.shape_lint import lint_shapes
 
     imported = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpinspect.analysis.shapes import ShapeReport, analyse_shapes
-from mpinspect.capture.matmul_recording import record_matmuls
+from mpinspect.capture.matmuls.recording import record_matmuls
 from mpinspect.gpus import Gpu, named, of_device
 
 #: What ``device`` may be, and what the recorder calls it.

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mpinspect.capture.matmul_failures import RecordingError
-from mpinspect.capture.matmul_recording import record_matmuls
+from mpinspect.capture.matmuls.failures import RecordingError
+from mpinspect.capture.matmuls.recording import record_matmuls
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.capture.matmul_recording import record_matmuls
+from mpinspect.capture.matmuls.recording import record_matmuls
 
 DEVICES = pytest.mark.parametrize("device", ["meta", "real"])
 

@@ -11,11 +11,11 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpinspect.capture.matmul_fused import sdpa_backend
-from mpinspect.capture.matmul_meta import MISSING_META, Pointwise, all_on_meta, is_pointwise, stays_on_host
-from mpinspect.capture.matmul_modules import ModuleCalls
-from mpinspect.capture.matmul_parameters import Parameters
-from mpinspect.capture.matmul_roles import Forward, Forwards, role_and_parameter
+from mpinspect.capture.matmuls.fused import sdpa_backend
+from mpinspect.capture.matmuls.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise, stays_on_host
+from mpinspect.capture.matmuls.modules import ModuleCalls
+from mpinspect.capture.matmuls.parameters import Parameters
+from mpinspect.capture.matmuls.roles import Forward, Forwards, role_and_parameter
 from mpinspect.matmul_ops import matmuls_of, product_name
 from mpinspect.matmuls import ITEM_SIZES, LayoutCopy, Matmul, Operand
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.capture.matmul_inputs import on_meta
+from mpinspect.capture.matmuls.inputs import on_meta
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpinspect.capture.matmul_modules import plain_path
+from mpinspect.capture.matmuls.modules import plain_path
 
 
 class Parameters:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.capture.matmul_modules import plain_path
+from mpinspect.capture.matmuls.modules import plain_path
 
 #: Names that one value gets at most.
 _MOST_NAMES = 6

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from mpinspect.capture.matmul_autocast import as_on_cuda, autocast_around, lowering
-from mpinspect.capture.matmul_failures import RecordingError, first_line, meta_cause, sentence
-from mpinspect.capture.matmul_inputs import keeping_values, losses, on_meta, own_copy, replaced
-from mpinspect.capture.matmul_mode import MatmulMode
-from mpinspect.capture.matmul_modules import ModuleCalls
-from mpinspect.capture.matmul_parameters import Parameters
-from mpinspect.capture.matmul_sizes import allowed_tf32, named_sizes, tied_embeddings
-from mpinspect.capture.matmul_state import LazyModelError, standing_in
+from mpinspect.capture.matmuls.autocast import as_on_cuda, autocast_around, lowering
+from mpinspect.capture.matmuls.failures import RecordingError, first_line, meta_cause, sentence
+from mpinspect.capture.matmuls.inputs import keeping_values, losses, on_meta, own_copy, replaced
+from mpinspect.capture.matmuls.mode import MatmulMode
+from mpinspect.capture.matmuls.modules import ModuleCalls
+from mpinspect.capture.matmuls.parameters import Parameters
+from mpinspect.capture.matmuls.sizes import allowed_tf32, named_sizes, tied_embeddings
+from mpinspect.capture.matmuls.state import LazyModelError, standing_in
 from mpinspect.emulation import half_arithmetic
 from mpinspect.matmuls import MatmulRecording
 

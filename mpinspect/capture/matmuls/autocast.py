@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.amp import autocast_mode
 
-from mpinspect.capture.matmul_fused import FUSED
+from mpinspect.capture.matmuls.fused import FUSED
 from mpinspect.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT, WIDEST
 from mpinspect.emulation.autocast_policies import (
     ELIGIBLE,
