@@ -147,6 +147,14 @@ def measure(case: Case, device: torch.device, size: int, traces: Path | None) ->
     }
 
 
+def compare_with_aligned(rows: list[dict[str, Any]]) -> None:
+    """Add to each misaligned case its rate over that of the aligned one: what "degraded" is worth on this GPU."""
+    rates = {(row["case"], row["dtype"]): row["tflops"] for row in rows}
+    for case, row in zip(CASES, rows, strict=True):
+        aligned = rates.get((case.like, row["dtype"]))
+        row["rate_over_aligned"] = row["tflops"] / aligned if aligned and row["tflops"] else None
+
+
 def contradictions(rows: list[dict[str, Any]], gpu: gpus.Gpu) -> list[str]:
     """What the rates say against the verdicts: above the CUDA cores' peak a product ran on Tensor Cores, whatever its name."""
     found = []
@@ -173,15 +181,20 @@ def main() -> None:
     if options.traces:
         options.traces.mkdir(parents=True, exist_ok=True)
     rows = [measure(case, device, 64 if options.tiny else 4096, options.traces) for case in CASES]
+    compare_with_aligned(rows)
     gpu = gpus.of_device("", None)
     if device.type == "cuda":
         gpu = gpus.of_device(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
     for row in rows:
         rate = "?" if row["tflops"] is None else f"{row['tflops']:.1f}"
         share = "?" if row["tensor_core_fraction"] is None else f"{row['tensor_core_fraction']:.0%}"
-        print(f"{row['case']:32}{row['dtype']:10}{rate:>8} TFLOP/s   Tensor Cores {share}")
+        beside = "" if row["rate_over_aligned"] is None else f", {row['rate_over_aligned']:.2f} of the aligned one"
+        print(f"{row['case']:32}{row['dtype']:10}{rate:>8} TFLOP/s   Tensor Cores {share}{beside}")
     against = contradictions(rows, gpu)
-    print("\n".join(against) or "No rate contradicts a verdict.")
+    measured = any(row["tflops"] for row in rows)
+    print(
+        "\n".join(against) or ("No rate contradicts a verdict." if measured else "No kernel ran: nothing to compare.")
+    )
     if options.json:
         write_results(options.json, {"gpu": gpu.name, "rows": rows, "contradictions": against})
 

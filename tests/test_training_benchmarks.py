@@ -1,4 +1,4 @@
-"""The benchmark of the precisions runs unattended: it says so where there is no GPU, and its toy sizes work on a CPU."""
+"""The benchmarks that need a GPU run unattended: they say so where there is none, and their toy sizes work on a CPU."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def switches_put_back() -> Iterator[None]:
         setattr(owner, name, value)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["training_modes.py", *arguments])
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    runpy.run_path(str(BENCHMARKS / "training_modes.py"), run_name="__main__")
+    runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path):
-    run(monkeypatch, "--json", str(tmp_path / "results.json"))
+@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py"])
+def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path, name):
+    run(monkeypatch, name, "--json", str(tmp_path / "results.json"))
     printed = capsys.readouterr().out
     assert printed.startswith("There is no CUDA GPU here")
     assert printed.count("\n") == 1
@@ -40,7 +41,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path)
 
 
 def test_toy_sizes_run_in_every_mode(monkeypatch, capsys, tmp_path):
-    run(monkeypatch, "--tiny", "--json", str(tmp_path / "results.json"))
+    run(monkeypatch, "training_modes.py", "--tiny", "--json", str(tmp_path / "results.json"))
     document = json.loads((tmp_path / "results.json").read_text("utf-8"))
     rows = document["results"]
     assert "gpu" in document["machine"]
@@ -49,3 +50,19 @@ def test_toy_sizes_run_in_every_mode(monkeypatch, capsys, tmp_path):
     assert all(row["step_ms"] > 0 and row["peak_memory_gib"] is None for row in rows)
     assert [row["speed_up"] for row in rows if row["mode"] == "FP32, no TF32"] == [1.0] * 3
     assert capsys.readouterr().out.count("images/s") == 7
+
+
+def test_every_tensor_core_case_runs_and_nothing_is_said_of_rates_without_a_gpu(monkeypatch, capsys, tmp_path):
+    run(
+        monkeypatch,
+        "tensor_cores.py",
+        "--tiny",
+        "--json",
+        str(tmp_path / "results.json"),
+        "--traces",
+        str(tmp_path / "t"),
+    )
+    rows = json.loads((tmp_path / "results.json").read_text("utf-8"))["results"]["rows"]
+    assert len(rows) == len({(row["case"], row["dtype"]) for row in rows}) == len(list((tmp_path / "t").iterdir()))
+    assert all(row["tflops"] is None and row["tensor_core_fraction"] is None for row in rows)
+    assert "nothing to compare" in capsys.readouterr().out
