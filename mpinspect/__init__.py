@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mpinspect.analysis import recommend_loss_scale
-from mpinspect.analysis.kernel_names import classify_kernel
+from mpinspect.analysis.kernel_names import KernelVerdict, classify_kernel
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import (
     BFLOAT16,
@@ -25,6 +25,8 @@ from mpinspect.session import Session
 from mpinspect.version import __version__
 
 if TYPE_CHECKING:
+    from mpinspect.analysis.shapes import ShapeReport
+    from mpinspect.analysis.tensor_cores import KernelReport
     from mpinspect.counting import count_exponents
     from mpinspect.emulation import half_arithmetic
     from mpinspect.inspector import Inspector, MpinspectWarning
@@ -45,10 +47,13 @@ __all__ = [
     "ExponentHistogram",
     "FloatFormat",
     "Inspector",
+    "KernelReport",
+    "KernelVerdict",
     "LossScaler",
     "MixedPrecision",
     "MpinspectWarning",
     "Session",
+    "ShapeReport",
     "__version__",
     "classify_kernel",
     "count_exponents",
@@ -63,9 +68,11 @@ __all__ = [
 #: Names found when they are used, and where they are: most need torch, and a saved session or a trace is read without it.
 _WHEN_USED = {
     "Inspector": "inspector",
+    "KernelReport": "analysis.tensor_cores",
     "LossScaler": "training.loss_scaler",
     "MixedPrecision": "mixed_precision",
     "MpinspectWarning": "inspector",
+    "ShapeReport": "analysis.shapes",
     "count_exponents": "counting",
     "half_arithmetic": "emulation",
     "lint_shapes": "shape_lint",

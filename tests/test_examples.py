@@ -30,6 +30,7 @@ def test_every_example_is_tested():
         "gan_digits.py",
         "lost_updates.py",
         "lstm_language_model.py",
+        "shape_lint.py",
         "transformers_gpt2.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
@@ -176,3 +177,14 @@ def test_digits_parity_has_a_row_for_each_precision(monkeypatch, capsys):
     assert [row[0] for row in rows] == ["fp32", "fp16-amp", "fp16-master", "bf16-amp", "bf16-master"]
     assert min(float(row[1]) for row in rows) > 85
     assert max(abs(float(row[3])) for row in rows) < 1
+
+
+def test_shape_lint_says_of_well_known_models_what_an_expert_would(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    printed = run_example("shape_lint.py", monkeypatch, capsys)
+    assert "pad 1023" not in printed
+    for line in ("in_features 1023 -> 1024", "config.vocab_size 50257 -> 50304", "config.vocab_size 30522 -> 30528"):
+        assert line in printed
+    rows = {line.split("  ")[0]: line for line in printed.splitlines() if line[:1].strip()}
+    assert rows["ViT"].endswith("nothing to mend")
+    assert rows["ResNet-50"].endswith("not-channels-last")
