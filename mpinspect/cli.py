@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpinspect.commands import demo, kernels, lint, report
-from mpinspect.commands.outcome import BROKEN_PIPE, UNUSABLE, UnusableError
+from mpinspect.commands.outcome import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
 from mpinspect.version import __version__
 
 _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input"
@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnusableError as error:
         print(f"mpinspect: {error}", file=sys.stderr)
         return UNUSABLE
+    except KeyboardInterrupt:
+        print("mpinspect: stopped", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone (`| head`): Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

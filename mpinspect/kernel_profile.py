@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,24 +46,22 @@ def profile_kernels(
     gaps between them are not those of an unprofiled run.
 
     Raises:
-        TypeError: ``step`` can't be called. ValueError: a negative ``warmup``, a GPU not known by that name.
+        TypeError: ``step`` can't be called, ``model`` or ``shapes`` are something else.
+        ValueError: a negative ``warmup``, a GPU not known by that name.
+        OSError: ``trace`` can't be written; said before anything is run.
         RuntimeError: another torch profiler is running.
         Exception: whatever ``step`` raises passes through.
     """
     from mpinspect.capture.profiling import record_trace
 
-    if not callable(step):
-        raise TypeError(
-            f"step must be a function without arguments that runs one training iteration, not {type(step).__name__}: "
-            "wrap the iteration, profile_kernels(lambda: train_one(batch))"
-        )
-    if warmup < 0:
-        raise ValueError(f"warmup={warmup}: the number of iterations before the recorded one can't be negative")
+    _check(step, model, warmup, shapes)
     chosen = _gpu(gpu)
     with tempfile.TemporaryDirectory(prefix="mpinspect-") as folder:
         path = Path(trace) if trace is not None else Path(folder) / "trace.json"
-        record_trace(step, path, model=model, warmup=warmup)
-        return analyse_kernels([read_trace_file(path)], chosen, shapes)
+        _ensure_writable(path)
+        notes = record_trace(step, path, model=model, warmup=warmup)
+        found = read_trace_file(path)
+    return analyse_kernels([replace(found, notes=(*found.notes, *notes))], chosen, shapes)
 
 
 def read_trace(
@@ -82,6 +81,8 @@ def read_trace(
         TraceError: (a ValueError) no trace, nothing readable in it, an empty folder: one sentence that says which.
         OSError: the file can't be opened. ValueError: a GPU not known by that name.
     """
+    if not isinstance(path, str | PathLike | Sequence):
+        raise TypeError(f"path must be a trace's path, a folder or a list of them, not {type(path).__name__}")
     paths = [path] if isinstance(path, str | PathLike) else list(path)
     chosen = _gpu(gpu)
     return analyse_kernels(read_trace_files(paths), chosen, shapes)
@@ -89,3 +90,31 @@ def read_trace(
 
 def _gpu(name: str | None) -> Gpu | None:
     return None if name is None or name == "auto" else gpus.named(name)
+
+
+def _check(step: object, model: object, warmup: int, shapes: object) -> None:
+    from torch import nn
+
+    from mpinspect.analysis.shapes import ShapeReport
+
+    if not callable(step):
+        raise TypeError(
+            f"step must be a function without arguments that runs one training iteration, not {type(step).__name__}: "
+            "wrap the iteration, profile_kernels(lambda: train_one(batch))"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the torch.nn.Module that step trains, or None, not {type(model).__name__}")
+    if shapes is not None and not isinstance(shapes, ShapeReport):
+        raise TypeError(f"shapes must be what lint_shapes returns, or None, not {type(shapes).__name__}")
+    if warmup < 0:
+        raise ValueError(f"warmup={warmup}: the number of iterations before the recorded one can't be negative")
+
+
+def _ensure_writable(path: Path) -> None:
+    """Raise OSError now rather than after the run, whose trace would be lost; parent directories are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("ab"):
+        pass
+    if is_new:
+        path.unlink()

@@ -285,3 +285,12 @@ def test_a_session_is_read_and_reported_without_torch(run_dir):
     done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Suggested loss scale" in done.stdout
+
+
+def test_ctrl_c_ends_any_command_in_one_word(monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mpinspect.session_file.read_session", interrupted)
+    assert cli.main(["report", "runs/x"]) == 130
+    assert capsys.readouterr().err == "mpinspect: stopped\n"

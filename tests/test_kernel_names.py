@@ -178,6 +178,14 @@ def test_nvjet_takes_the_gpus_architecture():
 def test_an_unknown_gpu_is_refused_with_the_list():
     with pytest.raises(ValueError, match=r"no GPU known here.*hopper.*H100 PCIe"):
         classify_kernel("volta_sgemm_128x64_nn", gpu="pascal")
+    with pytest.raises(ValueError, match=r"no GPU known here"):
+        classify_kernel("elementwise", gpu="pascal")
+
+
+@pytest.mark.parametrize("name", [None, 3, b"volta_sgemm"])
+def test_a_name_is_a_string(name):
+    with pytest.raises(TypeError, match=f"not {type(name).__name__}"):
+        classify_kernel(name)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,31 @@ def test_wrong_arguments_say_what_to_do(training):
         mpinspect.profile_kernels(training.step, gpu="pascal")
     with pytest.raises(ValueError, match=r"'pascal' is no GPU known here"):
         mpinspect.read_trace(TRACES / "a100_triton.json.gz", gpu="pascal")
+    with pytest.raises(TypeError, match=r"model must be the torch.nn.Module.*int"):
+        mpinspect.profile_kernels(training.step, model=3)
+    with pytest.raises(TypeError, match=r"shapes must be what lint_shapes returns.*int"):
+        mpinspect.profile_kernels(training.step, shapes=3)
+    with pytest.raises(TypeError, match=r"path must be a trace's path.*int"):
+        mpinspect.read_trace(3)
     assert training.calls == 0
+
+
+def test_a_trace_that_cannot_be_written_is_said_before_anything_runs(training, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        mpinspect.profile_kernels(training.step, trace=tmp_path / "file" / "trace.json")
+    with pytest.raises(IsADirectoryError):
+        mpinspect.profile_kernels(training.step, trace=tmp_path)
+    assert training.calls == 0
+    mpinspect.profile_kernels(training.step, trace=tmp_path / "new" / "folder" / "trace.json")
+    assert (tmp_path / "new" / "folder" / "trace.json").stat().st_size
+
+
+def test_a_model_that_the_step_does_not_call_is_said(training):
+    report = mpinspect.profile_kernels(training.step, model=nn.Linear(2, 2))
+    assert any("called none of its modules" in finding.message for finding in report.findings)
+    report = mpinspect.profile_kernels(training.step, model=training.model)
+    assert not any("called none of its modules" in finding.message for finding in report.findings)
 
 
 def test_another_profiler_running_is_said(training):

@@ -33,6 +33,9 @@ class ModuleRanges:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.recording = False
+        #: Whether a module of the given model was called while recording; True without a model.
+        self.saw_model = model is None
+        self._model = frozenset(map(id, model.modules())) if model is not None else frozenset()
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[nn.Module] = []
         self._depth = 0
@@ -96,6 +99,7 @@ class ModuleRanges:
         path = self._paths.get(module)
         if path is None:
             return None
+        self.saw_model = self.saw_model or id(module) in self._model
         opened = torch.profiler.record_function(PREFIX + path)
         opened.__enter__()  # type: ignore[no-untyped-call]
         return opened

@@ -15,8 +15,13 @@ from mpinspect.capture.module_ranges import ModuleRanges
 _SETTLING = 1
 
 
-def record_trace(step: Callable[[], object], path: Path, *, model: nn.Module | None = None, warmup: int = 3) -> None:
+def record_trace(
+    step: Callable[[], object], path: Path, *, model: nn.Module | None = None, warmup: int = 3
+) -> tuple[str, ...]:
     """Run ``step`` ``warmup + 2`` times, the last one recorded into ``path`` (JSON). Waits for the GPU around that one.
+
+    Returns:
+        Notes: sentences on what the trace lacks.
 
     Raises:
         RuntimeError: another torch profiler is running.
@@ -34,6 +39,9 @@ def record_trace(step: Callable[[], object], path: Path, *, model: nn.Module | N
             step()
         _wait()
         _record(step, path, ranges)
+    if not ranges.saw_model:
+        return ("model= was given, and step called none of its modules: no kernel is its own",)
+    return ()
 
 
 def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> None:

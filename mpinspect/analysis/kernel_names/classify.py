@@ -57,13 +57,16 @@ def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None =
         for FP16. An older architecture's kernel or a small tile is no evidence. Rates are another: see KernelReport.
 
     Raises:
+        TypeError: ``name`` is no string.
         ValueError: a GPU that is not known by that name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a kernel's name, a str, not {type(name).__name__}")
+    device = gpus.named(gpu) if isinstance(gpu, str) else gpu
     lowered = _head(name).lower()
     rule = first_match(lowered)
     if rule.id in _NO_PRODUCT:
         return _NO_PRODUCT[rule.id]
-    device = gpus.named(gpu) if isinstance(gpu, str) else gpu
     return _on(device, _product(rule, lowered, dtype))
 
 

@@ -293,7 +293,7 @@ RULES = (
         "unknown",
         "",
         ("xmma",),
-        "an xmma kernel of FP32 operands that says neither ffma nor tf32",
+        "an xmma kernel that names neither ffma nor operands that only Tensor Cores multiply",
         "cuBLAS, cuDNN",
     ),
     Rule(
