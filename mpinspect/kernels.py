@@ -97,6 +97,7 @@ class KernelTrace:
         launches: number of launches recorded.
         external_id_is_correlation: the range of torch versions whose External id is wrong; it was ignored (never used anyway).
         notes: sentences: what the trace lacks or could not be read, and what follows.
+        cut_short: whether the file ends before its events do; the first of ``notes`` says where.
     """
 
     source: str
@@ -115,3 +116,4 @@ class KernelTrace:
     launches: int
     external_id_is_correlation: bool = False
     notes: tuple[str, ...] = ()
+    cut_short: bool = False

@@ -13,6 +13,9 @@ ROLES = ("forward", "dgrad", "wgrad", "backward")
 #: What is multiplied.
 KINDS = ("gemm", "convolution", "attention", "recurrent")
 
+#: Why scaled_dot_product_attention took none of its fused kernels.
+MATH_PATHS = ("dimensions", "shapes", "strides", "dtype", "head-size", "disabled")
+
 #: Bytes an element, by the name that torch gives a dtype without its "torch.".
 ITEM_SIZES = {
     "float64": 8,
@@ -132,6 +135,9 @@ class Matmul:
         autocast: False where autocast was on around the model and off around this call (or the operands' dtype is one
             that it does not cast), True where it applied; None without autocast.
         recomputed: a forward that activation checkpointing computes once more in the backward.
+        raises: what torch says in refusing this product for its operands; "" where it computes it.
+        math_path: a key of MATH_PATHS where this is a product of torch's own unfused attention ("math"), that
+            scaled_dot_product_attention took; "" for others.
     """
 
     op: str
@@ -155,6 +161,8 @@ class Matmul:
     calls: int = 1
     autocast: bool | None = None
     recomputed: bool = False
+    raises: str = ""
+    math_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,7 @@ class MatmulRecording:
         embeddings: weights of linear layers that are tied to an embedding's: {"lm_head.weight": "wte.weight"}.
         compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
         notes: sentences: what could not be recorded and why. Whatever could be is in ``matmuls``.
+        stopped: where the forward or backward stopped and why; "" if both came to their end.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -194,3 +203,9 @@ class MatmulRecording:
     embeddings: dict[str, str]
     compiled: bool = False
     notes: tuple[str, ...] = ()
+    stopped: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model ran to its end."""
+        return not self.stopped

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpinspect.analysis.shapes import ShapeReport, analyse_shapes
+from mpinspect.analysis.wording import indefinite
 from mpinspect.capture.matmuls.recording import record_matmuls
 from mpinspect.gpus import Gpu, named, of_device
 
@@ -39,7 +40,8 @@ def lint_shapes(
         device: "meta" (nothing is computed), or "real": on the tensors as they are, wherever they are, for models whose shapes
             depend on their data.
 
-    Where the model could not be run to its end the report's notes say where and why, and what had run is in it.
+    Where the model could not be run to its end the report has the finding ``recording-incomplete``, an error that says where and
+    why, ``complete`` is False, and what had run is in it.
 
     Raises:
         ValueError: no torch.nn.Module, ``args`` no tuple, a GPU or dtype that is not known, arguments that the model's forward
@@ -48,10 +50,10 @@ def lint_shapes(
     _check_model(model)
     if isinstance(args, (str, torch.Tensor)) or not isinstance(args, Sequence):
         raise ValueError(
-            f"args is a {type(args).__name__}, not a tuple: give args=(x,) for a model called with one tensor"
+            f"args is {indefinite(type(args).__name__)}, not a tuple: give args=(x,) for a model called with one tensor"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ValueError(f"kwargs is a {type(kwargs).__name__}, not a dict of keyword arguments")
+        raise ValueError(f"kwargs is {indefinite(type(kwargs).__name__)}, not a dict of keyword arguments")
     if device not in _DEVICES:
         raise ValueError(f"device is {device!r}: give 'meta', or 'real' for the tensors as they are, wherever they are")
     chosen, notes = choose_gpu(gpu)
@@ -71,7 +73,7 @@ def choose_gpu(gpu: str | Gpu) -> tuple[Gpu, tuple[str, ...]]:
         return gpu, ()
     if not isinstance(gpu, str):
         raise ValueError(
-            f"gpu is a {type(gpu).__name__}: give 'auto', an architecture as 'hopper', or a card as 'A100'"
+            f"gpu is {indefinite(type(gpu).__name__)}: give 'auto', an architecture as 'hopper', or a card as 'A100'"
         )
     if gpu.strip().lower() != "auto":
         return named(gpu), ()
@@ -91,7 +93,7 @@ def _check_model(model: object) -> None:
         return
     if isinstance(model, type) and issubclass(model, torch.nn.Module):
         raise ValueError(f"model is the class {model.__name__}, not a model of it: give {model.__name__}(...)")
-    what = "a function" if callable(model) else f"a {type(model).__name__}"
+    what = "a function" if callable(model) else indefinite(type(model).__name__)
     raise ValueError(
         f"model is {what}, not a torch.nn.Module: put it into a Module's forward, where its parameters are known"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from pathlib import Path
 
 import made_kernels as made
 import pytest
@@ -80,6 +81,20 @@ def test_a_trace_of_a_cpu_run_says_that_there_is_no_gpu_in_it(tmp_path, capsys):
     assert cli.main(["kernels", str(path), "--fail-on", "no-gpu-activity"]) == 1
 
 
+def test_a_file_that_is_cut_short_is_said_to_be_that(tmp_path, capsys):
+    path = tmp_path / "cut.json"
+    content = gzip.decompress(Path(BERT).read_bytes())
+    path.write_bytes(content[: len(content) // 2])
+    assert cli.main(["kernels", str(path), "--fail-on", "no-gpu-activity"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"error trace-cut-short cut.json: The file is cut short or damaged: it ends at byte {len(content) // 2:,}"
+        in out
+    )
+    assert "no GPU in this trace" not in out
+    assert cli.main(["kernels", str(path), "--fail-on", "error"]) == 1
+
+
 @pytest.mark.parametrize("make", ["nothing", "empty folder", "no JSON", "cut gzip", "no trace"])
 def test_unreadable_input_is_a_sentence_and_status_2(make, tmp_path, capsys):
     path = tmp_path / "trace.json"
@@ -118,6 +133,9 @@ def test_a_file_that_can_not_be_written_is_status_2(tmp_path, capsys):
         ["kernels", "x", "--fail-on", "tensor-core share < 160%"],
         ["kernels", "x", "--fail-on", "tensor-core share < 60"],
         ["kernels", "x", "--fail-on", "share < 60%"],
+        ["kernels", "x", "--fail-on", "tensor-core share < 1e1"],
+        ["kernels", "x", "--fail-on", "tensor-core share < 1e"],
+        ["kernels", "x", "--fail-on", "tensor-core share < 1e400"],
     ],
 )
 def test_wrong_usage_is_status_2(arguments, capsys):
@@ -158,6 +176,10 @@ def test_a_wrong_comparison_lists_what_there_is(capsys):
         ("attributed share < 95%", 0),
         ("idle share > 50%", 1),
         ("idle share <= .5", 0),
+        ("tensor-core share < 1e-1", 0),
+        ("tensor-core share > 1E-1", 1),
+        ("native share < 9.0e1%", 1),
+        ("idle share <= .5e+0", 0),
     ],
 )
 def test_fail_on(what, status, capsys):

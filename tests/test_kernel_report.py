@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import made_kernels as made
 import pytest
@@ -548,3 +549,62 @@ def test_the_verdicts_of_products_come_first():
 )
 def test_durations_have_three_digits(us, words):
     assert duration(us) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "cause"),
+    [
+        (made.ADD, None, "other FP32 kernels in 16 bits"),
+        (made.ADD_BF16, None, None),
+        ("triton_poi_fused_add_cos_sin_0", None, "other kernels of unknown dtype, were they FP32"),
+        ("triton_poi_fused_add_cos_sin_0", mm(1, 1, 1, "float"), "other FP32 kernels in 16 bits"),
+        ("triton_poi_fused_add_cos_sin_0", mm(1, 1, 1, "long int"), None),
+        (
+            "void reduce_kernel<512, 1, ReduceOp<bool, func_wrapper_t<bool, and_kernel>, unsigned int, bool, 4> >",
+            None,
+            None,
+        ),
+        (
+            "void reduce_kernel<512, 1, ReduceOp<float, func_wrapper_t<bool, or_>, int, bool, 4> >",
+            None,
+            "other FP32 kernels in 16 bits",
+        ),
+        ("void vectorized_elementwise_kernel<4, FillFunctor<long>, at::detail::Array<char*, 1> >(int)", None, None),
+        (
+            "void vectorized_elementwise_kernel<4, FillFunctor<unsigned char>, at::detail::Array<char*, 1> >(int)",
+            None,
+            None,
+        ),
+        ("void vectorized_elementwise_kernel<4, CUDAFunctorOnSelf_add<int>, Array<char*, 2> >(int)", None, None),
+        # An index type, and a flag: these tell nothing of the numbers.
+        (
+            "void indexing_kernel<OpaqueType<4>, long, (bool)1>(int)",
+            None,
+            "other kernels of unknown dtype, were they FP32",
+        ),
+    ],
+)
+def test_what_16_bits_could_halve_is_told_by_dtype(name, op, cause):
+    saved = analyse_kernels([trace(kernel(name, 10, op))]).limits.saved_at_most_us
+    assert {key: time for key, time in saved.items() if time} == ({cause: 5} if cause else {})
+
+
+def test_sizes_that_no_tensor_has_cost_the_flops_and_not_the_report():
+    huge = 10**200
+    op = TraceOp("aten::mm", ((huge, huge), (huge, huge)), None, ("float", "float"), ("", ""))
+    wide = TraceOp("aten::mm", ((2**60, 2**60), (2**60, 2**60)), None, ("float", "float"), ("", ""))
+    report = analyse_kernels([trace(kernel(made.SGEMM, 10, op), kernel(made.NATIVE, 10, wide))])
+    assert [(row.matmul, row.flops, row.tflops) for row in report.kernels] == [(None, None, None)] * 2
+    assert "10000000000" not in report.to_json()
+    assert str(report)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_left_as_it_was(enabled):
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        analyse_kernels([trace(kernel(made.NATIVE, 10, LARGE))])
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from made_kernels import kernel, mm, trace
 from mpinspect.analysis import tensor_cores
 from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS, analyse_kernels
+from mpinspect.kernels import Device
 
 
 def findings(*traces, **options):
@@ -124,10 +126,97 @@ def test_degraded_by_rate_tells_no_cause():
     assert "a rate alone tells no cause" in finding.fix
 
 
-def test_a_name_that_its_rate_contradicts():
-    found = findings(trace(kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half"))))
+NVJET = "nvjet_tst_128x128_64x4_1x2_h_bz_NNT"
+
+
+def test_degraded_by_rate_where_the_shape_rule_knows_the_cause():
+    """nvjet's names tell no alignment: the rate says that it was slow, the strides why."""
+    report = analyse_kernels([trace(kernel(NVJET, 2750, mm(4096, 4096, 4095, strides=((4095, 1), (4096, 1)))))])
+    (loss,), (finding,) = report.losses, report.findings
+    assert (loss.cause_id, loss.uneven_rows) == ("rate-alignment", (4095,))
+    assert loss.cause.startswith("by its rate, about 50 TFLOP/s")
+    assert "A's rows are 8,190 bytes apart" in loss.cause
+    assert [saving.way for saving in loss.savings] == ["aligned"]
+    assert finding.fix.startswith("Pad 4095 -> 4096:")
+    assert "A's rows are 8,190 bytes apart" in finding.message
+
+
+def test_degraded_by_rate_at_healthy_shapes():
+    report = analyse_kernels([trace(kernel(NVJET, 2750, mm(4096, 4096, 4096)))])
+    (loss,), (finding,) = report.losses, report.findings
+    assert (loss.cause_id, loss.uneven_rows) == ("rate", ())
+    assert "a rate alone tells no cause" in finding.fix
+    # There is nothing like it in this trace.
+    assert "like" not in finding.message
+    assert "at full speed at most 2.61 ms (by the roofline)" in finding.message
+
+
+def test_what_to_pad_is_the_size_between_two_rows():
+    """A wgrad reads both operands transposed: its odd k is no stride."""
+    op = mm(1000, 1003, 1023, strides=((1, 1000), (1003, 1)))
+    assert findings(trace(kernel(made.DEGRADED, 40, op)))["used-but-degraded"].fix.startswith("Pad 1003 -> 1008:")
+    unknown = dataclasses.replace(op, strides=None)
+    assert findings(trace(kernel(made.DEGRADED, 40, unknown)))["used-but-degraded"].fix.startswith(
+        "Pad 1003 -> 1008, 1023 -> 1024:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [(1, "1 run was faster than"), (2, "2 runs were faster than")],
+)
+def test_a_name_that_its_rate_contradicts(runs, words):
+    found = findings(trace(*[kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half")) for _ in range(runs)]))
     assert set(found) == {"rate-contradicts-name"}
     assert "by an estimate" in found["rate-contradicts-name"].message
+    assert found["rate-contradicts-name"].message.startswith(words)
+    assert "the kernel's name says CUDA cores" in found["rate-contradicts-name"].message
+
+
+def test_matrix_vector_products_alone_are_information():
+    """Decoding a single request: Tensor Cores would change nothing, so there is nothing to warn of."""
+    runs = [kernel("gemv2T_kernel_val<__half>", 30, mm(1, 4096, 4096, "c10::Half")) for _ in range(5)]
+    (finding,) = analyse_kernels([trace(*runs)]).findings
+    assert (finding.id, finding.severity) == ("tensor-cores-unused", "info")
+    assert "matrix-vector products, which memory limits" in finding.message
+    assert "larger batch" in finding.fix
+    mixed = findings(trace(*runs, kernel(made.SGEMM, 100, mm(512, 512, 512, "float"))))["tensor-cores-unused"]
+    assert (mixed.severity, mixed.fix) == ("warning", "See eligible-not-used for the causes.")
+
+
+def test_products_of_which_none_is_eligible_have_a_fix_too():
+    wide = findings(trace(kernel("volta_dgemm_64x64_nn", 100, mm(512, 512, 512, "double")), device=made.V100))
+    assert "none is known to be eligible (FP64)" in wide["tensor-cores-unused"].message
+    assert wide["tensor-cores-unused"].fix == "Compute in FP16 what need not be wider."
+
+
+def test_a_gpu_that_is_not_known_here():
+    rubin = Device(0, "NVIDIA Rubin R100", "NVIDIA", 13, 0)
+    found = findings(trace(kernel(made.NATIVE, 10, mm(64, 64, 64)), device=rubin))
+    assert set(found) == {"unknown-gpu"}
+    assert "The trace is of NVIDIA Rubin R100, which is not known here" in found["unknown-gpu"].message
+    assert "does not tell" not in found["unknown-gpu"].message
+    assert "names alone" in found["unknown-gpu"].message
+
+
+NOTES = ("The file is cut short or damaged: it ends at byte 9.", "Another note.")
+
+
+def test_a_file_that_is_cut_short_before_its_kernels():
+    found = analyse_kernels([trace(launches=0, notes=NOTES, cut_short=True)]).findings
+    assert [(finding.id, finding.severity) for finding in found] == [
+        ("trace-cut-short", "error"),
+        ("trace-note", "info"),
+    ]
+    assert "ends at byte 9. No kernel was read" in found[0].message
+    assert found[1].message == "Another note."
+
+
+def test_a_file_that_is_cut_short_after_some_kernels():
+    found = findings(trace(kernel(made.NATIVE, 10, OP), notes=NOTES[:1], cut_short=True))
+    assert set(found) == {"trace-cut-short"}
+    assert found["trace-cut-short"].severity == "warning"
+    assert "1 kernel was read" in found["trace-cut-short"].message
 
 
 def test_kernels_that_no_name_can_tell():

@@ -158,6 +158,28 @@ def test_no_more_bars_than_one_looks_through():
     assert len(plot_kernels.bars(analyse_kernels([trace(*runs)]))) == plot_kernels.MAX_BARS
 
 
+@pytest.mark.parametrize("share", [1, 2, 5, 8, 10, 12, 15, 20, 30, 60])
+@pytest.mark.parametrize("module", ["a", "encoder.layers.0.self_attention.out_proj" * 2])
+def test_labels_in_the_picture_have_room(share, module):
+    """Whatever width the names beside the bars leave: no label comes nearer than 3 points to its bar's edges."""
+    runs = [
+        kernel(made.NATIVE, 100 - share, mm(64, 64, 64), module=module),
+        kernel(made.ADD_BF16, share, module=module),
+    ]
+    figure = plot_kernels.kernels(analyse_kernels([trace(*runs)]))
+    figure.draw_without_rendering()
+    upper = figure.axes[0]
+    bars = [patch.get_window_extent() for patch in upper.patches]
+    labels = {text.get_text(): text.get_window_extent() for text in upper.texts}
+    margin = 3 * figure.dpi / 72
+    for extent in labels.values():
+        assert any(bar.x0 + margin <= extent.x0 and extent.x1 <= bar.x1 - margin for bar in bars)
+    assert len(bars) == 2
+    assert f"native {100 - share}%" in labels
+    if share <= 5 or share >= 20:
+        assert (f"other {share}%" in labels) == (share >= 20)
+
+
 # -- names ----------------------------------------------------------------------------------------------------------
 
 

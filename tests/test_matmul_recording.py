@@ -582,7 +582,22 @@ def test_a_value_read_on_the_host_ends_the_recording_with_a_sentence():
     (note,) = recording.notes
     assert "stopped in inner at" in note
     assert "device='real'" in note
-    assert record_matmuls(outer, torch.ones(2, 8), device="real").notes == ()
+    assert not recording.complete
+    assert note.startswith(f"{recording.stopped}. What ran")
+    real = record_matmuls(outer, torch.ones(2, 8), device="real")
+    assert (real.notes, real.complete, real.stopped) == ((), True, "")
+
+
+@pytest.mark.parametrize(
+    ("message", "end"), [("ends here.", "ends here"), ("goes on ...", "goes on"), ("", "RuntimeError")]
+)
+def test_sentences_have_one_full_stop(message, end):
+    def forward(self, x):
+        raise RuntimeError(message) if self.inner(x).shape[0] else x
+
+    recording = record_matmuls(Of(forward, inner=nn.Linear(8, 8)), torch.ones(2, 8))
+    assert recording.stopped.endswith(end)
+    assert f"{end}. What ran before" in recording.notes[0]
 
 
 def test_values_of_integers_are_kept_where_the_forward_needs_them():
@@ -627,6 +642,7 @@ def test_a_fault_in_the_backward_is_a_note():
     recording = record_matmuls(nn.Sequential(nn.Linear(8, 4), Of(lambda self, x: Fails.apply(x))), torch.randn(3, 8))
     assert [record.role for record in recording.matmuls] == ["forward"]
     assert "backward stopped" in recording.notes[0]
+    assert "backward stopped" in recording.stopped
     assert "no gradient today" in recording.notes[0]
 
 
@@ -740,3 +756,91 @@ def test_scripted_modules_are_a_note():
     assert "TorchScript" in recording.notes[0]
     assert "1.weight" in {record.parameter for record in recording.matmuls}
     assert model[0].weight.grad is None
+
+
+# -- products that torch refuses, attention that it does not fuse ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.int64])
+def test_mixed_dtypes_are_refused_as_on_a_device(given):
+    model = nn.Linear(64, 32)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype"):
+        model(torch.zeros(8, 64, dtype=given))
+    forward = record_matmuls(model, torch.zeros(8, 64, dtype=given), backward=False).matmuls[0]
+    name = str(given).removeprefix("torch.")
+    assert forward.raises == f"mat1 and mat2 must have the same dtype, but got {name} and float32"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_autocast_mends_mixed_dtypes(dtype):
+    recording = record_matmuls(nn.Linear(64, 32), torch.zeros(8, 64, dtype=torch.float16), dtype=dtype)
+    assert {record.raises for record in recording.matmuls} == {""}
+
+
+def scaled_product(k, n):
+    def forward(self, x):
+        one = torch.ones((), device=x.device)
+        weight = self.weight.to(torch.float8_e4m3fn).t()
+        return self.last(
+            torch._scaled_mm(x.to(torch.float8_e4m3fn), weight, one, one, out_dtype=torch.bfloat16).float()
+        )
+
+    model = Of(forward, last=nn.Linear(n, 8))
+    model.weight = nn.Parameter(torch.empty(n, k))
+    return model
+
+
+@pytest.mark.parametrize(("k", "n", "refused"), [(1000, 512, True), (1024, 520, True), (1024, 512, False)])
+def test_what_a_meta_kernel_refuses_is_recorded_and_the_run_goes_on(k, n, refused):
+    recording = record_matmuls(scaled_product(k, n), torch.empty(64, k), backward=False)
+    assert lines(recording, "op", "m", "n", "k", "dtype") == [
+        ("aten::_scaled_mm", 64, n, k, "float8_e4m3fn"),
+        ("aten::addmm", 64, 8, n, "float32"),
+    ]
+    assert [bool(record.raises) for record in recording.matmuls] == [refused, False]
+    assert ("divisible by 16" in recording.matmuls[0].raises) == refused
+    assert recording.matmuls[0].out.dtype == "bfloat16"
+
+
+def test_sizes_that_do_not_fit_stop_the_run_as_before():
+    with pytest.raises(RecordingError, match=r"must have same reduction dim|shapes cannot be multiplied"):
+        record_matmuls(nn.Linear(64, 32), torch.zeros(8, 63))
+
+
+@pytest.mark.parametrize("device", ["meta", "real"])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_attention_of_three_dimensions_takes_the_math_path(device, dtype):
+    model = Of(lambda self, x: F.scaled_dot_product_attention(self.q(x), x, x), q=nn.Linear(16, 16))
+    recording = record_matmuls(model, torch.randn(4, 8, 16, requires_grad=True), dtype=dtype, device=device)
+    paths = {(record.op, record.role): record.math_path for record in recording.matmuls}
+    assert {path for (op, _), path in paths.items() if op == "aten::bmm"} == {"dimensions"}
+    assert {path for (op, _), path in paths.items() if op != "aten::bmm"} == {""}
+    assert len(paths) > 3
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask", "why"),
+    [
+        (((2, 4, 8, 12), (2, 4, 8, 12)), True, "head-size"),
+        (((2, 4, 8, 16), (1, 4, 8, 16)), False, "shapes"),
+    ],
+)
+def test_why_the_math_path_is_taken(shapes, mask, why):
+    def forward(self, x):
+        q, k = (torch.empty(shape, dtype=torch.float16, device=x.device) for shape in shapes)
+        bias = torch.empty(8, 8, dtype=torch.float16, device=x.device) if mask else None
+        return F.scaled_dot_product_attention(q, k, k, bias)
+
+    recording = record_matmuls(Of(forward), torch.empty(1), backward=False)
+    assert {record.math_path for record in recording.matmuls} == {why}
+
+
+def test_math_attention_that_is_asked_for_is_disabled():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def forward(self, x):
+        with sdpa_kernel([SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    recording = record_matmuls(Of(forward), torch.empty(2, 4, 8, 16, dtype=torch.float16), backward=False)
+    assert {record.math_path for record in recording.matmuls} == {"disabled"}

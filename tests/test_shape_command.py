@@ -36,6 +36,15 @@ def broken():
 def number():
     return 3
 
+def leaves():
+    raise SystemExit(5)
+
+def interrupted():
+    raise KeyboardInterrupt
+
+def relu():
+    return torch.nn.ReLU()
+
 class Words(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -43,6 +52,26 @@ class Words(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask=None):
         return self.embedding(input_ids) @ self.embedding.weight.t()
+
+class Masked(torch.nn.Module):
+    # As Transformers do: a mask of ones is not used at all.
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 64)
+        self.fc = torch.nn.Linear(64, 64)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.embedding(input_ids)
+        return self.fc(hidden) if attention_mask.all() and int(input_ids.max()) < 100 else hidden
+
+class Stops(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(1023, 1024)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return self.fc(y[:, :1023]) if y.sum() > 0 else y
 
 class Data(torch.nn.Module):
     def __init__(self):
@@ -106,12 +135,18 @@ def test_inputs_are_read(text, name, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "64,x", "64,,3", "=3", "1x=3", "-4,3", "4.5", "int65:3", "complex:3", "x=", "x=float32:"]
+    "text",
+    [
+        *("", "64,x", "64,,3", "=3", "1x=3", "-4,3", "4.5", "int65:3", "complex:3", "x=", "x=float32:"),
+        *("99999999999999999999,4", "9223372036854775808", "9" * 5000),
+    ],
 )
 def test_bad_inputs_are_refused_with_an_example(text):
     with pytest.raises(argparse.ArgumentTypeError) as error:
         input_spec(text)
-    assert "as 64,1024" in str(error.value) or "no dtype known here" in str(error.value)
+    assert any(
+        words in str(error.value) for words in ("as 64,1024", "no dtype known here", "the largest that a tensor")
+    )
 
 
 def test_inputs_are_made_on_the_meta_device_or_for_real():
@@ -122,10 +157,28 @@ def test_inputs_are_made_on_the_meta_device_or_for_real():
     assert {name: value.dtype for name, value in kwargs.items()} == {
         "input_ids": torch.int64, "attention_mask": torch.int64, "keep": torch.bool,
     }  # fmt: skip
-    _, kwargs = build_inputs(specs, "cpu")
-    assert kwargs["input_ids"].sum() == 0
-    assert kwargs["attention_mask"].sum() == 8
-    assert kwargs["keep"].all()
+    # Models look into masks and indices, whatever device they are on themselves.
+    for device in ("meta", "cpu"):
+        _, kwargs = build_inputs(specs, device)
+        assert kwargs["input_ids"].sum() == 0
+        assert kwargs["attention_mask"].sum() == 8
+        assert kwargs["keep"].all()
+
+
+def test_integers_that_would_take_much_memory_have_no_values():
+    _, kwargs = build_inputs([input_spec("input_ids=1000000,1000000")], "meta")
+    assert kwargs["input_ids"].is_meta
+
+
+def test_inputs_given_twice_or_too_large_are_refused(models):
+    clean = ("shape_lint_models:clean", "--input")
+    assert "--input x=... is given 2 times" in refused(*clean, "x=4,1024", "--input", "x=8,1024")
+    assert "can't be made: Storage size" in refused(*clean, "9999999999999,9999999999999")
+
+
+def test_ctrl_c_while_a_model_is_made_is_no_error_of_it(models):
+    with pytest.raises(KeyboardInterrupt):
+        run("shape_lint_models:interrupted")
 
 
 # -- targets --------------------------------------------------------------------------------------------------------
@@ -147,8 +200,9 @@ def test_a_class_a_model_and_a_file(models, capsys, target):
         ("no_such_module_here:x", "there is no module 'no_such_module_here'"),
         ("missing.py:x", "missing.py is no file"),
         ("shape_lint_models:nothing", "has no 'nothing': it has Small, clean"),
-        ("shape_lint_models:constant", "is a int"),
-        ("shape_lint_models:number", "returned a int"),
+        ("shape_lint_models:constant", "is an int"),
+        ("shape_lint_models:number", "returned an int"),
+        ("shape_lint_models:leaves", "calling shape_lint_models:leaves without arguments failed: SystemExit: 5"),
         ("shape_lint_models:broken", "RuntimeError: no weights"),
         ("shape_lint_models:needs", "without arguments failed: TypeError"),
     ],
@@ -236,6 +290,68 @@ def test_named_inputs_reach_the_forward(models, capsys):
     assert document["matmuls"][0]["n"] == 100
 
 
+def masked(*argv):
+    inputs = ("--input", "input_ids=int64:8,128", "--input", "attention_mask=8,128")
+    return run("shape_lint_models:Masked", *inputs, "--dtype", "bfloat16", "--gpu", "hopper", *argv)
+
+
+def test_a_model_that_looks_into_its_mask_is_recorded_on_the_meta_device(models, capsys):
+    assert masked("--json", "--fail-on", "error") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["device"], document["complete"], document["notes"]) == ("meta", True, [])
+    assert [(row["module"], row["role"]) for row in document["matmuls"]] == [
+        ("fc", "forward"), ("fc", "dgrad"), ("fc", "wgrad"),
+    ]  # fmt: skip
+
+
+# -- recordings that stopped ----------------------------------------------------------------------------------------
+
+
+def stops(*argv, target="shape_lint_models:Stops"):
+    return run(target, "--input", "64,1023", "--dtype", "float16", "--gpu", "hopper", *argv)
+
+
+def test_a_recording_that_stopped_is_an_error_with_the_next_step(models, capsys):
+    assert stops("--fail-on", "error") == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "error recording-incomplete the forward stopped in the model itself" in out
+    assert "every figure here is of the 1 product that ran until then" in out
+    assert "--real" in out
+    assert "device='real'" in out
+    assert "Nothing to mend" not in out
+    assert stops("--fail-on", "recording-incomplete") == 1
+    assert stops("--real", "--fail-on", "error") == 0
+
+
+def test_json_says_that_it_is_incomplete_once(models, capsys):
+    assert stops("--json") == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["complete"] is False
+    assert document["findings"][0]["id"] == "recording-incomplete"
+    assert captured.out.count("the forward stopped") == 1
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("option", [("--fix",), ("--write-baseline", "base.json")])
+def test_what_is_made_of_an_incomplete_recording_is_told_on_stderr(models, capsys, option):
+    assert stops(*option) == 0
+    assert "the recording is incomplete: the forward stopped" in capsys.readouterr().err
+    assert small(*option) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes"), [("shape_lint_models:relu", "4,4"), ("shape_lint_models:clean", "0,1024")]
+)
+def test_no_baseline_of_nothing(models, capsys, target, sizes):
+    message = refused(target, "--input", sizes, "--gpu", "hopper", "--write-baseline", "base.json")
+    assert "base.json is not written: nothing was recorded" in message
+    assert not (models / "base.json").exists()
+    assert run(target, "--input", sizes, "--gpu", "hopper", "--fail-on", "nothing-recorded") == 1
+    assert "Nothing to mend" not in capsys.readouterr().out
+
+
 def test_shapes_that_depend_on_data_need_real_tensors(models, capsys):
     assert run("shape_lint_models:Data", "--input", "16,64", "--gpu", "hopper", "--real", "--json") == 0
     real = json.loads(capsys.readouterr().out)
@@ -281,9 +397,25 @@ def test_a_baseline_beside_json_leaves_stdout_alone(models, capsys):
     assert "1 known" in captured.err
 
 
+def test_a_baseline_for_another_gpu_or_dtype_is_told(models, capsys):
+    small("--write-baseline", "base.json")
+    assert small("--baseline", "base.json") == 0
+    assert "was made for" not in "".join(capsys.readouterr())
+    assert small("--baseline", "base.json", "--gpu", "ampere") == 0
+    captured = capsys.readouterr()
+    for text in captured:
+        assert "the baseline was made for H100, float16 and this report is for A100, float16" in text
+    assert small("--baseline", "base.json", "--dtype", "bfloat16", "--json") == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert captured.err.count("was made for H100, float16 and this report is for H100, bfloat16") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": {}}', "no list of findings"),
+        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": ""}', "no list of findings"),
         (None, "there is no baseline"),
         ("", "can't be read"),
         ("[1]", "is no baseline"),
@@ -326,7 +458,8 @@ def linear_model():
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"model": torch.nn.Linear}, "is the class Linear"),
         ({"model": torch.relu}, "is a function"),
-        ({"model": 3}, "is a int"),
+        ({"model": 3}, "is an int"),
+        ({"args": 3}, "args is an int"),
     ],
 )
 def test_bad_arguments_are_value_errors(arguments, words):

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from shape_records import attention, convolution, eager_attention, gemm, linear, recording, row_major
 
 from mpinspect.analysis.shapes import FINDING_IDS, analyse_shapes
+from mpinspect.analysis.shapes.group import is_worth_it
+from mpinspect.analysis.shapes.roofline import Gain
+from mpinspect.analysis.shapes.wording import gain_words
 from mpinspect.gpus import Gpu, named, of_device
 from mpinspect.matmuls import LayoutCopy, Operand
 
@@ -79,6 +82,140 @@ def test_known_vocabularies(size, gpu, advised, least):
     assert report.padding[0].names[0] == "config.vocab_size"
     multiple = int(finding.fix.split("pad_to_multiple_of=")[1].split(")")[0])
     assert -(-size // multiple) * multiple == advised
+
+
+def test_the_width_of_a_tied_embedding_is_no_vocabulary():
+    record = recording(
+        *linear(4096, 100, 100, name="h"),
+        *linear(4096, 100, 512, name="o"),
+        sizes={100: ("e.embedding_dim", "h.in_features"), 512: ("e.num_embeddings", "o.out_features")},
+        embeddings={"o.weight": "e.weight"},
+    )
+    report = analyse_shapes(record, HOPPER)
+    (finding,) = report.findings
+    assert (finding.id, finding.evidence["size"], finding.evidence["calls"]) == ("odd-size", 100, 6)
+    assert "vocabulary" not in finding.message + finding.fix
+    assert "pad e.embedding_dim 100 -> 104" in finding.fix
+    assert [padding.size for padding in report.padding] == [100]
+
+
+def test_both_sizes_of_a_tied_head_are_told_apart():
+    record = recording(*linear(4096, 100, 513, name="o"), embeddings={"o.weight": "e.weight"})
+    assert {(finding.id, finding.evidence["size"]) for finding in analyse_shapes(record, HOPPER).findings} == {
+        ("odd-vocabulary", 513),
+        ("odd-size", 100),
+    }
+
+
+# -- sizes that follow from others ------------------------------------------------------------------------------------
+
+
+def test_a_fused_projection_follows_from_the_hidden_size():
+    record = recording(
+        *linear(4096, 100, 300, name="c_attn"), *linear(4096, 100, 512, name="fc"), sizes={100: ("config.n_embd",)}
+    )
+    report = analyse_shapes(record, HOPPER)
+    (finding,) = report.findings
+    assert (finding.id, finding.evidence["size"], finding.evidence["consequent_sizes"]) == ("odd-size", 100, [300])
+    assert "300 (c_attn.weight) is 3 x 100" in finding.message
+    assert "pad config.n_embd 100 -> 104" in finding.fix
+    assert "which makes c_attn.weight 300 -> 312" in finding.fix
+    assert [(padding.size, padding.to, padding.advised) for padding in report.padding] == [
+        (100, 104, 104),
+        (300, 312, 312),
+    ]
+    assert finding.evidence["calls"] == 6
+
+
+def test_heads_are_padded_with_the_hidden_size_that_they_make_up():
+    """12 heads of 25 are 300: 304 would leave heads of 25.3."""
+    record = recording(*linear(4096, 300, 512, name="o"), attention(25), sizes={300: ("config.n_embd",)})
+    report = analyse_shapes(record, HOPPER)
+    (finding,) = (one for one in report.findings if one.severity != "info")
+    assert (finding.id, finding.evidence["consequent_sizes"]) == ("odd-size", [25])
+    assert "pad config.n_embd 300 -> 384, which makes the head 25 -> 32" in finding.fix
+    assert "304 would mend the layers and not the heads" in finding.fix
+    assert [(padding.size, padding.advised) for padding in report.padding] == [(300, 384), (25, 32)]
+
+
+def test_few_classes_are_no_base_of_the_hidden_size():
+    record = recording(*linear(4096, 512, 100, name="a"), *linear(4096, 100, 25, name="classifier"))
+    sizes = {
+        one.evidence["size"]: one.evidence.get("consequent_sizes") for one in analyse_shapes(record, HOPPER).findings
+    }
+    assert sizes == {100: None, 25: None}
+
+
+def test_a_few_coordinates_are_no_hidden_size():
+    """2 coordinates make 10 features: 5 x 8 would be 40 of them."""
+    report = analyse_shapes(recording(*linear(65536, 2, 10)), HOPPER)
+    assert {padding.size: padding.to for padding in report.padding} == {2: 8, 10: 16}
+    assert "split" not in "".join(finding.fix for finding in report.findings)
+
+
+def test_what_heads_make_up_follows_from_nothing_else():
+    """300 outputs are 3 x 100 and 12 heads of 25: 312 would be heads of 26."""
+    record = recording(*linear(4096, 100, 300, name="c_attn"), attention(25))
+    report = analyse_shapes(record, HOPPER)
+    assert {padding.size: padding.advised for padding in report.padding} == {100: 104, 300: 384, 25: 32}
+    sizes = {
+        one.evidence["size"]: one.evidence.get("consequent_sizes") for one in report.findings if "size" in one.evidence
+    }
+    assert sizes == {100: None, 300: [25]}
+
+
+def test_an_unrelated_size_is_no_consequence():
+    """301 is no multiple of 100; 300 is, and the layer that makes it neither takes 100 nor feeds who does."""
+    other = recording(*linear(4096, 100, 301))
+    assert {one.evidence["size"] for one in analyse_shapes(other, HOPPER).findings} == {100, 301}
+    taken = recording(
+        *linear(4096, 256, 300, name="a"), *linear(4096, 300, 64, name="b"), *linear(64, 100, 64, name="c")
+    )
+    assert {one.evidence["size"] for one in analyse_shapes(taken, HOPPER).findings} == {100, 300}
+
+
+@pytest.mark.parametrize("name", ["attn.qkv", "h.0.c_attn", "self.in_proj"])
+def test_parts_that_a_name_tells_are_padded_each(name):
+    finding = found(recording(*linear(4096, 256, 300, name=name)))["odd-size"]
+    assert "300 -> 312" in finding.fix
+    assert "each of its 3 parts 100 -> 104" in finding.fix
+    assert "if its output is not split, 304 will do" in finding.fix
+
+
+def test_halves_that_a_name_tells_are_padded_each():
+    finding = found(recording(*linear(4096, 256, 2 * 1001, name="mlp.gate_up_proj")))["odd-size"]
+    assert "2002 -> 2016" in finding.fix
+    assert "each of its 2 parts 1001 -> 1008" in finding.fix
+
+
+def test_a_third_that_is_a_named_size_is_padded():
+    record = recording(*linear(4096, 256, 300), sizes={300: ("fc.out_features",), 100: ("config.hidden_size",)})
+    assert "pad fc.out_features 300 -> 312" in found(record)["odd-size"].fix
+
+
+def test_parts_that_may_be_are_mentioned():
+    hint = "if the layer's output is split into equal parts, pad each part"
+    fix = found(recording(*linear(4096, 256, 300)))["odd-size"].fix
+    assert "300 -> 304" in fix
+    assert hint in fix
+    # Taken whole by the next layer, or divisible by neither 2 nor 3, or an input.
+    whole = recording(*linear(4096, 256, 300, name="a"), *linear(4096, 300, 256, name="b"))
+    assert hint not in found(whole)["odd-size"].fix
+    assert hint not in found(recording(*linear(4096, 256, 1001)))["odd-size"].fix
+    assert hint not in found(recording(*linear(4096, 300, 256)))["odd-size"].fix
+
+
+def test_parts_that_a_view_shows_are_padded_each():
+    part = Operand((4096, 100), (300, 1), "float16", 100)
+    record = recording(
+        gemm(part, row_major((100, 64)), module="o"),
+        *linear(4096, 256, 300, name="l"),
+        sizes={300: ("l.out_features",)},
+    )
+    fix = found(record)["odd-size"].fix
+    assert "300 -> 312" in fix
+    assert "each of its 3 parts 100 -> 104" in fix
+    assert "not split" not in fix
 
 
 def test_a_tied_head_is_a_vocabulary_without_a_name():
@@ -225,6 +362,44 @@ def test_what_raises_is_an_error():
     assert "K a multiple of 16 (72 -> 80)" in finding.message
 
 
+def test_what_torch_refused_is_an_error_on_any_gpu():
+    product = gemm(
+        row_major((4096, 1024)),
+        row_major((1024, 64), "float32"),
+        raises="mat1 and mat2 must have the same dtype",
+        op="aten::addmm",
+    )
+    for gpu in (HOPPER, Gpu("mystery"), of_device("Quadro GP100", 6, 0)):
+        finding = found(recording(product), gpu)["product-raises"]
+        assert finding.severity == "error"
+        assert "mat1 and mat2 must have the same dtype" in finding.message
+        assert "(here float16 and float32)" in finding.fix
+        assert "torch.autocast" in finding.fix
+    assert "torch.autocast" not in found(recording(product, autocast_dtype="float16"))["product-raises"].fix
+
+
+def test_what_is_never_computed_takes_no_time_from_the_estimate():
+    bad = gemm(row_major((64, 72)), row_major((72, 64)), raises="no")
+    good = linear(4096, 1023, 1024)
+    alone, beside = found(recording(*good))["odd-size"], found(recording(bad, *good))["odd-size"]
+    assert beside.evidence["estimated_saved_fraction_high"] == alone.evidence["estimated_saved_fraction_high"]
+    only = recording(gemm(row_major((4096, 1024)), row_major((1024, 1024)), raises="no"), *linear(64, 1023, 64))
+    assert "gain unknown" not in found(only)["odd-size"].message
+    assert analyse_shapes(recording(bad), HOPPER).estimated_us is None
+
+
+@pytest.mark.parametrize(
+    ("high", "saved", "nothing"), [(1.04, 0.04, True), (1.06, 0.04, False), (3.0, 0.009, True), (3.0, 0.02, False)]
+)
+def test_a_gain_that_rounds_to_none_is_none(high, saved, nothing):
+    gain = Gain(1.0, high, saved, "memory")
+    assert is_worth_it(gain, 1.0) is not nothing
+    words = gain_words(gain, by_padding=True)
+    assert ("no change expected" in words) is nothing
+    assert "estimated" in words
+    assert "x1.0 to x1 " not in words
+
+
 # -- structure ------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +428,41 @@ def test_an_odd_head_of_eager_attention_is_no_number_of_tokens():
     assert "odd-tokens" not in by_id
 
 
+@pytest.mark.parametrize(
+    ("path", "why", "fix"),
+    [
+        ("dimensions", "need 4 dimensions (batch, heads, length, head_dim)", "query.unsqueeze(1)"),
+        ("head-size", "heads are multiples of 8", "make the head's size a multiple of 8"),
+        ("strides", "no stride 1", ".contiguous()"),
+        ("shapes", "batch sizes or heads", "expand key and value"),
+        ("disabled", "switched off", "sdpa_kernel"),
+    ],
+)
+def test_torchs_own_math_attention_is_one_finding(path, why, fix):
+    """FP32 within FP16 autocast, odd tokens: all of it goes where a fused kernel takes its place."""
+    products = [replace(one, math_path=path, autocast=False) for one in eager_attention(96, 197, 197, 64, "float32")]
+    by_id = found(recording(*products, *linear(64, 64, 64), autocast_dtype="float16"))
+    assert set(by_id) == {"unfused-attention"}
+    finding = by_id["unfused-attention"]
+    assert why in finding.message
+    assert "in FP32" in finding.message
+    assert fix in finding.fix
+    assert "autocast(enabled=False)" not in finding.fix
+    assert finding.evidence["math_path"] == [path]
+
+
+def test_math_attention_beside_eager_attention_says_both():
+    math = [replace(one, math_path="dimensions") for one in eager_attention(96, 64, 64, 64, name="a")]
+    finding = found(recording(*math, *eager_attention(96, 64, 64, 64, name="b")))["unfused-attention"]
+    assert "need 4 dimensions" in finding.message
+    assert "others look like attention in separate products" in finding.message
+
+
+def test_fp64_attention_is_its_dtype():
+    products = [replace(one, math_path="dtype") for one in eager_attention(96, 64, 64, 64, "float64")]
+    assert set(found(recording(*products))) == {"float64"}
+
+
 def test_chained_products_of_other_sizes_are_no_attention():
     a, b, c = row_major((4, 64, 32)), row_major((4, 32, 128)), row_major((4, 64, 16))
     assert "unfused-attention" not in found(
@@ -276,6 +486,16 @@ def test_a_stem_is_info_and_the_rest_of_the_network_fine():
     finding = found(record)["few-input-channels"]
     assert "pad the input to 4 channels" in finding.fix
     assert "usually no change" in finding.message
+
+
+def test_a_stem_is_called_small_only_where_it_is():
+    alone = found(recording(convolution(channels=(1, 64))))["few-input-channels"].message
+    assert "1 input channel," in alone
+    assert "small" not in alone
+    assert "100% of the FLOPs" in alone
+    beside = recording(convolution(channels=(3, 64)), convolution(channels=(256, 256)))
+    assert "a small share (" in found(beside)["few-input-channels"].message
+    assert "3 input channels," in found(beside)["few-input-channels"].message
 
 
 def test_nchw_is_a_finding_and_its_stem_is_not():
@@ -337,6 +557,57 @@ def test_the_row_of_a_fused_projection_is_its_named_size():
     view = Operand((4096, 1023), (3069, 1), "float16")
     record = recording(gemm(view, row_major((1023, 1024)), module="chunk"), sizes={3069: ("qkv.out_features",)})
     assert found(record)["odd-size"].evidence["size"] == 3069
+
+
+def copied(*matmuls, module, share=0.5):
+    """The layout copies beside products, by what they take of the products' time, and their fix."""
+    us = analyse_shapes(recording(*matmuls), HOPPER).estimated_us
+    moved = int(us * share * HOPPER.bandwidth_gb_s * 1e3)
+    return found(recording(*matmuls, copies=(LayoutCopy(module, "layout", moved, 1),)))["layout-copies"]
+
+
+def test_channels_last_is_advised_for_copies_of_convolutions_only():
+    assert "channels_last throughout" in copied(convolution(), module="stage").fix
+    most = linear(65536, 4096, 4096)
+    assert "channels_last" not in copied(convolution(channels=(8, 8), size=8), *most, module="fc").fix
+    assert "reshape" in copied(*most, module="fc").fix
+
+
+def test_copies_around_heads():
+    fused = copied(attention(64, module="h.attn"), module="h.attn")
+    assert (fused.severity, fused.fix) == ("info", "")
+    assert "no change expected" in fused.message
+    eager = copied(*eager_attention(96, 128, 128, 64, name="h.attn"), module="h.attn.k_proj")
+    assert (eager.severity, eager.fix.startswith("fused attention")) == ("warning", True)
+    assert "channels_last" not in eager.fix
+
+
+def test_an_incomplete_recording_is_the_first_finding():
+    record = recording(*linear(64, 1023, 64), stopped="the forward stopped in h.3: RuntimeError: no")
+    first, *others = analyse_shapes(record, HOPPER).findings
+    assert (first.id, first.severity) == ("recording-incomplete", "error")
+    assert "the forward stopped in h.3: RuntimeError: no; every figure here is of the 3 products" in first.message
+    assert first.evidence["calls"] == 3
+    assert "--real" in first.fix
+    assert [finding.id for finding in others] == ["odd-size"]
+    assert "--real" not in found(replace(record, device="cpu"))["recording-incomplete"].fix
+
+
+@pytest.mark.parametrize(("products", "words"), [((), "no matrix product"), (linear(0, 64, 64), "0 FLOP")])
+def test_a_recording_of_nothing_is_an_error(products, words):
+    finding = found(recording(*products))["nothing-recorded"]
+    assert finding.severity == "error"
+    assert words in finding.message
+    stopped = found(recording(stopped="the forward stopped"))
+    assert set(stopped) == {"recording-incomplete"}
+    assert "no matrix product had run until then" in stopped["recording-incomplete"].message
+
+
+def test_one_product_has_verbs_of_its_own():
+    one = recording(replace(linear(197, 1024, 1024, backward=False)[0]))
+    assert "1 product (100% of the FLOPs) breaks" in found(one)["multiples-of-8-only"].message
+    preferred = found(recording(linear(4096, 1032, 1032, backward=False)[0]))["prefers-128-bytes"]
+    assert "1 product (100% of the FLOPs) in fc is aligned" in preferred.message
 
 
 def test_layout_copies_are_weighed_against_the_products():

@@ -152,3 +152,74 @@ def test_every_architecture_has_a_report(name, gpu):
     assert len({(finding.id, finding.evidence.get("size")) for finding in report.findings}) == len(report.findings)
     assert len(report.findings) < 8
     report.to_json()
+
+
+def tiny(name):
+    small = {"vocab_size": 96}
+    wide = small | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if name == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**wide))
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**wide, num_key_value_heads=2))
+    if name == "mixtral":
+        config = transformers.MixtralConfig(**wide, num_key_value_heads=2, num_local_experts=4)
+        return transformers.MixtralForCausalLM(config)
+    if name == "gpt2":
+        marks = {"bos_token_id": 0, "eos_token_id": 0}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, **marks, n_layer=2, n_embd=64, n_head=4))
+    config = transformers.T5Config(**small, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5", "mixtral"])
+def test_models_that_look_into_their_mask_are_recorded_to_the_end(name):
+    with torch.device("meta"):
+        model = tiny(name)
+    kwargs = {
+        "input_ids": torch.zeros(2, 16, dtype=torch.int64),
+        "attention_mask": torch.ones(2, 16, dtype=torch.int64),
+    }
+    if name == "t5":
+        kwargs["decoder_input_ids"] = torch.zeros(2, 16, dtype=torch.int64)
+    report = lint_shapes(model, (), kwargs, dtype="bfloat16", gpu="hopper")
+    assert (report.complete, report.device, report.notes) == (True, "meta", ())
+    modules = {(row.module.split(".")[-1], row.role) for row in report.matmuls}
+    head = "decoder" if name == "bert" else "lm_head"
+    assert {(head, role) for role in ("forward", "dgrad", "wgrad")} <= modules
+
+
+def test_a_gpt2_of_an_odd_width_is_one_finding():
+    """100 wide, 4 heads of 25, 300 outputs of the fused projection, a vocabulary of 512 that is fine."""
+    config = transformers.GPT2Config(n_embd=100, n_head=4, vocab_size=512, n_layer=2, bos_token_id=1, eos_token_id=1)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    ids = {"input_ids": torch.empty(8, 128, dtype=torch.int64)}
+    report = lint_shapes(model, (), ids, dtype="float16", gpu="hopper")
+    assert [finding.id for finding in report.findings if finding.severity != "info"] == ["odd-size"]
+    finding = by_id(report)["odd-size"]
+    assert sorted(finding.evidence["consequent_sizes"]) == [25, 300]
+    assert "pad config.n_embd 100 -> 128" in finding.fix
+    assert "vocabulary" not in str(report)
+    assert {padding.size: padding.advised for padding in report.padding} == {100: 128, 300: 384, 25: 32}
+    config = transformers.GPT2Config(n_embd=128, n_head=4, vocab_size=512, n_layer=2, bos_token_id=1, eos_token_id=1)
+    with torch.device("meta"):
+        padded = transformers.GPT2LMHeadModel(config)
+    mended = lint_shapes(padded, (), ids, dtype="float16", gpu="hopper")
+    assert {row.verdict for row in mended.matmuls} == {"native"}
+
+
+def test_a_chunked_projection_is_padded_in_thirds():
+    class Chunked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l, self.o = torch.nn.Linear(256, 300), torch.nn.Linear(100, 64)
+
+        def forward(self, x):
+            a, b, c = self.l(x).chunk(3, -1)
+            return self.o(a * b * c)
+
+    report = lint_shapes(Chunked(), (torch.empty(4096, 256),), dtype="float16", gpu="hopper")
+    assert {padding.size: padding.advised for padding in report.padding} == {100: 104, 300: 312}
+    assert [(finding.id, finding.evidence["size"]) for finding in report.findings if finding.severity != "info"] == [
+        ("odd-size", 100)
+    ]

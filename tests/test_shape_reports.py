@@ -35,7 +35,11 @@ def small():
 
 
 def empty():
-    return analyse_shapes(recording(notes=("the forward failed before its first product",)), named("hopper"))
+    stopped = "the forward failed before its first product"
+    record = recording(
+        backward=False, stopped=stopped, notes=(f"{stopped}. What ran before that is recorded", "a note")
+    )
+    return analyse_shapes(record, named("hopper"))
 
 
 def hostile():
@@ -102,6 +106,19 @@ def test_a_clean_model_gets_one_sentence():
     assert "Nothing to mend" not in str(small())
     assert "Nothing to mend" not in str(empty())
     assert "Nothing to mend" not in str(analyse_shapes(recording(*linear(64, 64, 64)), Gpu("mystery")))
+
+
+def test_a_model_off_tensor_cores_is_not_called_suited_to_them():
+    tiny = analyse_shapes(recording(linear(8, 8, 8, "float32", backward=False)[0]), named("hopper"))
+    assert [finding.severity for finding in tiny.findings] == ["info"]
+    assert "No finding above info; 100% of the FLOPs are not on Tensor Cores (tf32-off)." in str(tiny)
+    assert "1 product, 1,024 FLOP" in str(tiny)
+    assert "1 of 1 product has them" in str(tiny)
+    assert "Nothing to mend" not in str(tiny)
+    assert "Nothing to mend" not in shapes_markdown.render(tiny)
+    assert "Nothing to mend" not in str(analyse_shapes(recording(*linear(0, 64, 64)), named("hopper")))
+    few = recording(*linear(4096, 1024, 1024), linear(1, 64, 64, backward=False)[0])
+    assert "Nothing to mend" in str(analyse_shapes(few, named("hopper")))
 
 
 def test_the_empty_recording_says_so():

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_records import attention, convolution, gemm, linear, row_major, transposed
+from shape_records import attention, convolution, gemm, linear, recording, row_major, transposed
 
-from mpinspect.analysis.shapes import judge
+from mpinspect.analysis.shapes import analyse_shapes, judge
 from mpinspect.analysis.shapes.alignment import layout_of
 from mpinspect.analysis.shapes.raising import up_to
 from mpinspect.gpus import ARCHITECTURES, Gpu, named, of_device
@@ -391,3 +391,23 @@ def test_every_product_gets_a_verdict(m, n, k, dtype, architecture):
     verdict = judge(product, named(architecture))
     assert verdict.verdict in ("native", "degraded", "off", "unknown")
     assert verdict.reason
+
+
+@pytest.mark.parametrize("gpu", ["volta", "turing"])
+def test_there_is_no_flash_attention_before_ampere(gpu):
+    record = attention(64, op="aten::_scaled_dot_product_flash_attention")
+    verdict = judge(record, named(gpu))
+    assert verdict.verdict == "native"
+    assert verdict.reason.startswith("memory-efficient attention (torch's flash attention needs Ampere or later)")
+    (row,) = analyse_shapes(recording(record), named(gpu)).matmuls
+    assert (row.op, row.matmul.attention.backend) == ("aten::_scaled_dot_product_efficient_attention", "efficient")
+    assert "does not take that" in judge(attention(60), named(gpu)).reason
+
+
+@pytest.mark.parametrize("gpu", ["ampere", "ada", "hopper", "blackwell"])
+def test_there_is_flash_attention_since_ampere(gpu):
+    record = attention(64, op="aten::_scaled_dot_product_flash_attention")
+    assert judge(record, named(gpu)).reason.startswith("flash attention:")
+    (row,) = analyse_shapes(recording(record), named(gpu)).matmuls
+    assert row.matmul == record
+    assert "torch pads copies" in judge(attention(60), named(gpu)).reason

@@ -367,6 +367,43 @@ def test_kernels_without_operators_say_why(made, tmp_path):
     assert kernels["graph"].matmul_op is None
 
 
+def test_kernels_that_share_a_launch_have_none(made, tmp_path):
+    """One launch starts one kernel: of three with its correlation two are wrong, and which is not known."""
+    made.op("aten::index_select", 0, 10)
+    made.kernel("select", 1, correlation=5)
+    made.kernel("gemm", None, correlation=5, start=2000)
+    made.kernel("add", None, correlation=5, start=2010)
+    made.op("aten::add", 20, 30)
+    made.kernel("other", 21, start=3000)
+    read = made.read(tmp_path)
+    assert [(kernel.name, kernel.op and kernel.op.name, kernel.unattributed) for kernel in read.kernels] == [
+        ("select", None, "no launch"),
+        ("gemm", None, "no launch"),
+        ("add", None, "no launch"),
+        ("other", "aten::add", ""),
+    ]
+    assert any(note.startswith("3 kernels have a correlation that others have too") for note in read.notes)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("cudaGraphLaunch", "CUDA graph"),
+        ("hipGraphLaunch", "CUDA graph"),
+        ("cudaLaunchCooperativeKernelMultiDevice", ""),
+        # A copy that is done by kernels.
+        ("cudaMemcpy2DAsync", ""),
+    ],
+)
+def test_calls_that_start_several_kernels(made, tmp_path, call, why):
+    made.op("aten::mm", 0, 10)
+    made.kernel("first", 1, correlation=5, call=call)
+    made.kernel("second", None, correlation=5, start=2000)
+    read = made.read(tmp_path)
+    assert [kernel.unattributed for kernel in read.kernels] == [why, why]
+    assert not any("a correlation that others have too" in note for note in read.notes)
+
+
 def test_the_same_correlation_in_two_processes(made, tmp_path):
     """Ranks merged into one file. The GPU that is ahead can't be the late process's; the other one gets what is left."""
     for pid, device, late in ((1, 0, 0), (2, 1, 500)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mpinspect.trace_file import TraceError, read_trace_file
@@ -102,6 +102,8 @@ def test_cut_json_gives_the_events_before_the_cut(tmp_path, cut):
     whole = content.count(b'\n    },\n    {\n      "ph"') + content.count(b'\n    },\n    {\n      "name"')
     (note,) = [note for note in read.notes if "cut short" in note]
     assert f"it ends at byte {len(content):,}" in note
+    assert read.cut_short
+    assert not read_trace_file(BERT).cut_short
     assert f"The {whole:,} events" in note or f"The {whole + 1:,} events" in note
     assert {kernel.name for kernel in read.kernels} <= {kernel.name for kernel in read_trace_file(BERT).kernels}
 
@@ -110,7 +112,16 @@ def test_cut_gzip_gives_the_events_before_the_cut(tmp_path):
     whole = BERT.read_bytes()
     read = read_trace_file(written(tmp_path, whole[: len(whole) * 2 // 3]))
     assert 0 < read.operators <= read_trace_file(BERT).operators
-    assert any("gzip data are cut short after" in note for note in read.notes)
+    assert read.cut_short
+    assert "gzip data are cut short after" in read.notes[0]
+
+
+@pytest.mark.parametrize("ending", [b"", bytes(8)])
+def test_gzip_without_its_checksum_is_damaged_and_not_cut_short(tmp_path, ending):
+    read = read_trace_file(written(tmp_path, BERT.read_bytes()[:-8] + ending))
+    assert read.kernels == read_trace_file(BERT).kernels
+    assert not read.cut_short
+    assert read.notes[0].startswith("The file is damaged: its gzip data are")
 
 
 def test_damaged_gzip_gives_the_events_before_the_damage(tmp_path):
@@ -317,6 +328,9 @@ LAYOUTS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"inde
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=EVENTS, layout=LAYOUTS, chunk_bytes=st.integers(1, 40), before=VALUES, after=VALUES, zipped=st.booleans())
+# Pieces that end within a number, which is a number up to there.
+@example(events=[], layout={}, chunk_bytes=1, before=-0.5, after=10.25, zipped=False)
+@example(events=[{"ph": "X", "name": ""}], layout={}, chunk_bytes=1, before=1e-07, after=1e16, zipped=False)
 def test_any_json_in_any_pieces_gives_what_json_gives(tmp_path, events, layout, chunk_bytes, before, after, zipped):
     content = {"before": before, "traceEvents": events, "after": after}
     text = json.dumps(content, **layout).encode()

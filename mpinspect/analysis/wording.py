@@ -39,6 +39,11 @@ def percent(share: float) -> str:
     return f"{value:.0f}%" if value < 99.5 or value == 100 else f"{value:.4g}%"
 
 
+def indefinite(noun: str) -> str:
+    """ "an int", "a list"."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
 def tensor(name: str, kind: str) -> str:
     """ "the activation gradients of 'decoder'"."""
     return f"{_NOUNS.get(kind, kind)} {name or '(the model itself)'!r}"

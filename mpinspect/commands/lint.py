@@ -72,8 +72,13 @@ def run(options: argparse.Namespace) -> int:
     report = _report(options)
     comparison = None if baseline is None else compare(report.findings, baseline)
     _print(report, options)
-    if comparison is not None:
-        _print_comparison(comparison, options)
+    if options.fix or baseline is not None or options.write_baseline is not None:
+        _warn_of_gaps(report)
+    if baseline is not None and comparison is not None:
+        other = baseline.other_than(report)
+        if other:
+            _warn(other)
+        _print_comparison(comparison, other, options)
     if options.write_baseline is not None:
         write_baseline(options.write_baseline, report)
     if options.md is not None:
@@ -105,8 +110,8 @@ def _report(options: argparse.Namespace) -> ShapeReport:
     except ValueError as error:
         # What the user did wrong, in a sentence already.
         hint = "" if options.inputs else f". {_NO_INPUT}"
-        raise UnusableError(f"{options.target}: {error}{hint}") from error
-    except Exception as error:
+        raise UnusableError(f"{options.target}: {str(error).rstrip('.')}{hint}") from error
+    except (Exception, SystemExit) as error:
         raise UnusableError(f"{options.target} could not be run: {describe(error)}") from error
 
 
@@ -125,7 +130,22 @@ def _print(report: ShapeReport, options: argparse.Namespace) -> None:
         sys.stdout.write(shapes_text.render(report))
 
 
-def _print_comparison(comparison: Comparison, options: argparse.Namespace) -> None:
+def _warn_of_gaps(report: ShapeReport) -> None:
+    """On stderr where what is printed or written does not tell by itself that it is of a part of the model, or of nothing."""
+    for finding in report.findings:
+        if finding.id == "recording-incomplete":
+            _warn(f"the recording is incomplete: {finding.message}")
+        elif finding.id == "nothing-recorded":
+            _warn(finding.message)
+
+
+def _warn(sentence: str) -> None:
+    from mpinspect.reports.table import printable
+
+    print(f"mpinspect lint: {printable(sentence)}", file=sys.stderr)
+
+
+def _print_comparison(comparison: Comparison, other: str, options: argparse.Namespace) -> None:
     """What is new and what is gone; on stderr where stdout holds JSON."""
     from mpinspect.commands.lint_baseline import key_of
     from mpinspect.reports.table import printable
@@ -135,6 +155,8 @@ def _print_comparison(comparison: Comparison, options: argparse.Namespace) -> No
     ]
     lines += [f"  new   {finding.severity}  {key_of(finding)}" for finding in comparison.new]
     lines += [f"  gone  {key}" for key in comparison.gone]
+    # On stderr it stands already.
+    lines += [f"  {other}"] if other and not options.json else []
     print("\n".join([lines[0], *map(printable, lines[1:])]), file=sys.stderr if options.json else sys.stdout)
 
 

@@ -39,20 +39,39 @@ class Comparison:
     known: int
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """A file's keys, and the GPU and dtype that it was made for ("" where it does not say)."""
+
+    keys: frozenset[Key]
+    gpu: str = ""
+    dtype: str = ""
+
+    def other_than(self, report: ShapeReport) -> str:
+        """A sentence where the report is for another GPU or dtype; else ""."""
+        made = [(self.gpu, report.gpu.name), (self.dtype, report.dtype)]
+        if all(then == now for then, now in made if then and now):
+            return ""
+        then, now = (", ".join(filter(None, names)) for names in zip(*made, strict=True))
+        return (
+            f"the baseline was made for {then} and this report is for {now}: findings may be new or gone for that alone"
+        )
+
+
 def key_of(finding: Finding) -> Key:
     size = finding.evidence.get("size")
     return Key(finding.id, finding.layer, size if isinstance(size, int) else 0)
 
 
-def compare(findings: Iterable[Finding], baseline: frozenset[Key]) -> Comparison:
+def compare(findings: Iterable[Finding], baseline: Baseline) -> Comparison:
     found = list(findings)
     keys = {key_of(finding) for finding in found}
-    new = tuple(finding for finding in found if key_of(finding) not in baseline)
-    return Comparison(new, tuple(sorted(baseline - keys)), len(found) - len(new))
+    new = tuple(finding for finding in found if key_of(finding) not in baseline.keys)
+    return Comparison(new, tuple(sorted(baseline.keys - keys)), len(found) - len(new))
 
 
-def read_baseline(path: str) -> frozenset[Key]:
-    """The keys of a file.
+def read_baseline(path: str) -> Baseline:
+    """A file's keys and what it was made for.
 
     Raises:
         UnusableError: it is missing, or no such file.
@@ -69,8 +88,16 @@ def read_baseline(path: str) -> frozenset[Key]:
         raise UnusableError(
             f"{path} is a baseline of another version ({document.get('schema_version')!r}): write it anew"
         )
+    listed = document.get("findings")
+    if not isinstance(listed, list):
+        raise UnusableError(
+            f"the baseline {path} is damaged (it has no list of findings): write it anew with --write-baseline"
+        )
+    made_for = (str(document.get(name) or "") for name in ("gpu", "dtype"))
     try:
-        return frozenset(Key(str(key["id"]), str(key["layer"]), int(key["size"])) for key in document["findings"])
+        return Baseline(
+            frozenset(Key(str(key["id"]), str(key["layer"]), int(key["size"])) for key in listed), *made_for
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise UnusableError(f"the baseline {path} is damaged ({error}): write it anew with --write-baseline") from error
 
@@ -79,8 +106,10 @@ def write_baseline(path: str, report: ShapeReport) -> None:
     """Write every finding's key, sorted, one a line, so that diffs are readable.
 
     Raises:
-        UnusableError: it can't be written.
+        UnusableError: nothing was recorded, so that it would let everything pass; or it can't be written.
     """
+    if not report.flops:
+        raise UnusableError(f"{path} is not written: nothing was recorded, and a baseline of nothing says nothing")
     keys = sorted({key_of(finding) for finding in report.findings})
     lines = [json.dumps({"id": key.id, "layer": key.layer, "size": key.size}) for key in keys]
     head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "gpu": report.gpu.name, "dtype": report.dtype}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mpinspect.analysis.wording import indefinite
 from mpinspect.commands.outcome import UnusableError
 
 if TYPE_CHECKING:
@@ -36,16 +37,16 @@ def load_model(target: str, device: str) -> torch.nn.Module:
         return found
     if not callable(found):
         raise UnusableError(
-            f"{target} is a {type(found).__name__}, neither a torch.nn.Module nor a function that makes one"
+            f"{target} is {indefinite(type(found).__name__)}, neither a torch.nn.Module nor a function that makes one"
         )
     try:
         with torch.device(device):
             model = found()
-    except Exception as error:
-        hint = "; --real builds it with real weights" if device == "meta" else ""
+    except (Exception, SystemExit) as error:
+        hint = "; --real builds it with real weights" if device == "meta" and isinstance(error, Exception) else ""
         raise UnusableError(f"calling {target} without arguments failed: {describe(error)}{hint}") from error
     if not isinstance(model, torch.nn.Module):
-        raise UnusableError(f"{target} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise UnusableError(f"{target} returned {indefinite(type(model).__name__)}, not a torch.nn.Module")
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import matplotlib
 import matplotlib.patches
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.words import duration
@@ -32,8 +34,8 @@ COLOURS = {
 _LABEL_LENGTH = 58
 #: Characters of a line above the bars.
 _LINE = 92
-#: Share of the axis that a label inside a bar needs a character.
-_CHARACTER = 0.0115
+#: Points that a label inside a bar stays away from the bar's edges.
+_MARGIN = 3.0
 
 
 @dataclass(frozen=True)
@@ -103,20 +105,22 @@ def _draw(figure: Figure, report: KernelReport) -> None:
         return
     found = bars(report)
     upper, lower = figure.subplots(2, 1, height_ratios=[1.0, max(1.0, 0.62 * len(found))])
-    _whole(upper, report)
+    labels = _whole(upper, report)
     _parts(lower, found, report)
     _legend(upper, report)
+    _drop_wide(figure, labels)
 
 
-def _whole(axes: Axes, report: KernelReport) -> None:
-    """One bar: all kernel time."""
+def _whole(axes: Axes, report: KernelReport) -> list[tuple[Text, Rectangle]]:
+    """One bar: all kernel time. Each part with its label."""
     total, left = report.shares.kernel_time_us, 0.0
+    labelled = []
     for part, time in _times(report).items():
         width = time / total
-        axes.barh(0, width, left=left, color=COLOURS[part], height=0.8)
+        (bar,) = axes.barh(0, width, left=left, color=COLOURS[part], height=0.8)
         label = f"{part} {rows.share(width)}"
-        if len(label) * _CHARACTER < width:
-            axes.text(left + width / 2, 0, label, ha="center", va="center", fontsize=9, color=_ink(part))
+        text = axes.text(left + width / 2, 0, label, ha="center", va="center", fontsize=9, color=_ink(part))
+        labelled.append((text, bar))
         left += width
     axes.set_xlim(0, 1)
     axes.set_yticks([])
@@ -124,6 +128,16 @@ def _whole(axes: Axes, report: KernelReport) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title("\n".join(_sentences(report)), loc="left", fontsize=9.5)
+    return labelled
+
+
+def _drop_wide(figure: Figure, labelled: Iterable[tuple[Text, Rectangle]]) -> None:
+    """Remove the labels that have no room in their bars: the axes' width follows from the longest name, so it is measured."""
+    figure.draw_without_rendering()
+    margin = _MARGIN * figure.dpi / 72
+    for text, bar in labelled:
+        if text.get_window_extent().width + 2 * margin > bar.get_window_extent().width:
+            text.remove()
 
 
 def _sentences(report: KernelReport) -> Iterator[str]:

@@ -34,6 +34,7 @@ def document(report: ShapeReport) -> dict[str, Any]:
         "autocast_dtype": report.autocast_dtype,
         "device": report.device,
         "backward": report.backward,
+        "complete": report.complete,
         "flops": report.flops,
         "flops_by_verdict": dict(report.flops_by_verdict),
         "calls": report.calls,

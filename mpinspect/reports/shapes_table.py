@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 from mpinspect.analysis.shapes.report import Padding, ShapeReport, ShapeRow
 from mpinspect.analysis.shapes.verdict import VERDICTS
-from mpinspect.analysis.shapes.wording import dtype_name, members
+from mpinspect.analysis.shapes.wording import count, dtype_name, members
 from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent, printable
 
 #: Worst first.
 _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
+#: Share of the FLOPs that is nearly all of them: a ResNet's stem is 3%.
+_NEARLY_ALL = 0.95
+_SHORT_OF_NATIVE = {
+    "off": "are not on Tensor Cores",
+    "degraded": "are on Tensor Cores behind narrower loads or copies",
+    "unknown": "have no verdict",
+}
 _TALK = {True: "yes", False: "no", None: NOT_APPLICABLE}
 
 LEGEND = (
@@ -104,8 +111,8 @@ def totals(report: ShapeReport) -> list[str]:
         if verdict == "native" or report.flops_by_verdict.get(verdict, 0)
     )
     lines = [
-        f"{report.calls:,} products, {flops_words(report.flops)}; Tensor Cores by today's rule: {verdicts} (of the FLOPs)",
-        f"multiples of 8 (a requirement before cuBLAS 11 and cuDNN 7.6.3): {kept:,} of {kept + broken:,} products have them",
+        f"{count(report.calls, 'product')}, {flops_words(report.flops)}; Tensor Cores by today's rule: {verdicts} (of the FLOPs)",
+        f"multiples of 8 (a requirement before cuBLAS 11 and cuDNN 7.6.3): {_with_verb(kept, kept + broken)} them",
     ]
     if report.estimated_us is not None:
         lines.append(
@@ -114,13 +121,34 @@ def totals(report: ShapeReport) -> list[str]:
     return lines
 
 
+def _with_verb(kept: int, total: int) -> str:
+    """ "3 of 5 products have", "1 of 1 product has"."""
+    return f"{kept:,} of {count(total, 'product')} {'has' if kept == 1 else 'have'}"
+
+
 def clean_sentence(report: ShapeReport) -> str:
     """What is said where no finding is more than a remark; "" where one is, or nothing was recorded."""
-    if not report.matmuls or any(finding.severity != "info" for finding in report.findings):
+    if not report.flops or any(finding.severity != "info" for finding in report.findings):
         return ""
     if report.gpu.has_tensor_cores is not True:
         return ""
-    return f"Nothing to mend: the shapes suit the Tensor Cores of {printable(report.gpu.name)}."
+    if is_clean(report):
+        return f"Nothing to mend: the shapes suit the Tensor Cores of {printable(report.gpu.name)}."
+    shares = [
+        f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
+        for verdict, words in _SHORT_OF_NATIVE.items()
+        if report.flops_by_verdict.get(verdict)
+    ]
+    ids = list(dict.fromkeys(row.finding for row in report.matmuls if row.verdict != "native" and row.finding))
+    why = f" ({', '.join(ids)})" if ids else ""
+    return f"No finding above info; {' and '.join(shares)}{why}."
+
+
+def is_clean(report: ShapeReport) -> bool:
+    """Whether no finding is more than a remark, and nearly all that is computed can take the fastest kernels."""
+    if not report.flops or any(finding.severity != "info" for finding in report.findings):
+        return False
+    return report.flops_by_verdict.get("native", 0) >= _NEARLY_ALL * report.flops
 
 
 def padding_cells(padding: Padding) -> list[str]:

@@ -16,6 +16,7 @@ from mpinspect.reports.shapes_table import (
     ProductRow,
     clean_sentence,
     headline,
+    is_clean,
     padding_cells,
     product_rows,
     totals,
@@ -57,7 +58,7 @@ def _sections(report: ShapeReport, width: int) -> Iterator[RenderableType]:
         yield Text(line)
     clean = clean_sentence(report)
     if clean:
-        yield Text(clean, style="bold green")
+        yield Text(clean, style="bold green" if is_clean(report) else "bold")
     if report.findings:
         yield from titled("Findings", findings(report.findings))
     if report.padding:

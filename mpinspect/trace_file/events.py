@@ -87,7 +87,7 @@ class EventStream:
                 raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
             self.problem = f"The file is damaged after the events ({error}): what follows them is left out."
         if self._source.problem and not self.problem:
-            self.is_cut, self.problem = True, refusals.cut_short(self._source, self.events)
+            self.problem = refusals.damaged_at_the_end(self._source)
 
     def _object(self) -> Iterator[list[Any]]:
         text = self._text

@@ -16,6 +16,7 @@ _NEAR_END = 64
 #: Characters that a pattern searched for may match.
 _LONGEST_MATCH = 4096
 
+_MAY_GO_ON = re.compile(r"(?:\.|[eE][-+]?)?\Z")
 WHITESPACE = re.compile(r"[ \t\r\n]*")
 
 #: Control characters within strings are let through.
@@ -68,8 +69,8 @@ class JsonText:
                 if not self.double():
                     raise
                 continue
-            # A number at the end of the text may go on.
-            if end == len(self.text) and self.more():
+            # A number at the end of the text may go on, also where the text ends at "1." or "1e+".
+            if _MAY_GO_ON.match(self.text, end) and self.more():
                 continue
             self.at = end
             return value

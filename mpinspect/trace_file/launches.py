@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from mpinspect.trace_file.recording import Recording
 
 #: Share of the kernels whose External id must equal their correlation: where it is the operator's, a few do by chance.
 _MOST = 0.5
+_STARTS_MANY = re.compile(r"GraphLaunch|MultiDevice")
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,13 @@ class Launches:
     of_kernel: position of each kernel's launch in the recording, or -1.
     before_window: of each kernel: it has no launch because it was launched before the profiler began to record.
     ambiguous: number of kernels left without a launch because several processes' launches have their correlation.
+    shared: number of kernels left without a launch because other kernels have the same one, though it starts a single kernel.
     """
 
     of_kernel: NDArray[np.int64]
     before_window: NDArray[np.bool_]
     ambiguous: int = 0
+    shared: int = 0
 
 
 def find_launches(recording: Recording) -> Launches:
@@ -44,8 +48,26 @@ def find_launches(recording: Recording) -> Launches:
             kernel: order[first[kernel] : first[kernel] + count[kernel]] for kernel in np.flatnonzero(count).tolist()
         }
         ambiguous = _choose(recording, candidates, of_kernel)
+    doubtful = _sharing(recording, of_kernel)
+    of_kernel[doubtful] = -1
     earlier = (wanted > 0) & (wanted < correlation.min())
-    return Launches(of_kernel, (of_kernel < 0) & (count == 0) & (earlier | (kernel_start < start.min())), ambiguous)
+    before_window = (of_kernel < 0) & (count == 0) & (earlier | (kernel_start < start.min()))
+    return Launches(of_kernel, before_window, ambiguous, int(doubtful.sum()))
+
+
+def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Of each kernel whether others have its launch, though that call starts one kernel: at most one of them is right.
+
+    Graphs' launches start many, and so do those on several devices (cudaLaunchCooperativeKernelMultiDevice).
+    """
+    starts_one = np.array(
+        ["launch" in name.lower() and not _STARTS_MANY.search(name) for name in recording.names], bool
+    )
+    known = np.flatnonzero((of_kernel >= 0) & (recording.kernels["graph"] == 0))
+    runs = np.bincount(of_kernel[known], minlength=len(recording.launches))
+    doubtful = np.zeros(len(of_kernel), bool)
+    doubtful[known] = (runs > 1)[of_kernel[known]] & starts_one[recording.launches["name"][of_kernel[known]]]
+    return doubtful
 
 
 def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_kernel: NDArray[np.int64]) -> int:

@@ -60,7 +60,12 @@ def _of_kernels(
             f"{launches.ambiguous:,} kernels can't be given a launch: several processes share this file, and their launches have "
             "the same correlation. Read each rank's own trace."
         )
-    if any(not device.vendor for device in devices):
+    if launches.shared:
+        yield (
+            f"{launches.shared:,} kernels have a correlation that others have too, though one launch starts one kernel (the "
+            "trace was edited, or merged of several): which of them it started can't be told, so their operators are unknown."
+        )
+    if any(not device.vendor and not device.name for device in devices):
         yield "The trace does not describe its GPU (no deviceProperties): name the GPU to get verdicts that depend on it."
     if any(device.vendor == "AMD" for device in devices):
         yield "The GPU is AMD's: it has matrix cores, not Tensor Cores, and kernel names of their own."

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
+from mpinspect.garbage_collection import without_collection
 from mpinspect.kernels import KernelTrace
 from mpinspect.trace_file import refusals, top_level
 from mpinspect.trace_file.attribution import attributed
@@ -35,7 +33,7 @@ def read_trace_file(path: str | PathLike[str], *, chunk_bytes: int = CHUNK_BYTES
     Raises:
         TraceError: there is no such file, it can't be read, or it is no trace.
     """
-    with _without_garbage_collection():
+    with without_collection():
         return _read(Path(path), chunk_bytes)
 
 
@@ -68,6 +66,7 @@ def _read(path: Path, chunk_bytes: int) -> KernelTrace:
         launches=_launch_count(recording),
         external_id_is_correlation=wrong_ids,
         notes=notes(stream, recording, launches, gpus, wrong_ids),
+        cut_short=stream.is_cut,
     )
 
 
@@ -83,15 +82,3 @@ def _launch_count(recording: Recording) -> int:
     """Calls that start kernels; the recording has others too (copies), whose correlation it needs as little as theirs."""
     launching = [number for number, name in enumerate(recording.names) if "launch" in name.lower()]
     return int(np.isin(recording.launches["name"], launching).sum())
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Decoded JSON has no cycles to look for; looking takes three quarters of the time of decoding it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

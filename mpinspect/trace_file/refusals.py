@@ -42,5 +42,10 @@ def cut_short(source: TextChunks, events: int) -> str:
     where = source.problem or f"it ends at byte {source.bytes_read:,}, within the JSON"
     return (
         f"The file is cut short or damaged: {where}. The {events:,} events before that were read; what came after them is "
-        "missing (the program was killed while it wrote, the disk was full, or a copy was broken off)."
+        "missing (the program was killed while it wrote, the disk was full, or a copy or download was broken off)."
     )
+
+
+def damaged_at_the_end(source: TextChunks) -> str:
+    """The JSON is complete, but what it is packed in is not, as a checksum that does not fit."""
+    return f"The file is damaged: {source.problem}. Its JSON is complete and was read, but some of it may be wrong."

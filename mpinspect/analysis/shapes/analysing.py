@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mpinspect.analysis.shapes.attention import taken_on
 from mpinspect.analysis.shapes.copies import layout_copies
 from mpinspect.analysis.shapes.findings import finding_of, groups_of, in_order
+from mpinspect.analysis.shapes.findings_recording import recording_findings
 from mpinspect.analysis.shapes.judging import judge
 from mpinspect.analysis.shapes.report import FINDING_IDS, Padding, ShapeReport, ShapeRow
 from mpinspect.analysis.shapes.roofline import call_time
@@ -28,7 +30,8 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
     groups = groups_of(rows, gpu, recording, total_us)
     findings = [finding_of(group) for group, _ in groups.values()]
     findings += layout_copies(recording, gpu, total_us)
-    paddings = [group.padding for group, _ in groups.values() if group.padding is not None]
+    findings += recording_findings(recording, rows)
+    paddings = [padding for group, _ in groups.values() for padding in group.paddings]
     flops = sum(row.flops * row.calls for row in rows)
     return ShapeReport(
         model=model,
@@ -47,7 +50,9 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
         estimated_us=total_us,
         layout_copy_bytes=sum(copy.bytes for copy in recording.copies if copy.kind == "layout"),
         dtype_copy_bytes=sum(copy.bytes for copy in recording.copies if copy.kind == "dtype"),
-        notes=(*notes, *recording.notes),
+        # Where it stopped is told by a finding.
+        notes=(*notes, *(note for note in recording.notes if not _is_stop(note, recording))),
+        complete=recording.complete,
     )
 
 
@@ -59,7 +64,8 @@ def tf32_of(matmul: Matmul, recording: MatmulRecording) -> bool | None:
 def _rows(recording: MatmulRecording, gpu: Gpu) -> list[ShapeRow]:
     total = sum(matmul.flops * matmul.calls for matmul in recording.matmuls) or 1
     rows = []
-    for matmul in recording.matmuls:
+    for recorded in recording.matmuls:
+        matmul = taken_on(recorded, gpu)
         verdict = judge(matmul, gpu, tf32=tf32_of(matmul, recording))
         share = matmul.flops * matmul.calls / total
         rows.append(ShapeRow(matmul, verdict, share, call_time(matmul, verdict, gpu)))
@@ -68,8 +74,9 @@ def _rows(recording: MatmulRecording, gpu: Gpu) -> list[ShapeRow]:
 
 def _total_us(rows: Sequence[ShapeRow]) -> float | None:
     """Least time of all products; None where a substantial part of the FLOPs has no estimate."""
-    known = [row for row in rows if row.time is not None]
-    if sum(row.share for row in known) < 0.9:
+    computed = [row for row in rows if row.judged.cause not in ("raises", "empty")]
+    known = [row for row in computed if row.time is not None]
+    if not known or sum(row.share for row in known) < 0.9 * sum(row.share for row in computed):
         return None
     return sum(row.time.low_us * row.calls for row in known if row.time is not None)
 
@@ -85,6 +92,10 @@ def _with_findings(rows: Sequence[ShapeRow], groups: Sequence[tuple[str, tuple[i
 
 def _sorted(paddings: Sequence[Padding]) -> tuple[Padding, ...]:
     return tuple(sorted(paddings, key=lambda padding: -padding.share))
+
+
+def _is_stop(note: str, recording: MatmulRecording) -> bool:
+    return bool(recording.stopped) and note.startswith(recording.stopped)
 
 
 def _main_dtype(rows: Sequence[ShapeRow]) -> str:

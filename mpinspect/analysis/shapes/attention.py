@@ -7,6 +7,7 @@ of 8 (a copy of query, key, value and output), flash attention ends at 256, an a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mpinspect.analysis.shapes.alignment import FULL_ALIGNMENT, Layout, layout_of
 from mpinspect.analysis.shapes.verdict import Reading
@@ -14,14 +15,32 @@ from mpinspect.gpus import Gpu
 from mpinspect.matmuls import ITEM_SIZES, Attention, Matmul
 
 MAX_FLASH_HEAD_DIM = 256
+#: torch's flash attention is built for sm80 and later (check_sm_version in sdp_utils.cpp).
+_WITHOUT_FLASH = ("volta", "turing")
+_FLASH, _EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
+_NAMES = {"efficient": "memory-efficient"}
 _TRIPLE = (
     "FP32 attention: memory-efficient kernels compute three TF32 products for each (3xTF32), a third of TF32's rate"
 )
 
 
+def has_flash_attention(gpu: Gpu) -> bool:
+    """Whether torch's flash attention runs on a GPU; taken for granted where its architecture is not known."""
+    return gpu.architecture not in _WITHOUT_FLASH
+
+
+def taken_on(matmul: Matmul, gpu: Gpu) -> Matmul:
+    """Fused attention as a GPU computes it: a recorder knows no GPU, and names flash attention whatever it is for."""
+    attention = matmul.attention
+    if attention is None or attention.backend != "flash" or has_flash_attention(gpu):
+        return matmul
+    return replace(matmul, op=matmul.op.replace(_FLASH, _EFFICIENT), attention=replace(attention, backend="efficient"))
+
+
 def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     """Whether the fused kernels take the operands as they are."""
+    matmul = taken_on(matmul, gpu)
     attention = matmul.attention
     item = ITEM_SIZES.get(matmul.dtype)
     if attention is None or item is None:
@@ -33,9 +52,10 @@ def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
         return Reading("native", "FP64: no fused kernel; unfused products need 8 bytes", "", alignment, found, remarks)
     heads = [f"{name} {size}" for name, size in _head_sizes(attention).items() if size * item % FULL_ALIGNMENT]
     if heads:
-        why = (
-            f"{' and '.join(heads)}: no multiple of {FULL_ALIGNMENT // item}, torch pads copies of query, key and value"
-        )
+        what = "torch pads copies of query, key and value"
+        if not has_flash_attention(gpu):
+            what = "torch's memory-efficient kernel does not take that, and flash attention needs Ampere or later"
+        why = f"{' and '.join(heads)}: no multiple of {FULL_ALIGNMENT // item}, {what}"
         return Reading("degraded", why, "head-dim", alignment, found, remarks)
     if _bias_is_misaligned(attention):
         why = f"the mask's rows are no multiple of {FULL_ALIGNMENT} bytes apart: torch copies it padded"
@@ -44,7 +64,9 @@ def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     if bad:
         why = f"{' and '.join(bad)}: a view that is not aligned to 16 bytes, torch copies it or takes a slower kernel"
         return Reading("degraded", why, "alignment", alignment, found, remarks)
-    kernels = f"{attention.backend} attention" if attention.backend else "a fused kernel"
+    kernels = f"{_NAMES.get(attention.backend, attention.backend)} attention" if attention.backend else "a fused kernel"
+    if not has_flash_attention(gpu) and attention.backend == "efficient":
+        kernels += " (torch's flash attention needs Ampere or later)"
     return Reading(
         "native", f"{kernels}: head sizes and strides are multiples of 16 bytes", "", alignment, found, remarks
     )

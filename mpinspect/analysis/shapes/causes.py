@@ -28,6 +28,8 @@ _BY_WORD = {
     "head-dim": "attention-head-size",
     "attention-bias": "attention-mask",
 }
+#: Causes beside which no other counts.
+_BEFORE_ALL = ("raises", "gpu-without", "gpu-unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ def causes_of(index: int, row: ShapeRow, around: Surroundings) -> tuple[Cause, .
 
 def _causes(index: int, row: ShapeRow, around: Surroundings) -> Iterator[Cause]:
     word = row.judged.cause
+    if row.matmul.math_path and word not in _BEFORE_ALL:
+        # Its own dtypes and sizes are no matter once a fused kernel takes its place.
+        yield Cause("float64" if row.dtype == "float64" else "unfused-attention")
+        return
     if row.dtype == "float64":
         yield Cause("float64")
     elif is_latent(row) and around.recording.autocast_dtype is not None:
@@ -117,7 +123,7 @@ def _size_causes(index: int, row: ShapeRow, around: Surroundings) -> Iterator[Ca
         elif index in around.unfused and size > min(matmul.m, matmul.n, matmul.k):
             # The smallest of the three is a head's size, the others are tokens.
             yield Cause("odd-tokens", size)
-        elif is_vocabulary(size, row.parameter, around.recording):
+        elif is_vocabulary(size, row, around.recording):
             yield Cause("odd-vocabulary", size)
         else:
             yield Cause("odd-size", size)
@@ -138,10 +144,18 @@ def _is_odd(elements: int, layout: Layout) -> bool:
     return elements * layout.item_size % FULL_ALIGNMENT != 0
 
 
-def is_vocabulary(size: int, parameter: str, recording: MatmulRecording) -> bool:
-    """Whether a size is a vocabulary's: by its name, or because the weight is tied to an embedding's."""
+def is_vocabulary(size: int, row: ShapeRow, recording: MatmulRecording) -> bool:
+    """Whether a size is a vocabulary's: by its name, or as the rows of a weight that is tied to an embedding's, which are the
+    outputs of its product; the weight's other size is the embedding's width."""
     names = " ".join(recording.sizes.get(size, ())).lower()
-    return "vocab" in names or "num_embeddings" in names or parameter in recording.embeddings
+    if "vocab" in names or "num_embeddings" in names:
+        return True
+    if row.parameter not in recording.embeddings:
+        return False
+    outputs = {
+        matmul.n for matmul in recording.matmuls if matmul.parameter == row.parameter and matmul.role == "forward"
+    }
+    return size in (outputs or {row.matmul.k if row.role == "dgrad" else max(row.m, row.n)})
 
 
 def unfused_attention(recording: MatmulRecording) -> frozenset[int]:

@@ -10,6 +10,7 @@ import math
 
 from mpinspect.analysis.shapes.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT
 from mpinspect.analysis.shapes.verdict import Reading
+from mpinspect.analysis.shapes.wording import count
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import ITEM_SIZES, Convolution, Matmul, Operand
 
@@ -34,7 +35,7 @@ def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
         return Reading("native", "channels are multiples of 16 bytes", "", alignment, (), remarks)
     if is_stem(convolution):
         why = (
-            f"{channels['C_in']} input channels: cuDNN pads them or takes a kernel made for first layers, "
+            f"{count(channels['C_in'], 'input channel')}: cuDNN pads them or takes a kernel made for first layers, "
             "both slower than an ordinary layer"
         )
         return Reading("degraded", why, "stem", alignment, (), remarks)

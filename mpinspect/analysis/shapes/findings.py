@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from mpinspect.analysis.finding import SEVERITIES, Finding
 from mpinspect.analysis.shapes import findings_dtype, findings_size, findings_structure
 from mpinspect.analysis.shapes.causes import Cause, Surroundings, causes_of, unfused_attention
-from mpinspect.analysis.shapes.group import Group, is_worth_it
+from mpinspect.analysis.shapes.consequences import consequences_of, heads_in, may_be_split, parts_of
+from mpinspect.analysis.shapes.group import Group, Parts, is_worth_it
 from mpinspect.analysis.shapes.mending import mended
 from mpinspect.analysis.shapes.padding import padding_of
-from mpinspect.analysis.shapes.report import FINDING_IDS, ShapeRow
+from mpinspect.analysis.shapes.report import FINDING_IDS, Padding, ShapeRow
 from mpinspect.analysis.shapes.roofline import gain
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import MatmulRecording
@@ -49,15 +51,50 @@ def groups_of(
 ) -> dict[Cause, tuple[Group, tuple[int, ...]]]:
     """Each cause's products, as a group and as indices into ``rows``."""
     members = _members(rows, recording)
+    follow = consequences_of(members, rows)
+    alone = {cause: tuple(rows[index] for index in members[cause]) for cause in follow}
+    for cause, base in follow.items():
+        members[base] = sorted({*members[base], *members.pop(cause)})
     found = {}
     for cause, indices in members.items():
         concerned = tuple(rows[index] for index in indices)
+        following = {one: alone[one] for one, base in follow.items() if base == cause}
+        parts = _parts(cause, tuple(following), concerned, recording)
         worth = gain(((mended(cause, row, gpu, recording.autocast_dtype), row.calls) for row in concerned), total_us)
         share = sum(row.share for row in concerned)
-        padding = padding_of(cause, concerned, gpu, recording, is_worth_it(worth, share))
-        group = Group(cause, concerned, worth, padding, gpu, recording)
+        padding = padding_of(cause, concerned, gpu, recording, is_worth_it(worth, share), parts.number)
+        also = _following(following, padding, gpu, recording)
+        group = Group(cause, concerned, worth, padding, gpu, recording, also, parts)
         found[cause] = (group, tuple(indices))
     return found
+
+
+def _parts(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow], recording: MatmulRecording) -> Parts:
+    """What a size is several of, so that each must be padded: heads that follow from it, or parts that it is split into."""
+    if cause.id != "odd-size" or cause.size is None:
+        return Parts()
+    for one in following:
+        heads = heads_in(cause.size, one.size or 0, rows) if one.id == "attention-head-size" else 0
+        if heads:
+            return Parts(heads, heads=True)
+    if following:
+        return Parts()
+    number, shown = parts_of(cause.size, rows, recording)
+    return Parts(number, is_shown=shown, may_be=number == 1 and may_be_split(cause.size, recording))
+
+
+def _following(
+    following: Mapping[Cause, tuple[ShapeRow, ...]], base: Padding | None, gpu: Gpu, recording: MatmulRecording
+) -> tuple[Padding, ...]:
+    """How the sizes that follow from a padded one come out."""
+    found = []
+    for cause, rows in following.items():
+        own = None if base is None else padding_of(cause, rows, gpu, recording, base.is_worth_it)
+        if own is None or base is None:
+            continue
+        to, preferred = (own.size * size // base.size for size in (base.to, base.to_preferred))
+        found.append(replace(own, to=to, to_preferred=preferred))
+    return tuple(found)
 
 
 def _members(rows: Sequence[ShapeRow], recording: MatmulRecording) -> dict[Cause, list[int]]:
@@ -85,10 +122,11 @@ def finding_of(group: Group) -> Finding:
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The gravest first, then by share of the FLOPs, then root causes first."""
+    """The gravest first, what is said of the whole recording before them, then by share of the FLOPs, then root causes first."""
     return tuple(sorted(findings, key=_rank))
 
 
 def _rank(finding: Finding) -> tuple[float, ...]:
-    share = finding.evidence.get("flops_fraction", 0.0)
+    of_all = finding.id in ("recording-incomplete", "nothing-recorded")
+    share = 1.0 if of_all else finding.evidence.get("flops_fraction", 0.0)
     return (-SEVERITIES.index(finding.severity), -round(share, 6), FINDING_IDS.index(finding.id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.shapes.group import Group
+from mpinspect.analysis.shapes.report import ShapeRow
 from mpinspect.analysis.shapes.wording import dtype_name
 
 
@@ -12,10 +13,25 @@ def product_raises(group: Group) -> Finding:
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     return group.finding(
         f"{group.products} in {group.where} can't run on {group.gpu.name}: {reasons[0]}{more}",
-        "pad the sizes with zeros before the product and slice the result, or leave these layers in a 16-bit dtype",
+        "; ".join(dict.fromkeys(_what_torch_takes(row, group.recording.autocast_dtype) for row in group.rows)),
         "error",
         reasons=reasons,
     )
+
+
+def _what_torch_takes(row: ShapeRow, autocast_dtype: str | None) -> str:
+    a, b = row.matmul.a, row.matmul.b
+    if row.matmul.raises and a is not None and b is not None and a.dtype != b.dtype and " needs " not in row.reason:
+        autocast = (
+            "" if autocast_dtype else ", or run the model under torch.autocast, which casts floating-point operands"
+        )
+        dtypes = " and ".join(sorted((a.dtype, b.dtype)))
+        return f"give both the same dtype (here {dtypes}): cast the input to the weight's dtype{autocast}"
+    if " needs " in row.reason:
+        return (
+            "pad the sizes with zeros before the product and slice the result, or leave these layers in a 16-bit dtype"
+        )
+    return "see that the operands fit as torch's message asks"
 
 
 def gpu_without(group: Group) -> Finding:
@@ -37,9 +53,9 @@ def gpu_unknown(group: Group) -> Finding:
 def float32_under_autocast(group: Group) -> Finding:
     name = dtype_name(group.recording.autocast_dtype or "")
     return group.finding(
-        f"{group.products} in {group.where} run in FP32 under {name} autocast, on CUDA cores: autocast is disabled around "
-        f"them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
-        f"computes in FP32 too); {group.gain_words}",
+        f"{group.products} in {group.where} {group.verb('run')} in FP32 under {name} autocast, on CUDA "
+        f"cores: autocast is disabled around them, or their operands are made in FP32 by an operation that autocast leaves "
+        f"alone (torch's own math attention computes in FP32 too); {group.gain_words}",
         f"drop autocast(enabled=False) around {group.where} or cast the operands to {name}; where FP32's range is needed: "
         + _tf32_switch(group),
     )

@@ -39,14 +39,15 @@ def odd_size(group: Group) -> Finding:
     padding = group.padding
     if padding is None:
         return group.finding(
-            f"{group.products} in {group.where} have misaligned rows", "pad them to a multiple of 16 bytes"
+            f"{group.products} in {group.where} {group.have} misaligned rows", "pad them to a multiple of 16 bytes"
         )
     names = f" ({', '.join(padding.names[:3])})" if padding.names else ""
     name = padding.names[0] if padding.names else "the size"
     return group.finding(
         f"a size of {padding.size:,}{names} gives rows of {_row_bytes(group)} bytes, no multiple of 16, to {group.products} in "
-        f"{group.where}: {_binds(group)}",
-        f"pad {name} {padding.size} -> {padding.advised}{_why_advised(padding)}" + _inductor(group),
+        f"{group.where}{_follow(group)}: {_binds(group)}",
+        f"pad {name} {padding.size} -> {padding.advised}{_why_advised(padding)}{_makes(group)}{_each_part(group)}"
+        + _inductor(group),
     )
 
 
@@ -82,9 +83,9 @@ def multiples_only(group: Group) -> Finding:
     sizes = {letter: sorted(set(found)) for letter, found in by_letter.items()}
     which = "; ".join(f"{letter} {_some(found)}" for letter, found in sizes.items())
     return group.finding(
-        f"{group.products} break the rule of multiples of 8 and no rule of today ({which}): their strides are aligned, rows and "
-        f"batches are free, no change expected on {group.gpu.name}. Libraries before cuBLAS 11 and cuDNN 7.6.3 would not have "
-        "used Tensor Cores for them",
+        f"{group.products} {group.verb('break')} the rule of multiples of 8 and no rule of today ({which}): their strides are "
+        f"aligned, rows and batches are free, no change expected on {group.gpu.name}. Libraries before cuBLAS 11 "
+        "and cuDNN 7.6.3 would not have used Tensor Cores for them",
         "nothing, with today's libraries; for older ones make batch (and tokens) a multiple of 8",
         "info",
         sizes=sizes,
@@ -93,11 +94,48 @@ def multiples_only(group: Group) -> Finding:
 
 def prefers_more(group: Group) -> Finding:
     return group.finding(
-        f"{group.products} in {group.where} are aligned to 16 bytes and not to {PREFERRED_ALIGNMENT}, which A100 and later "
-        "prefer: full speed by the rule of 16 bytes; a few percent at most, or no change",
+        f"{group.products} in {group.where} {group.are} aligned to 16 bytes and not to {PREFERRED_ALIGNMENT}, "
+        "which A100 and later prefer: full speed by the rule of 16 bytes; a few percent at most, or no change",
         "where a size is free to choose, take multiples of 64 (FP16, BF16), 32 (TF32), 128 (FP8, INT8)",
         "info",
     )
+
+
+def _follow(group: Group) -> str:
+    """ "; 300 (c_attn.weight) is 3 x 100 and a head of 25 is 100 / 4": what is no cause of its own."""
+    words = []
+    for padding in group.also:
+        name = f" ({padding.names[0]})" if padding.names else ""
+        if padding.what == "head":
+            words.append(f"{group.parts.number} heads of {padding.size} make it up")
+        else:
+            words.append(f"{padding.size:,}{name} is {padding.size // (group.cause.size or 1)} x {group.cause.size}")
+    return f"; {' and '.join(words)}" if words else ""
+
+
+def _makes(group: Group) -> str:
+    """What padding makes of the sizes that follow."""
+    words = [
+        f"{'the head' if padding.what == 'head' else padding.names[0] if padding.names else 'the size'} {padding.size} -> "
+        f"{padding.advised}"
+        for padding in group.also
+    ]
+    return f", which makes {' and '.join(words)}" if words else ""
+
+
+def _each_part(group: Group) -> str:
+    """Parts that a layer's output is split into are padded each, or the split no longer fits."""
+    padding, parts = group.padding, group.parts
+    if padding is None:
+        return ""
+    if parts.heads:
+        least = -(-padding.size // 8) * 8
+        return f"; {least} would mend the layers and not the heads" if least < padding.advised else ""
+    if parts.number > 1:
+        size, to = padding.size // parts.number, padding.advised // parts.number
+        doubt = "" if parts.is_shown else f"; if its output is not split, {-(-padding.size // 8) * 8} will do"
+        return f", each of its {parts.number} parts {size} -> {to}{doubt}"
+    return "; if the layer's output is split into equal parts, pad each part" if parts.may_be else ""
 
 
 def _binds(group: Group) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.shapes.attention import has_flash_attention
 from mpinspect.analysis.shapes.group import Group
-from mpinspect.analysis.shapes.wording import some_modules
+from mpinspect.analysis.shapes.wording import count, some_modules
 from mpinspect.analysis.wording import percent
+
+#: Share of the FLOPs below which it is called small.
+_SMALL = 0.1
 
 
 def matrix_vector(group: Group) -> Finding:
@@ -26,7 +30,52 @@ def depthwise(group: Group) -> Finding:
     )
 
 
+#: Why scaled_dot_product_attention takes its math path, by the recording's word, and what mends that (torch's
+#: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+_MATH_PATH = {
+    "dimensions": (
+        "torch's fused kernels need 4 dimensions (batch, heads, length, head_dim), and these have another number",
+        "give query, key and value a head dimension, as query.unsqueeze(1), and take it off the result: .squeeze(1)",
+    ),
+    "shapes": (
+        "batch sizes or heads of query, key and value differ in a way that no fused kernel takes",
+        "expand key and value to query's batch and heads (repeat_interleave for grouped heads)",
+    ),
+    "strides": (
+        "the last dimension of query, key or value has no stride 1",
+        "make the head's dimension the innermost: .contiguous() on what is transposed",
+    ),
+    "dtype": ("torch's fused kernels take 16-bit dtypes and FP32 only", "cast query, key and value"),
+    "head-size": (
+        "with a mask, in FP32 or with value heads of another size only the memory-efficient kernel could take these, and its "
+        "heads are multiples of 8 (FP32: 4)",
+        "make the head's size a multiple of 8, or is_causal=True in place of a mask that says the same",
+    ),
+    "disabled": (
+        "the fused kernels that could take these are switched off",
+        "allow them: torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_flash_sdp, enable_mem_efficient_sdp",
+    ),
+}
+
+
 def unfused_attention(group: Group) -> Finding:
+    paths = list(dict.fromkeys(row.matmul.math_path for row in group.rows if row.matmul.math_path))
+    if not paths:
+        return _separate_products(group)
+    reasons, fixes = zip(*(_MATH_PATH.get(path, ("torch chose it", "see why")) for path in paths), strict=True)
+    rest = ""
+    if not all(row.matmul.math_path for row in group.rows):
+        rest = "; others look like attention in separate products, and scaled_dot_product_attention would fuse them"
+    precision = ", in FP32" if any(row.dtype == "float32" for row in group.rows) else ""
+    return group.finding(
+        f"{group.products} in {group.where} are scaled_dot_product_attention's math path, separate products{precision}: "
+        f"{'; '.join(reasons)}{rest}; {group.gain_words}, the softmax between them not counted",
+        "; ".join(fixes),
+        math_path=paths,
+    )
+
+
+def _separate_products(group: Group) -> Finding:
     # The first product of attention has a head's size to sum over; its result are the scores.
     scores = sorted({(row.m, row.n) for row in group.rows if row.role == "forward" and row.k <= row.n})
     sizes = f" of {scores[-1][0]} x {scores[-1][1]}" if scores else ""
@@ -51,6 +100,8 @@ def not_channels_last(group: Group) -> Finding:
 
 def few_input_channels(group: Group) -> Finding:
     channels = group.cause.size or 0
+    share = f"{percent(group.share)} of the FLOPs"
+    share = f"a small share ({share})" if group.share < _SMALL else share
     to = group.padding.to if group.padding is not None else 4
     saved = (
         ""
@@ -58,8 +109,8 @@ def few_input_channels(group: Group) -> Finding:
         else f", at most {percent(group.gain.saved_fraction_high)} of the time of all (estimated)"
     )
     return group.finding(
-        f"{some_modules(row.module for row in group.rows)} reads {channels} input channels, no multiple of 8: a small share "
-        f"({percent(group.share)} of the FLOPs){saved}, and cuDNN has kernels made for first layers; "
+        f"{some_modules(row.module for row in group.rows)} reads {count(channels, 'input channel')}, no multiple of 8: "
+        f"{share}{saved}, and cuDNN has kernels made for first layers; "
         f"usually no change ({group.talk_words})",
         f"if a profile shows it: pad the input to {to} channels with zeros (the weight likewise), or 8 for the rule of "
         "multiples of 8",
@@ -70,8 +121,8 @@ def few_input_channels(group: Group) -> Finding:
 def misaligned_view(group: Group) -> Finding:
     reasons = list(dict.fromkeys(row.reason for row in group.rows))
     return group.finding(
-        f"{group.products} in {group.where} read or write a view that is not aligned to 16 bytes, whatever the sizes: "
-        f"{reasons[0]}; {group.gain_words}",
+        f"{group.products} in {group.where} {group.verb('read')} or {group.verb('write')} a view that is not "
+        f"aligned to 16 bytes, whatever the sizes: {reasons[0]}; {group.gain_words}",
         "slice at multiples of 8 elements, pad the parts (a head, a chunk) to such a multiple, or .contiguous() where the "
         "view is used more than once",
         reasons=reasons[:10],
@@ -80,9 +131,14 @@ def misaligned_view(group: Group) -> Finding:
 
 def attention_head_size(group: Group) -> Finding:
     to = group.padding.to if group.padding is not None else 0
+    what = "torch pads copies of query, key and value"
+    if not has_flash_attention(group.gpu):
+        what = (
+            "torch's memory-efficient kernel does not take them, and without flash attention separate products remain"
+        )
     return group.finding(
-        f"heads of {group.cause.size} in {group.where} ({percent(group.share)} of the FLOPs) are no multiple of 8: torch pads "
-        f"copies of query, key and value; {group.gain_words}",
+        f"heads of {group.cause.size} in {group.where} ({percent(group.share)} of the FLOPs) are no multiple of 8: {what}; "
+        f"{group.gain_words}",
         f"choose a head size of {to}, or pad the projections' output per head {group.cause.size} -> {to}",
     )
 

@@ -10,7 +10,14 @@ from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.shapes.causes import Cause
 from mpinspect.analysis.shapes.report import Padding, ShapeRow
 from mpinspect.analysis.shapes.roofline import Gain
-from mpinspect.analysis.shapes.wording import NEGLIGIBLE, count, gain_words, grouped, some_modules
+from mpinspect.analysis.shapes.wording import (
+    NEGLIGIBLE,
+    count,
+    gain_words,
+    grouped,
+    promises_nothing,
+    some_modules,
+)
 from mpinspect.analysis.wording import percent
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import MatmulRecording
@@ -21,12 +28,28 @@ MAX_MODULES = 50
 
 def is_worth_it(gain: Gain | None, share: float) -> bool:
     """Whether mending may bring something; where that is not known, whether it is about more than a trifle."""
-    return (share if gain is None else gain.saved_fraction_high) >= NEGLIGIBLE
+    return share >= NEGLIGIBLE if gain is None else not promises_nothing(gain)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a size is made of: ``number`` equal parts (``heads``, or parts that the layer's output is split into).
+
+    Args:
+        is_shown: the recording shows it; else a name tells.
+        may_be: nothing tells, and it may yet be split.
+    """
+
+    number: int = 1
+    heads: bool = False
+    is_shown: bool = False
+    may_be: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """``rows`` have ``cause``; ``gain`` is what mending it brings, ``padding`` how its size would be padded."""
+    """``rows`` have ``cause``; ``gain`` is what mending it brings, ``padding`` how its size would be padded, ``also`` how those
+    that follow from it come out."""
 
     cause: Cause
     rows: tuple[ShapeRow, ...]
@@ -34,6 +57,13 @@ class Group:
     padding: Padding | None
     gpu: Gpu
     recording: MatmulRecording
+    also: tuple[Padding, ...] = ()
+    parts: Parts = Parts()
+
+    @property
+    def paddings(self) -> tuple[Padding, ...]:
+        """All sizes to pad, the one to blame first."""
+        return () if self.padding is None else (self.padding, *self.also)
 
     @property
     def share(self) -> float:
@@ -62,6 +92,14 @@ class Group:
     def are(self) -> str:
         """The verb after ``products``."""
         return "is" if self.calls == 1 else "are"
+
+    @property
+    def have(self) -> str:
+        return "has" if self.calls == 1 else "have"
+
+    def verb(self, plural: str) -> str:
+        """Any other verb after ``products``: "break", or "breaks" of one."""
+        return f"{plural}s" if self.calls == 1 else plural
 
     @property
     def is_worth_it(self) -> bool:
@@ -95,6 +133,8 @@ class Group:
                 "padded": self.padding.to,
                 "padded_preferred": self.padding.to_preferred,
             }
+        if self.also:
+            found["consequent_sizes"] = [padding.size for padding in self.also]
         if self.gain is not None:
             found |= {
                 "estimated_speedup_low": self.gain.speedup_low,

@@ -46,7 +46,9 @@ def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict
 def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
     """The first rule that decides."""
     return (
-        _of_the_gpu(gpu)
+        # What torch refused while it ran has no verdict of a GPU's.
+        (raising_reading(matmul, gpu) if matmul.raises else None)
+        or _of_the_gpu(gpu)
         or raising_reading(matmul, gpu)
         or nothing_to_multiply(matmul)
         or precision_reading(matmul, gpu, tf32)

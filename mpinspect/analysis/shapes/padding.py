@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -25,13 +26,13 @@ _WHAT = {
 
 
 def padding_of(
-    cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, worth_it: bool
+    cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, worth_it: bool, parts: int = 1
 ) -> Padding | None:
-    """How a cause's size would be padded; None where no size of the model is to blame."""
+    """How a cause's size would be padded, each of its equal ``parts`` alike; None where no size of the model is to blame."""
     if cause.id not in _WHAT or cause.size is None:
         return None
     dtype = once_mended(rows[0], recording.autocast_dtype).dtype
-    to, to_preferred = padded(cause.size, dtype, gpu)
+    to, to_preferred = padded(cause.size, dtype, gpu, parts)
     if cause.id == "few-input-channels":
         # cuDNN's first-layer kernels take 4 channels (8 bytes in FP16): NVIDIA's guide.
         to = to_preferred = up_to(cause.size, 4)
@@ -50,13 +51,15 @@ def padding_of(
     )
 
 
-def padded(size: int, dtype: str, gpu: Gpu) -> tuple[int, int]:
-    """The least size with full alignment, which is a multiple of 8 too, and the least that gives what the GPU prefers."""
+def padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
+    """The least size with full alignment, which is a multiple of 8 too, and the least that gives what the GPU prefers; of both
+    each of the equal ``parts`` is fully aligned."""
     item = ITEM_SIZES.get(dtype, 2)
     least = max(8, FULL_ALIGNMENT // item)
     # 128 bytes of 16-bit values for FP32 too: the size is the same when the model moves to 16 bits.
     preferred = max(PREFERRED_ALIGNMENT // item, PREFERRED_ALIGNMENT // 2)
-    return up_to(size, least), up_to(size, preferred if gpu.architecture in PREFERRING_ARCHITECTURES else least)
+    wanted = preferred if gpu.architecture in PREFERRING_ARCHITECTURES else least
+    return up_to(size, parts * least), up_to(size, math.lcm(parts * least, wanted))
 
 
 def names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:

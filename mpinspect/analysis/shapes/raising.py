@@ -17,9 +17,9 @@ from mpinspect.matmuls import Matmul, Operand
 def raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
     """The verdict on a product that raises on a GPU: "off"; None where it does not."""
     faults = list(_faults(matmul, gpu))
-    if not faults:
-        return None
-    return Reading("off", f"torch raises: {matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}", "raises")
+    if faults:
+        return Reading("off", f"torch raises: {matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}", "raises")
+    return Reading("off", f"torch raises: {matmul.raises}", "raises") if matmul.raises else None
 
 
 def _faults(matmul: Matmul, gpu: Gpu) -> Iterator[str]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Every finding's id; a new finding is listed here. Order: root causes first, which is the order of equal severities.
 FINDING_IDS = (
+    "recording-incomplete",
+    "nothing-recorded",
     "product-raises",
     "gpu-without-tensor-cores",
     "gpu-unknown",
@@ -201,6 +203,7 @@ class ShapeReport:
         estimated_us: least time of all products on the GPU, as they are; None where its rates are not known.
         layout_copy_bytes, dtype_copy_bytes: moved by copies that only change layout or dtype.
         notes: sentences: what could not be recorded, and what was assumed.
+        complete: whether the model ran to its end, so that the figures are of all of it.
     """
 
     model: str
@@ -220,6 +223,7 @@ class ShapeReport:
     layout_copy_bytes: int
     dtype_copy_bytes: int
     notes: tuple[str, ...] = ()
+    complete: bool = True
 
     def __str__(self) -> str:
         from mpinspect.reports.shapes_text import render

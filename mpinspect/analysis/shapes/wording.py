@@ -26,11 +26,16 @@ def dtype_name(dtype: str) -> str:
     return _BRANDS.get(dtype, dtype)
 
 
+def promises_nothing(gain: Gain) -> bool:
+    """Whether it is a trifle of all products' time, or a range that rounds to "x1.0 to x1"."""
+    return gain.saved_fraction_high < NEGLIGIBLE or float(f"{gain.speedup_high:.2g}") <= 1.0
+
+
 def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
     """What a fix brings, always called estimated: a range, or that nothing or little is to be expected."""
     if gain is None:
         return "gain unknown: no rates of this GPU are known"
-    if gain.saved_fraction_high < NEGLIGIBLE:
+    if promises_nothing(gain):
         saved = percent(gain.saved_fraction_high)
         slower = "; it may be slower" if by_padding else ""
         return f"no change expected (estimated: at most {saved} of the products' time{slower})"

@@ -19,6 +19,7 @@ from mpinspect.analysis.tensor_cores.report import KERNEL_FINDING_IDS, KernelRep
 from mpinspect.analysis.tensor_cores.shapes_of import LintedModules
 from mpinspect.analysis.tensor_cores.shares import coverage, shares
 from mpinspect.analysis.tensor_cores.tables import by_module, by_name
+from mpinspect.garbage_collection import without_collection
 from mpinspect.gpus import Gpu
 from mpinspect.kernels import KernelTrace
 
@@ -38,14 +39,19 @@ def analyse_kernels(
         gpu: judges for this GPU instead of those that the traces describe.
         shapes: a shape lint of the same model, whose causes stand beside kernels of the same module.
     """
+    with without_collection():
+        return _analysed(traces, gpu, shapes)
+
+
+def _analysed(traces: Sequence[KernelTrace], gpu: Gpu | None, linted: ShapeReport | None) -> KernelReport:
     rows = checked_by_rate(with_products(rows_by_name(traces, gpu)))
     ranks = rank_reports(traces, rows)
-    lost = losses(rows, LintedModules(shapes))
+    lost = losses(rows, LintedModules(linted))
     report = KernelReport(
         kernels=tuple(rows),
         gpus=gpus_of(traces, gpu),
-        shares=shares(rows),
-        coverage=coverage(rows),
+        shares=ranks[0].shares if len(ranks) == 1 else shares(rows),
+        coverage=ranks[0].coverage if len(ranks) == 1 else coverage(rows),
         phrase=phrase(rows),
         by_name=by_name(rows),
         by_module=by_module(rows),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mpinspect.analysis.tensor_cores.operands import Products
 from mpinspect.analysis.tensor_cores.rows import KernelRow
@@ -53,12 +52,19 @@ def _assigned(rows: list[KernelRow], products: tuple[Matmul, ...], rule: ShapeRu
 
 
 def _with(row: KernelRow, product: Matmul, together: list[KernelRow], rule: ShapeRule) -> KernelRow:
-    return replace(
-        row,
-        matmul=product,
-        dtype=product.dtype or row.dtype,
-        flops=_flops(row, together, product),
-        shape=rule.verdict(product, row.gpu),
+    # dataclasses.replace takes twice as long, and a trace has hundreds of thousands of rows.
+    return KernelRow(
+        row.kernel,
+        row.named,
+        row.gpu,
+        row.trace,
+        row.verdict,
+        row.reason,
+        row.basis,
+        product.dtype or row.dtype,
+        product,
+        _flops(row, together, product),
+        rule.verdict(product, row.gpu),
     )
 
 

@@ -58,9 +58,9 @@ def library(row: KernelRow) -> str:
 
 
 def _of_degraded(row: KernelRow) -> Cause:
+    held_back = row.shape.reason if row.shape is not None and row.shape.verdict == "degraded" else ""
     if row.basis == "rate":
-        return Cause("rate", row.reason)
+        # The rate tells that it was slow and the shape rule why: names of Hopper's and Blackwell's nvjet tell no alignment.
+        return Cause("rate-alignment", f"{row.reason}; {held_back}") if held_back else Cause("rate", row.reason)
     # The shape rule names the operand and its stride; the kernel's name only what was left.
-    if row.shape is not None and row.shape.verdict == "degraded":
-        return Cause("alignment", row.shape.reason)
-    return Cause("alignment", row.reason)
+    return Cause("alignment", held_back or row.reason)

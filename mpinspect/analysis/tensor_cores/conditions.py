@@ -72,7 +72,9 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_FORM = re.compile(r"(?P<name>[a-z][a-z -]*?)\s*(?P<sign><=|>=|<|>)\s*(?P<value>\d+(?:\.\d*)?|\.\d+)\s*(?P<percent>%?)")
+_FORM = re.compile(
+    r"(?P<name>[a-z][a-z -]*?)\s*(?P<sign><=|>=|<|>)\s*(?P<value>(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)\s*(?P<percent>%?)"
+)
 
 
 @dataclass(frozen=True)

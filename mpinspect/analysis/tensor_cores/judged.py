@@ -49,8 +49,8 @@ def _on_their_gpus(trace: KernelTrace, gpu: Gpu | None) -> Iterable[tuple[Kernel
 
 def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
     """A judge that looks at each name, dtype and GPU once: a trace has many kernels of few names."""
-    known: dict[tuple[str, str, str, str], tuple[KernelVerdict, str]] = {}
-    # By identity, for hashing an operator with its shapes takes longer than all the rest; the traces keep them alive.
+    known: dict[tuple[str, str, int], tuple[KernelVerdict, str]] = {}
+    # By identity, for hashing an operator with its shapes takes longer than all the rest; traces and rows keep them alive.
     dtypes: dict[int, str] = {}
 
     def judge(kernel: Kernel, gpu: Gpu, trace: int) -> KernelRow:
@@ -58,12 +58,12 @@ def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
         if id(op) not in dtypes:
             dtypes[id(op)] = dtype_of(op)
         dtype = dtypes[id(op)]
-        key = (kernel.name, dtype, gpu.name, gpu.architecture)
+        key = (kernel.name, dtype, id(gpu))
         if key not in known:
             named = classify_kernel(kernel.name, gpu, dtype or None)
             known[key] = named, dtype or _stored(named)
         named, dtype = known[key]
-        return KernelRow(kernel, named, gpu, trace, named.verdict, named.reason, dtype=dtype)
+        return KernelRow(kernel, named, gpu, trace, named.verdict, named.reason, "name", dtype)
 
     return judge
 

@@ -9,25 +9,28 @@ from mpinspect.analysis.tensor_cores.records import Limits, RankReport
 from mpinspect.analysis.tensor_cores.roofline import bound, bound_as_run, tensor_core_peak
 from mpinspect.analysis.tensor_cores.rows import KernelRow
 from mpinspect.analysis.tensor_cores.savings import can_gain, half_precision, ways
-from mpinspect.analysis.tensor_cores.widths import is_layout_conversion, may_be_wide
+from mpinspect.analysis.tensor_cores.widths import is_layout_conversion, is_wide
 
 _PRODUCTS = {
     "off": "products off Tensor Cores",
     "degraded": "degraded products",
     "unknown": "products that may be off",
 }
+_WIDE, _MAY_BE_WIDE = "other FP32 kernels in 16 bits", "other kernels of unknown dtype, were they FP32"
 #: Where bounds of savings come from, in the order of reports.
 CAUSES = (
     *_PRODUCTS.values(),
     "native TF32 products in 16 bits",
-    "other FP32 kernels in 16 bits",
+    _WIDE,
+    _MAY_BE_WIDE,
     "layout conversions",
 )
 
 _ASSUMPTIONS = (
     "products reach their roofline, in the narrowest dtype of 16 bits or more that the GPU's Tensor Cores multiply",
     "where FLOPs or rates are unknown, all the time of a product that is off or degraded counts as saved",
-    "kernels that are no products are memory-limited: FP32 ones take half as long in 16 bits, optimizers' excepted",
+    "kernels that are no products are memory-limited: FP32 ones take half as long in 16 bits, optimizers' excepted, and those "
+    "whose dtype neither name nor operator tells count as FP32",
     "layout conversions vanish (channels_last)",
     "native 16-bit and FP8 products, communication, copies and idle time stay as they are",
 )
@@ -110,9 +113,10 @@ def _outlook(row: KernelRow) -> _Outlook:
         return _Outlook(limited_by) if least is None else _Outlook(limited_by, _PRODUCTS[row.verdict], least, 1.0)
     if is_layout_conversion(row.name):
         return _Outlook(limited_by, "layout conversions", factor=1.0)
-    if row.phase != "optimizer" and may_be_wide(row):
-        return _Outlook(limited_by, "other FP32 kernels in 16 bits", factor=0.5)
-    return _Outlook(limited_by)
+    wide = is_wide(row)
+    if row.phase == "optimizer" or wide is False:
+        return _Outlook(limited_by)
+    return _Outlook(limited_by, _WIDE if wide else _MAY_BE_WIDE, factor=0.5)
 
 
 def _least(row: KernelRow) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from mpinspect.analysis.kernel_names.classify import FULL_ALIGNMENT
 from mpinspect.analysis.tensor_cores.causes import Cause, Causes
 from mpinspect.analysis.tensor_cores.rates import SiblingRates
 from mpinspect.analysis.tensor_cores.records import Loss
@@ -63,6 +64,20 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
         fraction=share(time, total) or 0.0,
         tflops=flops / time / 1e6 if flops is not None and time > 0 else None,
         savings=savings(rows, siblings),
+        uneven_rows=_uneven_rows(first),
+    )
+
+
+def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
+    """What padding can mend; a view's rows are another tensor's, and a vector has none."""
+    layouts = row.shape.layouts if row.shape is not None else ()
+    if not layouts or any(layout.is_assumed for layout in layouts):
+        return None
+    found = [layout for layout in layouts if layout.row_stride and not layout.is_view]
+    return tuple(
+        dict.fromkeys(
+            layout.row_stride or 0 for layout in found if (layout.row_stride or 0) * layout.item_size % FULL_ALIGNMENT
+        )
     )
 
 

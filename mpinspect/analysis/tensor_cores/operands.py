@@ -25,6 +25,9 @@ _DTYPES = {
     "char": "int8",
     "bool": "bool",
 }
+#: torch counts elements in 64 bits, and no machine computes a product of more operations than this (an exaflop/s needs 30,000
+#: years): larger numbers are damage, and what follows from them is unknown.
+_LONGEST, _MOST_OPERATIONS = 2**63 - 1, 10**30
 _COMPLEX = {"double": "complex128", "float": "complex64"}
 
 
@@ -59,11 +62,14 @@ def products_of(op: TraceOp) -> tuple[Matmul, ...]:
     operands = operands_of(op)
     if not operands:
         return ()
+    if any(size > _LONGEST for operand in operands if operand is not None for size in operand.shape):
+        return ()
     try:
-        return matmuls_of(op.name, operands, scalars=op.scalars or ())
+        found = matmuls_of(op.name, operands, scalars=op.scalars or ())
     except (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, OverflowError):
         # Traces are written by many versions, and edited: an odd operator costs its FLOPs, not the report.
         return ()
+    return () if any(max(product.flops, product.bytes) > _MOST_OPERATIONS for product in found) else found
 
 
 class Products:

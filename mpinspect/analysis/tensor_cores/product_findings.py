@@ -9,14 +9,16 @@ from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.kernel_names.classify import FULL_ALIGNMENT
 from mpinspect.analysis.tensor_cores.records import Loss
 from mpinspect.analysis.tensor_cores.report import KernelReport
+from mpinspect.analysis.tensor_cores.rows import KernelRow
+from mpinspect.analysis.tensor_cores.savings import can_gain
 from mpinspect.analysis.tensor_cores.words import duration
-from mpinspect.analysis.wording import percent, some
+from mpinspect.analysis.wording import format_name, percent, some
 from mpinspect.matmuls import ITEM_SIZES
 
 #: Shares of all kernel time: from the first on a loss is a warning; unknown verdicts are worth a line from the second on.
 _WORTH_A_WARNING, _WORTH_A_LINE = 0.05, 0.01
-#: Names listed in evidence.
-_MOST_LISTED = 20
+#: Names listed in evidence, and dtypes in a sentence.
+_MOST_LISTED, _MOST_NAMED = 20, 4
 
 _FP16 = "torch.autocast('cuda', dtype=torch.float16) with a loss scaler (mpinspect.MixedPrecision)."
 #: By id of the cause.
@@ -47,15 +49,49 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
     if not all(gpu.has_tensor_cores for gpu in report.gpus):
         return
     off = shares.verdict_calls["off"]
+    severity, why, fix = _of_the_unused(report)
     yield Finding(
         "tensor-cores-unused",
-        "warning" if _of_all(report) >= _WORTH_A_WARNING else "info",
+        severity,
         "",
         f"No kernel ran on Tensor Cores: {_kernels(off)} of matrix products, {percent(_of_all(report))} of all kernel "
-        "time, and every one on CUDA cores.",
+        f"time, and {'every one' if off > 1 else 'that'} on CUDA cores{why}.",
         {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
-        "See eligible-not-used for the causes." if report.eligible else "",
+        fix,
     )
+
+
+def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
+    """Severity, what kept the products off, and the fix."""
+    severity = "warning" if _of_all(report) >= _WORTH_A_WARNING else "info"
+    if report.eligible:
+        return severity, "", "See eligible-not-used for the causes."
+    products = [row for row in report.kernels if row.is_product]
+    if all(row.kind == "gemv" or (row.shape is not None and row.shape.cause == "matrix-vector") for row in products):
+        return (
+            "info",
+            "; they are matrix-vector products, which memory limits: Tensor Cores would change nothing",
+            "Several requests at once, or a larger batch, make them matrix products that Tensor Cores speed up.",
+        )
+    if not any(map(can_gain, products)):
+        return (
+            "info",
+            "; memory limits them, so that Tensor Cores would change nothing",
+            "No change of precision is expected to help.",
+        )
+    is_known = all(row.dtype for row in products)
+    return (
+        severity,
+        f"; none is known to be eligible ({_dtypes(products)})",
+        "Compute in FP16 what need not be wider."
+        if is_known
+        else "Record with record_shapes=True, to learn their dtypes.",
+    )
+
+
+def _dtypes(products: Sequence[KernelRow]) -> str:
+    names = dict.fromkeys(format_name(row.dtype) or "dtype unknown" for row in products)
+    return ", ".join(list(names)[:_MOST_NAMED])
 
 
 def _of_all(report: KernelReport) -> float:
@@ -94,14 +130,18 @@ def _degraded(cause: str, group: list[Loss]) -> Finding:
         first.module,
         f"{_total(group)} ran on Tensor Cores, but degraded: {_where(first)}{sizes}{others}: {first.cause}.{_saved(group)}",
         _evidence(cause, group),
-        _alignment_fix(first) if cause == "alignment" else _FIXES[cause],
+        _FIXES[cause] if cause == "rate" else _alignment_fix(first),
     )
 
 
 def _alignment_fix(loss: Loss) -> str:
     """The sizes to pad, where the product's own tell them."""
-    step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2)
-    sizes = dict.fromkeys(size for size in (loss.n, loss.k) if loss.kind == "gemm" and size and size % step)
+    step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2) or 1
+    if loss.kind == "convolution":
+        return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
+    # Without strides either size may be the one between two rows.
+    rows = loss.uneven_rows if loss.uneven_rows is not None else (loss.n, loss.k)
+    sizes = dict.fromkeys(size for size in rows if loss.kind == "gemm" and size and size % step)
     if not sizes:
         return f"Make every row stride and slice's start a multiple of 16 bytes ({step} elements); mpinspect lint names them."
     padded = ", ".join(f"{size} -> {-(-size // step) * step}" for size in sizes)
@@ -171,10 +211,18 @@ def _contradicted(report: KernelReport) -> Iterator[Finding]:
         "rate-contradicts-name",
         "info",
         rows[0].module,
-        f"{len(rows):,} runs were faster than this GPU's CUDA cores can be, though the names of their kernels say CUDA cores "
+        f"{_runs(len(rows))} faster than this GPU's CUDA cores can be, though the {_names(names)} CUDA cores "
         f"({some(names, 2)}): counted as on Tensor Cores, by an estimate.",
         {"calls": len(rows), "kernels": names[:_MOST_LISTED]},
     )
+
+
+def _runs(count: int) -> str:
+    return "1 run was" if count == 1 else f"{count:,} runs were"
+
+
+def _names(names: Sequence[str]) -> str:
+    return "kernel's name says" if len(names) == 1 else "names of their kernels say"
 
 
 def _unknown(report: KernelReport) -> Iterator[Finding]:

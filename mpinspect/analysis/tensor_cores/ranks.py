@@ -74,6 +74,7 @@ def _rank_report(trace: KernelTrace, rows: Sequence[KernelRow], label: str) -> R
         copies_us=trace.copies_us,
         devices=tuple(_device(trace, rows, number) for number in _numbers(trace)),
         notes=trace.notes,
+        cut_short=trace.cut_short,
     )
 
 

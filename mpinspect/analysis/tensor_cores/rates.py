@@ -74,8 +74,8 @@ class SiblingRates:
     def __init__(self, rows: Iterable[KernelRow]) -> None:
         found: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
         for row in rows:
-            if row.verdict == "native" and row.flops is not None and row.tflops is not None:
-                found[_family(row)].append((row.flops, row.tflops))
+            if row.verdict == "native" and row.flops is not None and (rate := row.tflops) is not None:
+                found[_family(row)].append((row.flops, rate))
         self._known = {key: sorted(pairs) for key, pairs in found.items()}
         self._cache: dict[tuple[object, ...], float | None] = {}
 

@@ -82,6 +82,8 @@ class Loss:
         calls, time_us, fraction: how often, how long in all, of all kernel time.
         tflops: achieved; None without shapes.
         savings: what could be saved, by way; empty where that is unknown.
+        uneven_rows: row strides of its operands, in elements, that are no multiple of 16 bytes and are not a view's; None where
+            the trace has no strides.
     """
 
     verdict: str
@@ -102,6 +104,7 @@ class Loss:
     fraction: float
     tflops: float | None
     savings: tuple[Saving, ...]
+    uneven_rows: tuple[int, ...] | None = None
 
     @property
     def module(self) -> str:
@@ -165,7 +168,10 @@ class DeviceTime:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One trace's part. ``label`` names it in reports: "rank 3", or its file where ranks are unknown or not unique."""
+    """One trace's part. ``label`` names it in reports: "rank 3", or its file where ranks are unknown or not unique.
+
+    ``cut_short``: its file ends before its events do.
+    """
 
     label: str
     source: str
@@ -179,3 +185,4 @@ class RankReport:
     copies_us: float
     devices: tuple[DeviceTime, ...]
     notes: tuple[str, ...] = ()
+    cut_short: bool = False

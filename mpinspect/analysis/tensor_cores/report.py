@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: Every finding's id; a new finding is listed here.
 KERNEL_FINDING_IDS = (
+    "trace-cut-short",
     "no-gpu-activity",
     "no-kernels",
     "no-tensor-cores",

@@ -34,7 +34,9 @@ def can_gain(row: KernelRow) -> bool:
 def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
     """The changes that would bring a product to Tensor Cores at full speed, each with the dtype it would have."""
     if row.verdict == "degraded":
-        yield "aligned" if row.basis == "name" else "as its like", row.dtype
+        # What held it back is known from its name or from the shape rule; a rate alone tells that something did.
+        is_known = row.basis == "name" or (row.shape is not None and row.shape.verdict == "degraded")
+        yield "aligned" if is_known else "at full speed", row.dtype
     elif row.dtype == "float32":
         if row.gpu.multiplies("float32"):
             yield "TF32", "float32"
@@ -57,11 +59,16 @@ def half_precision(gpu: Gpu) -> tuple[str, str] | None:
 def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRates) -> Saving | None:
     spent = least = expected = 0.0
     by_siblings, limits = True, {"math": 0.0, "memory": 0.0}
+    known: dict[tuple[int, float | None], tuple[Bound | None, float | None]] = {}
     for row in rows:
-        floor = bound(row, dtype)
+        # Runs that shared one call have FLOPs of their own; most have the same.
+        key = id(row.matmul), row.flops
+        if key not in known:
+            floor = bound(row, dtype)
+            known[key] = floor, None if floor is None else _time_of_siblings(row, dtype, floor, siblings)
+        floor, typical = known[key]
         if floor is None:
             return None
-        typical = _time_of_siblings(row, dtype, floor, siblings)
         by_siblings = by_siblings and typical is not None
         spent, least = spent + row.time_us, least + max(floor.time_us, SHORTEST_KERNEL_US)
         expected += max(typical or 0.0, SHORTEST_KERNEL_US)

@@ -84,9 +84,11 @@ def shares(rows: Iterable[KernelRow]) -> Shares:
     time, calls = dict.fromkeys(VERDICTS, 0.0), dict.fromkeys(VERDICTS, 0)
     communication = 0.0
     for row in rows:
-        time[row.verdict] += row.time_us
-        calls[row.verdict] += 1
-        communication += row.time_us if row.is_communication else 0.0
+        verdict, us = row.verdict, row.kernel.time_us
+        time[verdict] += us
+        calls[verdict] += 1
+        if row.named.kind == "communication":
+            communication += us
     return Shares(sum(calls.values()), sum(time.values()), communication, time, calls)
 
 
@@ -94,10 +96,12 @@ def coverage(rows: Iterable[KernelRow]) -> Coverage:
     total = attributed = module = path = products = flops = 0.0
     reasons = dict.fromkeys(UNATTRIBUTED, 0.0)
     for row in rows:
-        kernel, time = row.kernel, row.time_us
+        kernel = row.kernel
+        time = kernel.time_us
         total += time
-        module += time if kernel.module else 0.0
-        path += time if kernel.module and kernel.module_is_path else 0.0
+        if kernel.module:
+            module += time
+            path += time if kernel.module_is_path else 0.0
         if kernel.op is not None:
             attributed += time
         else:

@@ -15,7 +15,7 @@ def by_name(rows: Sequence[KernelRow]) -> tuple[NameRow, ...]:
     groups: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
     for row in rows:
         groups[row.name, row.verdict, row.basis].append(row)
-    total = sum(row.time_us for row in rows)
+    total = sum(row.kernel.time_us for row in rows)
     found = [_name_row(group, total) for group in groups.values()]
     return tuple(sorted(found, key=lambda row: (-row.time_us, row.name)))
 
@@ -25,22 +25,22 @@ def by_module(rows: Sequence[KernelRow]) -> tuple[ModuleRow, ...]:
     groups: dict[tuple[str, bool], list[KernelRow]] = defaultdict(list)
     for row in rows:
         groups[row.module, row.kernel.module_is_path].append(row)
-    total = sum(row.time_us for row in rows)
+    total = sum(row.kernel.time_us for row in rows)
     found = [_module_row(module, is_path, group, total) for (module, is_path), group in groups.items()]
     return tuple(sorted(found, key=lambda row: (-row.time_us, row.module)))
 
 
 def _name_row(rows: list[KernelRow], total: float) -> NameRow:
-    first, time = rows[0], sum(row.time_us for row in rows)
+    first, time = rows[0], sum(row.kernel.time_us for row in rows)
     known = [row for row in rows if row.flops is not None]
-    known_time = sum(row.time_us for row in known)
+    known_time = sum(row.kernel.time_us for row in known)
     return NameRow(
         name=first.name,
         verdict=first.verdict,
         reason=first.reason,
         kind=first.kind,
         architecture=first.architecture,
-        ops=tuple(dict.fromkeys(row.op for row in rows if row.op)),
+        ops=tuple(filter(None, dict.fromkeys(row.op for row in rows))),
         calls=len(rows),
         time_us=time,
         fraction=share(time, total) or 0.0,
@@ -51,6 +51,6 @@ def _name_row(rows: list[KernelRow], total: float) -> NameRow:
 def _module_row(module: str, is_path: bool, rows: list[KernelRow], total: float) -> ModuleRow:
     verdict_time_us = dict.fromkeys(VERDICTS, 0.0)
     for row in rows:
-        verdict_time_us[row.verdict] += row.time_us
+        verdict_time_us[row.verdict] += row.kernel.time_us
     time = sum(verdict_time_us.values())
     return ModuleRow(module, is_path, len(rows), time, share(time, total) or 0.0, verdict_time_us)

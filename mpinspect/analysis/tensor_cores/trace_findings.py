@@ -8,6 +8,7 @@ from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.tensor_cores.records import RankReport
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.wording import percent, some
+from mpinspect.gpus import Gpu
 
 #: Below this share of kernel time with an operator, tables by operator and module say little.
 _LOW_ATTRIBUTION = 0.5
@@ -16,6 +17,7 @@ _FAR_APART = 0.05
 
 
 def trace_findings(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:
+    yield from _cut_short(report)
     yield from _empty(report)
     yield from _gpus(report)
     if report.kernels:
@@ -27,10 +29,36 @@ def trace_findings(report: KernelReport, differences: Sequence[str]) -> Iterator
     yield from _notes(report)
 
 
+def _cut_short(report: KernelReport) -> Iterator[Finding]:
+    """Files that end before their events do: what came after is lost, kernels first, which stand last."""
+    for rank in report.ranks:
+        if not rank.cut_short:
+            continue
+        calls = rank.shares.calls
+        lost = (
+            "No kernel was read, so nothing is said here of the GPU."
+            if not calls
+            else f"{calls:,} {'kernel was' if calls == 1 else 'kernels were'} read; the shares here are of those alone."
+        )
+        yield Finding(
+            "trace-cut-short",
+            "warning" if calls else "error",
+            "",
+            f"{rank.label}: {_first_note(rank)} {lost}",
+            {"kernels": calls, "operators": rank.operators, "source": rank.source},
+            "Copy or download the file again and compare its size; if the original is short too, record again with room on the "
+            "disk, and let export_chrome_trace return before the process ends.",
+        )
+
+
+def _first_note(rank: RankReport) -> str:
+    return rank.notes[0] if rank.notes else "The file is cut short or damaged."
+
+
 def _empty(report: KernelReport) -> Iterator[Finding]:
     """Traces without kernels: of a CPU's work, or of launches whose kernels were not recorded."""
     for rank in report.ranks:
-        if rank.shares.calls:
+        if rank.shares.calls or rank.cut_short:
             continue
         if rank.launches or any(device.span_us > 0 for device in rank.devices):
             yield Finding(
@@ -67,14 +95,27 @@ def _gpus(report: KernelReport) -> Iterator[Finding]:
         elif gpu.has_tensor_cores is False:
             yield Finding("no-tensor-cores", "info", "", f"{name}: this GPU has none.", {"gpu": gpu.name})
         elif gpu.has_tensor_cores is None:
-            yield Finding(
-                "unknown-gpu",
-                "info",
-                "",
-                "The trace does not tell its GPU: verdicts are by name alone, without rooflines; nothing is called eligible.",
-                {"gpu": gpu.name},
-                "Name it: --gpu H100, or gpu=... in code.",
-            )
+            yield _unknown_gpu(gpu)
+
+
+def _unknown_gpu(gpu: Gpu) -> Finding:
+    """The trace does not name it, or names one that is newer, or another's, than the table here."""
+    if not gpu.name:
+        message = "The trace does not tell its GPU"
+        fix = "Name it: --gpu H100, or gpu=... in code."
+    else:
+        message = (
+            f"The trace is of {gpu.name}, which is not known here, so neither its rates nor what its units multiply are"
+        )
+        fix = "A newer mpinspect may know it; --gpu NAME (gpu=... in code) judges it as another card, with that card's rates."
+    return Finding(
+        "unknown-gpu",
+        "info",
+        "",
+        f"{message}. Verdicts are by kernels' names alone, without rooflines; nothing is called eligible.",
+        {"gpu": gpu.name},
+        fix,
+    )
 
 
 def _attribution(report: KernelReport) -> Iterator[Finding]:
@@ -98,7 +139,7 @@ def _attribution(report: KernelReport) -> Iterator[Finding]:
 _ATTRIBUTION_FIXES = {
     "before the window": "Start the window with torch.cuda.synchronize(): its first kernels were launched before it.",
     "CUDA graph": "Profile once without CUDA graphs (torch.compile without mode='reduce-overhead', vLLM's enforce_eager=True).",
-    "no launch": "Record with ProfilerActivity.CPU too: launches are CPU events.",
+    "no launch": "Record with ProfilerActivity.CPU too: launches are CPU events. Of a merged trace, read each rank's own.",
     "no op": "Record with ProfilerActivity.CPU too: operators are CPU events.",
 }
 
@@ -141,7 +182,8 @@ def _notes(report: KernelReport) -> Iterator[Finding]:
     """What reading said: one finding a distinct note, with the traces it is about."""
     about: dict[str, list[str]] = {}
     for rank in report.ranks:
-        for note in rank.notes:
+        # The first note of a file that is cut short is in a finding of its own.
+        for note in rank.notes[1:] if rank.cut_short else rank.notes:
             about.setdefault(note, []).append(rank.label)
     for note, labels in about.items():
         where = "" if len(report.ranks) == 1 else f"{some(labels)}: "

@@ -48,20 +48,24 @@ def meta_cause(error: BaseException, operator: str = "") -> str:
 
 def sentence(error: BaseException, phase: str, where: str | None, operator: str, device: str) -> str:
     """One sentence for the notes of a recording."""
+    if device == "meta" and meta_cause(error, operator):
+        advice = "for the rest record it with device='real', on the tensors themselves"
+    else:
+        advice = "see that the model runs by itself with these arguments"
+    return f"{reason(error, phase, where, operator, device)}. What ran before that is recorded; {advice}"
+
+
+def reason(error: BaseException, phase: str, where: str | None, operator: str, device: str) -> str:
+    """Where a run stopped and why, without a full stop."""
     cause = meta_cause(error, operator) if device == "meta" else ""
     place = "" if where is None else f" in {where}" if where else " in the model itself"
     called = f" at {operator}" if operator else ""
-    if cause:
-        advice = "for the rest record it with device='real', on the tensors themselves"
-        why = f"{cause} ({first_line(error)})"
-    else:
-        advice = "see that the model runs by itself with these arguments"
-        why = first_line(error)
-    return f"the {phase} stopped{place}{called}: {why}. What ran before that is recorded; {advice}"
+    why = f"{cause} ({first_line(error)})" if cause else first_line(error)
+    return f"the {phase} stopped{place}{called}: {why}"
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message, shortened."""
+    """An exception's type and the first line of its message, shortened and without a full stop: sentences go on after it."""
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+    text = f"{type(error).__name__}: {lines[0]}".rstrip(". :") if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197].rstrip(". ") + " [...]"

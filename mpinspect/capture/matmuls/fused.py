@@ -7,7 +7,9 @@ before memory-efficient before math, each if its conditions hold and its flag in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,11 +35,13 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """scaled_dot_product_attention of meta tensors by the operator that CUDA would take; of others as it comes."""
-    if not query.is_meta:
-        return operation(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
     backend = sdpa_backend(query, key, value, attn_mask, enable_gqa)
+    why = why_math(query, key, value, attn_mask, enable_gqa) if backend == "math" else ""
+    if not query.is_meta:
+        with _on_math_path(why):
+            return operation(  # type: ignore[no-any-return]
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     if backend == "flash":
         attended = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     elif backend in ("efficient", "cudnn"):
@@ -45,9 +49,10 @@ def attention(
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         attended = run(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)
     else:
-        attended = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        with _on_math_path(why):
+            attended = aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     return attended[0]  # type: ignore[no-any-return]
 
 
@@ -71,6 +76,52 @@ def sdpa_backend(
     if allowed.cudnn_sdp_enabled() and half and head % 8 == 0 and head <= 128 and same_head:
         return "cudnn"
     return "math"
+
+
+def why_math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
+) -> str:
+    """Of what CUDA computes by the math path: why, one of MATH_PATHS."""
+    if not (query.dim() == key.dim() == value.dim() == 4):
+        return "dimensions"
+    if any(one.stride(-1) != 1 for one in (query, key, value)):
+        return "strides"
+    if not _fusible(query, key, value, grouped):
+        return "shapes"
+    if query.dtype not in (*_HALF, torch.float32):
+        return "dtype"
+    # With every switch on, other sizes of a head would do, or else keys of as many heads.
+    alignment = 8 if query.dtype in _HALF else 4
+    heads_fit = query.shape[1] == key.shape[1]
+    if heads_fit and (query.shape[-1] % alignment or value.shape[-1] % alignment):
+        allowed: Any = torch.backends.cuda
+        return "head-size" if allowed.mem_efficient_sdp_enabled() else "disabled"
+    if not heads_fit and (query.dtype == torch.float32 or mask is not None):
+        return "shapes"
+    return "disabled"
+
+
+class _MathPath(threading.local):
+    """``why``: this thread computes attention by the math path, and why; "" while it does not."""
+
+    why: str = ""
+
+
+_math_path = _MathPath()
+
+
+def math_path() -> str:
+    """Why the operator that runs is part of torch's unfused attention, one of MATH_PATHS; "" if it is not."""
+    return _math_path.why
+
+
+@contextmanager
+def _on_math_path(why: str) -> Iterator[None]:
+    before, _math_path.why = _math_path.why, why
+    try:
+        yield
+    finally:
+        _math_path.why = before
 
 
 def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:

@@ -11,10 +11,12 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpinspect.capture.matmuls.fused import sdpa_backend
+from mpinspect.capture.matmuls.failures import first_line
+from mpinspect.capture.matmuls.fused import math_path, sdpa_backend
 from mpinspect.capture.matmuls.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise, stays_on_host
 from mpinspect.capture.matmuls.modules import ModuleCalls
 from mpinspect.capture.matmuls.parameters import Parameters
+from mpinspect.capture.matmuls.refused import mixed_dtypes, result_of_refused
 from mpinspect.capture.matmuls.roles import Forward, Forwards, role_and_parameter
 from mpinspect.matmul_ops import matmuls_of, product_name
 from mpinspect.matmuls import ITEM_SIZES, LayoutCopy, Matmul, Operand
@@ -105,9 +107,17 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == _COMPOSITE:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        result = self._run(func, args, kwargs or {}, kind)
+        refused = ""
+        try:
+            result = self._run(func, args, kwargs or {}, kind)
+        except Exception as error:
+            # The run goes on where the result is known without the operator: what comes after is recorded too.
+            result = result_of_refused(func, self._records(func, args, None), error) if kind == _PRODUCT else None
+            if result is None or not self.meta:
+                raise
+            refused = first_line(error)
         if kind == _PRODUCT:
-            self._product(func, args, result)
+            self._product(func, args, result, refused)
         elif kind == _COPY:
             self._copy(func, args, result)
         return result
@@ -133,14 +143,20 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- products ----------------------------------------------------------------------------------------------------
 
-    def _product(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _records(self, func: Any, args: tuple[Any, ...], output: Operand | None) -> tuple[Matmul, ...]:
         inputs = [_input(value) for value in args]
+        return matmuls_of(func._schema.name, inputs, scalars=_scalars(args), output=output)
+
+    def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         output = operand(first) if isinstance(first, torch.Tensor) else None
-        records = matmuls_of(func._schema.name, inputs, scalars=_scalars(args), output=output)
+        records = self._records(func, args, output)
         if not records:
             self.unreadable[func._schema.name] += 1
             return
+        raises = refused or (mixed_dtypes(records[0]) if self.meta else "")
+        if raises:
+            records = tuple(replace(record, raises=raises) for record in records)
         node = torch._C._current_autograd_node()
         # The engine's own operators run without grad mode; a forward within the backward has it on.
         if node is None or (self.in_backward and torch.is_grad_enabled()):
@@ -156,7 +172,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         applied = (self.lowers() and records[0].dtype in _SIXTEEN_BIT) if self.autocast else None
         a_name, b_name = self.parameters.name(first, module), self.parameters.name(second, module)
         record = records[0]
-        forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied)
+        unfused = math_path() if record.kind == "gemm" else ""
+        forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied, unfused)
         differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
         # Autograd has made, and numbered, the operator's node by now.
         self._forwards.add(forward, _get_sequence_nr() - 1 if differentiable else None)
@@ -169,6 +186,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 parameter=b_name or a_name,
                 autocast=applied,
                 recomputed=self.in_backward,
+                math_path=unfused,
             )
             self._add(module, self._in_cell(module, known))
 
@@ -190,7 +208,13 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 convolved = args[2] if record.kind == "convolution" else None
                 role, parameter = record.role, self.parameters.name(convolved, module)
-            known = replace(_with_backend(record, args), role=role, parameter=parameter, autocast=applied)
+            known = replace(
+                _with_backend(record, args),
+                role=role,
+                parameter=parameter,
+                autocast=applied,
+                math_path="" if forward is None else forward.math_path,
+            )
             self._add(module, self._in_cell(module, known))
 
     def _backward_autocast(self, forward: Forward | None, record: Matmul) -> bool | None:

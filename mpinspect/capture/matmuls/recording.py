@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpinspect.capture.matmuls.autocast import as_on_cuda, autocast_around, lowering
-from mpinspect.capture.matmuls.failures import RecordingError, first_line, meta_cause, sentence
+from mpinspect.capture.matmuls.failures import RecordingError, first_line, meta_cause, reason, sentence
 from mpinspect.capture.matmuls.inputs import keeping_values, losses, on_meta, own_copy, replaced
 from mpinspect.capture.matmuls.mode import MatmulMode
 from mpinspect.capture.matmuls.modules import ModuleCalls
@@ -58,7 +58,8 @@ def record_matmuls(
             are, for models whose shapes depend on values.
 
     Returns:
-        The recording. Where the model could not be run to its end the ``notes`` say where and why, and what had run is there.
+        The recording. Where the model could not be run to its end ``stopped`` and the ``notes`` say where and why; what had run
+        is there.
 
     Raises:
         RecordingError: (a ValueError) nothing at all could be recorded, because the arguments don't fit the model, an option is
@@ -68,7 +69,9 @@ def record_matmuls(
     if device not in DEVICES:
         raise RecordingError(f"device is {device!r}: give 'meta' (shapes only) or 'real' (the tensors as they are)")
     if not isinstance(model, torch.nn.Module):
-        raise RecordingError(f"model is a {type(model).__name__}, not a torch.nn.Module: wrap a function in a module")
+        raise RecordingError(
+            f"model is of type {type(model).__name__}, not a torch.nn.Module: wrap a function in a module"
+        )
     inner, notes = _unwrapped(model)
     positional, named = _arguments(args, kwargs)
     run = _Run(inner, positional, named, lower, backward, _kind_of_device(inner, device))
@@ -96,18 +99,20 @@ def record_matmuls(
         embeddings=tied_embeddings(inner),
         compiled=_is_compiled(model),
         notes=(*notes, *attempt.notes, *_unreadable(attempt.mode)),
+        stopped=attempt.stopped,
     )
 
 
 @dataclass
 class _Attempt:
-    """What one run of the model gave. ``lacks_values``: it stopped where a meta tensor has no values."""
+    """What one run gave. ``lacks_values``: it stopped where a meta tensor has no values; ``stopped``: where and why."""
 
     mode: MatmulMode
     notes: list[str]
     error: BaseException | None = None
     lacks_values: bool = False
     backward: bool = False
+    stopped: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,7 @@ class _Run:
         where = attempt.mode.calls.where_failed(error)
         attempt.error = error
         attempt.lacks_values = self.device == "meta" and bool(meta_cause(error, operator))
+        attempt.stopped = reason(error, phase, where, operator, self.device)
         attempt.notes.append(sentence(error, phase, where, operator, self.device))
 
 

@@ -22,7 +22,7 @@ class Forward:
         module: its id.
         sizes: m, n and k.
         a_parameter, b_parameter: names of the parameters that they are, "" for activations.
-        autocast: as the record has it.
+        autocast, math_path: as the record has them.
     """
 
     module: int
@@ -30,6 +30,7 @@ class Forward:
     a_parameter: str
     b_parameter: str
     autocast: bool | None
+    math_path: str = ""
 
 
 class Forwards:
