@@ -88,20 +88,22 @@ def architecture(lowered: str, digits: str) -> str:
 
 
 def _compute_capability(lowered: str) -> int | None:
-    for found in _SM.finditer(lowered):
-        start = found.start()
-        if start == 0 or not lowered[start - 1].isalnum():
-            return int(found.group(1))
-    built_for = _CUTLASS.search(lowered)
+    if "sm" in lowered:
+        for found in _SM.finditer(lowered):
+            start = found.start()
+            if start == 0 or not lowered[start - 1].isalnum():
+                return int(found.group(1))
+    built_for = _CUTLASS.search(lowered) if "cutlass_" in lowered else None
     return int(built_for.group(1)) if built_for else None
 
 
 def instruction(lowered: str) -> tuple[str, str]:
     """The mma instruction in a name: the letter of its accumulator ("m" where the name says mma) and its digits, or ("", "")."""
-    if not any(each in lowered for each in MMA_DIGITS):
-        return "", ""
-    found = _MMA.search(lowered)
-    return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
+    for each in MMA_DIGITS:
+        if each in lowered:
+            found = _MMA.search(lowered)
+            return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
+    return "", ""
 
 
 def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
@@ -126,9 +128,9 @@ def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
 
 def alignment(lowered: str) -> int | None:
     """The fewest elements that a name says its operands are aligned to (_align2, aligna4_alignc4, ldg8); None if it does not."""
-    found = [int(match.group(1)) for match in _ALIGN.finditer(lowered)] + [
-        int(match.group(1)) for match in _LOAD.finditer(lowered)
-    ]
+    found = [int(number) for number in _ALIGN.findall(lowered)] if "align" in lowered else []
+    if "ldg" in lowered:
+        found += [int(number) for number in _LOAD.findall(lowered)]
     return min(found, default=None)
 
 
