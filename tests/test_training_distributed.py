@@ -161,8 +161,8 @@ def on_one_rank(rank: int, directory: str) -> None:
     torch.save(found, Path(directory) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    # What was found is on the disk. Gloo's threads, which DDP's reducers keep, end now and then in std::terminate when the
-    # interpreter does: that is not what is tested here.
+    # What was found is on the disk. Once a rank ended in std::terminate here ("without an active exception": most likely threads
+    # of gloo that outlive the interpreter), which is not what is tested.
     os._exit(0)
 
 
