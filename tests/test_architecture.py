@@ -42,7 +42,7 @@ ALLOWED = {
     "kernel_profile": {"analysis", "capture", "gpus", "trace_file"},
 }
 #: An object's __str__ and save() reach the reports in this one place; a session's load and save reach the file likewise.
-LAZY_ONLY = {("analysis", "reports"): {"report.py"}, ("session", "session_file"): {"session.py"}}
+LAZY_ONLY = {("analysis", "reports"): {"rendering.py", "report.py"}, ("session", "session_file"): {"session.py"}}
 
 #: Rooms that work on saved sessions, on machines without torch.
 CORE = (

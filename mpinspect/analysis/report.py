@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.rendering import RendersItself
 from mpinspect.exponents import ExponentHistogram, Interval
 from mpinspect.session import Event, LostUpdates, Session
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Every finding's id; a new finding is listed here.
 FINDING_IDS = (
@@ -177,12 +175,14 @@ class FormatVerdict:
 
 
 @dataclass(frozen=True)
-class RangeReport:
+class RangeReport(RendersItself):
     """Everything that a session tells. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     ``format`` is the name of the format asked about, ``layers`` one report a watched tensor, ``overall`` one a kind seen,
     over all its tensors pooled (for orientation: scales are judged layer by layer). ``findings`` are the gravest first.
     """
+
+    kind: ClassVar[str] = "ranges"
 
     session: Session
     format: str
@@ -194,22 +194,6 @@ class RangeReport:
     formats: tuple[FormatVerdict, ...]
     overall: tuple[LayerReport, ...] = ()
 
-    def __str__(self) -> str:
-        from mpinspect.reports.text import render
-
-        return render(self)
-
-    def _repr_html_(self) -> str:
-        from mpinspect.reports.text import render_html
-
-        return render_html(self)
-
-    def to_json(self) -> str:
-        """The report as JSON text (schema: docs/report-schema.md)."""
-        from mpinspect.reports.json import render
-
-        return render(self)
-
     def to_dataframe(self) -> Any:
         """One row a layer and kind, as a pandas DataFrame.
 
@@ -219,14 +203,3 @@ class RangeReport:
         from mpinspect.reports.dataframe import render
 
         return render(self)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report in the form that the suffix names: .txt .md .json .png. Returns the path.
-
-        Raises:
-            ValueError: another suffix.
-            OSError: the file can't be written.
-        """
-        from mpinspect.reports import RANGES, save
-
-        return save(self, path, RANGES)

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.outcome import INTERRUPTED, UnusableError
-from mpinspect.commands.range_output import add_output_options, conclude, positive
+from mpinspect.commands.outcome import INTERRUPTED, UnusableError, status
+from mpinspect.commands.output import add_output_options, positive, range_finding, save_to
 
 if TYPE_CHECKING:
     from mpinspect.analysis.report import RangeReport
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=positive, metavar="N", help="with --curves: N seeds from --seed on, and their means (1)"
     )
-    add_output_options(parser)
+    add_output_options(parser, range_finding)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         print(f"mpinspect: stopped{f': {stop}' if str(stop) else ''}", file=sys.stderr)
         return INTERRUPTED
-    return conclude(report, options)
+    save_to(report, options.png, options.md)
+    return status(report.findings, options.fail_on)
 
 
 def _demo_alone(options: argparse.Namespace) -> RangeReport:

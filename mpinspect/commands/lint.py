@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpinspect.commands.lint_inputs import build_inputs, input_spec
 from mpinspect.commands.outcome import UnusableError, status
-from mpinspect.commands.range_output import with_suffix
+from mpinspect.commands.output import add_output_options, finding_named, print_text, save_to
 
 if TYPE_CHECKING:
     from mpinspect.analysis.shapes import ShapeReport
@@ -52,16 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", action="store_true", help="print only the table of sizes to pad")
     parser.add_argument("--baseline", metavar="FILE", help="findings that are known: only others count for --fail-on")
     parser.add_argument("--write-baseline", metavar="FILE", help="write this run's findings as a baseline")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--md", metavar="PATH", type=with_suffix(".md"), help="write a Markdown report too")
-    parser.add_argument(
-        "--fail-on",
-        metavar="WHAT",
-        action="append",
-        type=_named_finding,
-        default=[],
-        help="exit with 1 on findings of this severity or above ('warning', 'error'), or with this id; may be repeated",
-    )
+    add_output_options(parser, _shape_finding, png=False)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,11 +72,7 @@ def run(options: argparse.Namespace) -> int:
         _print_comparison(comparison, other, options)
     if options.write_baseline is not None:
         write_baseline(options.write_baseline, report)
-    if options.md is not None:
-        try:
-            report.save(options.md)
-        except OSError as error:
-            raise UnusableError(f"{options.md} can't be written: {error.strerror or error}") from error
+    save_to(report, options.md)
     return status(report.findings if comparison is None else comparison.new, options.fail_on)
 
 
@@ -122,12 +109,8 @@ def _print(report: ShapeReport, options: argparse.Namespace) -> None:
         sys.stdout.write(report.to_json())
     elif options.fix:
         sys.stdout.write(shapes_text.render_padding(report))
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        shapes_text.render_console(report, Console())
     else:
-        sys.stdout.write(shapes_text.render(report))
+        print_text(report)
 
 
 def _warn_of_gaps(report: ShapeReport) -> None:
@@ -160,13 +143,7 @@ def _print_comparison(comparison: Comparison, other: str, options: argparse.Name
     print("\n".join([lines[0], *map(printable, lines[1:])]), file=sys.stderr if options.json else sys.stdout)
 
 
-def _named_finding(text: str) -> str:
-    from mpinspect.analysis.finding import SEVERITIES
+def _shape_finding(text: str) -> str:
     from mpinspect.analysis.shapes import FINDING_IDS
 
-    # A name that no finding can have would let everything pass for ever.
-    if text not in (*SEVERITIES, *FINDING_IDS):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a severity nor a finding: {', '.join((*SEVERITIES, *FINDING_IDS))}"
-        )
-    return text
+    return finding_named(text, FINDING_IDS)

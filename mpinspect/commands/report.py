@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpinspect.commands.outcome import UnusableError
-from mpinspect.commands.range_output import add_output_options, conclude, print_text
+from mpinspect.commands.outcome import UnusableError, status
+from mpinspect.commands.output import add_output_options, print_text, range_finding, save_to
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", help="the inspector's log_dir, or a session file; the run may still go on"
     )
-    add_output_options(parser)
+    add_output_options(parser, range_finding)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,4 +29,5 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(report.to_json())
     else:
         print_text(report)
-    return conclude(report, options)
+    save_to(report, options.png, options.md)
+    return status(report.findings, options.fail_on)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.rendering import RendersItself
 from mpinspect.analysis.shapes.roofline import CallTime
 from mpinspect.analysis.shapes.verdict import ShapeVerdict
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import Matmul
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: Every finding's id; a new finding is listed here. Order: root causes first, which is the order of equal severities.
 FINDING_IDS = (
@@ -181,7 +179,7 @@ class Padding:
 
 
 @dataclass(frozen=True)
-class ShapeReport:
+class ShapeReport(RendersItself):
     """What the shapes of a model's matrix products mean on a GPU.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``to_json()``, ``save(path)``.
@@ -206,6 +204,8 @@ class ShapeReport:
         complete: whether the model ran to its end, so that the figures are of all of it.
     """
 
+    kind: ClassVar[str] = "shapes"
+
     model: str
     gpu: Gpu
     dtype: str
@@ -224,30 +224,3 @@ class ShapeReport:
     dtype_copy_bytes: int
     notes: tuple[str, ...] = ()
     complete: bool = True
-
-    def __str__(self) -> str:
-        from mpinspect.reports.shapes_text import render
-
-        return render(self)
-
-    def _repr_html_(self) -> str:
-        from mpinspect.reports.shapes_text import render_html
-
-        return render_html(self)
-
-    def to_json(self) -> str:
-        """The report as JSON text (schema: docs/shape-lint.md)."""
-        from mpinspect.reports.shapes_json import render
-
-        return render(self)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report in the form that the suffix names: .txt .md .json. Returns the path.
-
-        Raises:
-            ValueError: another suffix.
-            OSError: the file can't be written.
-        """
-        from mpinspect.reports import SHAPES, save
-
-        return save(self, path, SHAPES)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.rendering import RendersItself
 from mpinspect.analysis.tensor_cores.records import Limits, Loss, ModuleRow, NameRow, RankReport
 from mpinspect.analysis.tensor_cores.rows import KernelRow
 from mpinspect.analysis.tensor_cores.shares import Coverage, Shares
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mpinspect.gpus import Gpu
 
 #: Every finding's id; a new finding is listed here.
@@ -40,7 +39,7 @@ KERNEL_FINDING_IDS = (
 
 
 @dataclass(frozen=True)
-class KernelReport:
+class KernelReport(RendersItself):
     """All that traces tell about Tensor Cores. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
@@ -56,6 +55,8 @@ class KernelReport:
         findings: the gravest first.
         rules_version: of the table of kernel names.
     """
+
+    kind: ClassVar[str] = "kernels"
 
     kernels: tuple[KernelRow, ...]
     gpus: tuple[Gpu, ...]
@@ -104,30 +105,3 @@ class KernelReport:
     def degraded(self) -> tuple[Loss, ...]:
         """On Tensor Cores, but degraded."""
         return tuple(loss for loss in self.losses if loss.verdict == "degraded")
-
-    def __str__(self) -> str:
-        from mpinspect.reports.kernels_text import render
-
-        return render(self)
-
-    def _repr_html_(self) -> str:
-        from mpinspect.reports.kernels_text import render_html
-
-        return render_html(self)
-
-    def to_json(self) -> str:
-        """The report as JSON text (schema: docs/tensor-cores.md)."""
-        from mpinspect.reports.kernels_json import render
-
-        return render(self)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report in the form that the suffix names: .txt .md .json .png. Returns the path.
-
-        Raises:
-            ValueError: another suffix.
-            OSError: the file can't be written.
-        """
-        from mpinspect.reports import KERNELS, save
-
-        return save(self, path, KERNELS)
