@@ -189,7 +189,7 @@ class MatmulRecording:
         sizes: named sizes of the model that a user can change, by value: {30522: ("config.vocab_size",), ...}; for the fixes.
         embeddings: weights of linear layers that are tied to an embedding's: {"lm_head.weight": "wte.weight"}.
         compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
-        notes: sentences: what could not be recorded and why. Whatever could be is in ``matmuls``.
+        notes: sentences: what was left aside and why.
         stopped: where the forward or backward stopped and why; "" if both came to their end.
     """
 

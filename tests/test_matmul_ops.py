@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -361,6 +361,10 @@ values = (
     st.lists(operands | st.lists(operands, max_size=3), max_size=8),
     st.lists(values, max_size=14),
     operands,
+)
+@example("aten::_mixed_dtypes_linear", [Operand((), None, "float16"), Operand((0, 0), None, "float16")], [], None)
+@example(
+    "aten::_sparse_semi_structured_linear", [Operand((), None, "float16"), Operand((8, 8), None, "float16")], [], None
 )
 def test_odd_input_never_raises(op, given_inputs, given_scalars, output):
     found = matmuls_of(op, given_inputs, scalars=given_scalars, output=output)

@@ -35,10 +35,7 @@ def small():
 
 
 def empty():
-    stopped = "the forward failed before its first product"
-    record = recording(
-        backward=False, stopped=stopped, notes=(f"{stopped}. What ran before that is recorded", "a note")
-    )
+    record = recording(backward=False, stopped="the forward failed before its first product", notes=("a note",))
     return analyse_shapes(record, named("hopper"))
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from mpinspect.matmul_ops.call import NotToldError
 from mpinspect.matmuls import ITEM_SIZES, Operand
 
 
@@ -69,8 +70,14 @@ def row(operand: Operand) -> Operand:
 
 
 def folded(operand: Operand, kept: int = 1) -> Operand:
-    """All dimensions but the last ``kept`` made into one, as torch.reshape would: a view if the strides allow it, else a copy."""
+    """All dimensions but the last ``kept`` made into one, as torch.reshape would: a view if the strides allow it, else a copy.
+
+    Raises:
+        NotToldError: it has fewer dimensions than that.
+    """
     cut = len(operand.shape) - kept
+    if cut < 0:
+        raise NotToldError
     lead, rest = operand.shape[:cut], operand.shape[cut:]
     shape = (math.prod(lead), *rest)
     if operand.strides is None or 0 in shape:

@@ -21,8 +21,6 @@ OPTIMIZER_RANGES = ("Optimizer.step#", "Optimizer.zero_grad#")
 _MARSHAL = 2
 #: What every operator has.
 _USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
-#: What every kernel has in its arguments.
-_PLACE = itemgetter("device", "stream", "correlation", "External id")
 _ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
 
 
@@ -128,19 +126,6 @@ class Recording:
         return self.arguments[marshal.dumps(described, _MARSHAL)]
 
     def _launch(self, event: dict[str, Any]) -> None:
-        """As with operators: the usual one with few calls."""
-        try:
-            start, duration, name, pid, tid, args, phase = _USUAL(event)
-            correlation = args["correlation"]
-            usual = phase == "X" and 0 <= duration < LONGEST > start > -LONGEST and 0 <= correlation < 1 << 53
-        except (KeyError, TypeError):
-            usual = False
-        if usual and type(correlation) is int and type(name) is str:
-            self.launches.add((start, duration, self.names[name], self.threads[pid, tid], correlation))
-        else:
-            self._unusual_launch(event)
-
-    def _unusual_launch(self, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
         correlation = integer(args.get("correlation"))
         if correlation >= 0 and (span := self._span(event)) is not None:
@@ -151,15 +136,18 @@ class Recording:
         if (span := self._span(event)) is None:
             return
         args = event.get("args") or {}
-        try:
-            where = device, stream, correlation, external = _PLACE(args)
-            usual = min(where) >= 0 and max(where) < 1 << 53
-        except (KeyError, TypeError):
-            usual = False
-        if not (usual and type(device) is type(stream) is type(correlation) is type(external) is int):
-            device, stream, correlation, external = _unusual_place(event, args)
-        graph = 1 if "graph id" in args or "graph node id" in args else 0
-        self.kernels.add((*span, self.names[str(event.get("name"))], device, stream, correlation, external, graph))
+        stream = integer(args.get("stream"))
+        self.kernels.add(
+            (
+                *span,
+                self.names[str(event.get("name"))],
+                _device(event, args),
+                stream if stream >= 0 else integer(event.get("tid")),
+                integer(args.get("correlation")),
+                integer(args.get("External id", args.get("external id"))),
+                1 if "graph id" in args or "graph node id" in args else 0,
+            )
+        )
 
     def _copy(self, event: dict[str, Any]) -> None:
         if (span := self._span(event)) is not None:
@@ -241,17 +229,6 @@ def _identity(args: dict[str, Any]) -> int:
     """What orders events of one thread that begin and end together: of operators it grows with the order of their calls."""
     found = args.get("External id")
     return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
-
-
-def _unusual_place(event: dict[str, Any], args: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Device, stream, correlation, External id of a kernel that lacks one of them, or has it as a string."""
-    stream = integer(args.get("stream"))
-    return (
-        _device(event, args),
-        stream if stream >= 0 else integer(event.get("tid")),
-        integer(args.get("correlation")),
-        integer(args.get("External id", args.get("external id"))),
-    )
 
 
 def _device(event: dict[str, Any], args: dict[str, Any]) -> int:

@@ -50,8 +50,7 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
         estimated_us=total_us,
         layout_copy_bytes=sum(copy.bytes for copy in recording.copies if copy.kind == "layout"),
         dtype_copy_bytes=sum(copy.bytes for copy in recording.copies if copy.kind == "dtype"),
-        # Where it stopped is told by a finding.
-        notes=(*notes, *(note for note in recording.notes if not _is_stop(note, recording))),
+        notes=(*notes, *recording.notes),
         complete=recording.complete,
     )
 
@@ -92,10 +91,6 @@ def _with_findings(rows: Sequence[ShapeRow], groups: Sequence[tuple[str, tuple[i
 
 def _sorted(paddings: Sequence[Padding]) -> tuple[Padding, ...]:
     return tuple(sorted(paddings, key=lambda padding: -padding.share))
-
-
-def _is_stop(note: str, recording: MatmulRecording) -> bool:
-    return bool(recording.stopped) and note.startswith(recording.stopped)
 
 
 def _main_dtype(rows: Sequence[ShapeRow]) -> str:

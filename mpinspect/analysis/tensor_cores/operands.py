@@ -91,7 +91,7 @@ class Products:
 
 
 def dtype_of(op: TraceOp | None) -> str:
-    """The widest-used floating dtype of an operator's tensors: that of its first one; "" where unknown."""
+    """The dtype of an operator's first tensor; "" where unknown."""
     if op is None or op.dtypes is None:
         return ""
     names = [dtype_name(written) for written in op.dtypes]

@@ -1,4 +1,4 @@
-"""What stopped a recording, why that may be and what to do, in one sentence."""
+"""What stopped a recording and why that may be, in one sentence."""
 
 from __future__ import annotations
 
@@ -44,15 +44,6 @@ def meta_cause(error: BaseException, operator: str = "") -> str:
     """
     text = f"{type(error).__name__} {error} {operator}".lower()
     return next((cause for parts, cause in _CAUSES if any(part in text for part in parts)), "")
-
-
-def sentence(error: BaseException, phase: str, where: str | None, operator: str, device: str) -> str:
-    """One sentence for the notes of a recording."""
-    if device == "meta" and meta_cause(error, operator):
-        advice = "for the rest record it with device='real', on the tensors themselves"
-    else:
-        advice = "see that the model runs by itself with these arguments"
-    return f"{reason(error, phase, where, operator, device)}. What ran before that is recorded; {advice}"
 
 
 def reason(error: BaseException, phase: str, where: str | None, operator: str, device: str) -> str:

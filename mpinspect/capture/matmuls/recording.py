@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpinspect.capture.matmuls.autocast import as_on_cuda, autocast_around, lowering
-from mpinspect.capture.matmuls.failures import RecordingError, first_line, meta_cause, reason, sentence
+from mpinspect.capture.matmuls.failures import RecordingError, first_line, meta_cause, reason
 from mpinspect.capture.matmuls.inputs import keeping_values, losses, on_meta, own_copy, replaced
 from mpinspect.capture.matmuls.mode import MatmulMode
 from mpinspect.capture.matmuls.modules import ModuleCalls
@@ -58,7 +58,7 @@ def record_matmuls(
             are, for models whose shapes depend on values.
 
     Returns:
-        The recording. Where the model could not be run to its end ``stopped`` and the ``notes`` say where and why; what had run
+        The recording. Where the model could not be run to its end ``stopped`` says where and why; what had run
         is there.
 
     Raises:
@@ -193,7 +193,6 @@ class _Run:
         attempt.error = error
         attempt.lacks_values = self.device == "meta" and bool(meta_cause(error, operator))
         attempt.stopped = reason(error, phase, where, operator, self.device)
-        attempt.notes.append(sentence(error, phase, where, operator, self.device))
 
 
 # -- what is given ---------------------------------------------------------------------------------------------------------
