@@ -8,31 +8,31 @@ print(inspector.report())
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mpinspect.analysis import recommend_loss_scale
-from mpinspect.analysis.kernel_names import KernelVerdict, classify_kernel
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import (
-    BFLOAT16,
-    FLOAT4_E2M1,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FLOAT16,
-    FLOAT32,
-    TFLOAT32,
-    FloatFormat,
-)
-from mpinspect.session import Session
 from mpinspect.version import __version__
 
 if TYPE_CHECKING:
+    from mpinspect.analysis import recommend_loss_scale
+    from mpinspect.analysis.kernel_names import KernelVerdict, classify_kernel
     from mpinspect.analysis.shapes import ShapeReport
     from mpinspect.analysis.tensor_cores import KernelReport
     from mpinspect.counting import count_exponents
     from mpinspect.emulation import half_arithmetic
+    from mpinspect.exponents import ExponentHistogram
+    from mpinspect.formats import (
+        BFLOAT16,
+        FLOAT4_E2M1,
+        FLOAT8_E4M3,
+        FLOAT8_E5M2,
+        FLOAT16,
+        FLOAT32,
+        TFLOAT32,
+        FloatFormat,
+    )
     from mpinspect.inspector import Inspector, MpinspectWarning
     from mpinspect.kernel_profile import profile_kernels, read_trace
     from mpinspect.mixed_precision import MixedPrecision
     from mpinspect.probing import probe
+    from mpinspect.session import Session
     from mpinspect.shape_lint import lint_shapes
     from mpinspect.training.loss_scaler import LossScaler
 
@@ -65,20 +65,34 @@ __all__ = [
     "recommend_loss_scale",
 ]
 
-#: Names found when they are used, and where they are: most need torch, and a saved session or a trace is read without it.
+#: Names found when they are used, and where they are. Importing the package loads neither torch nor NumPy: `mpinspect run` must
+#: not, before the script has said in its environment how many threads they may have; and a saved session is read without torch.
 _WHEN_USED = {
+    "BFLOAT16": "formats",
+    "FLOAT4_E2M1": "formats",
+    "FLOAT8_E4M3": "formats",
+    "FLOAT8_E5M2": "formats",
+    "FLOAT16": "formats",
+    "FLOAT32": "formats",
+    "TFLOAT32": "formats",
+    "ExponentHistogram": "exponents",
+    "FloatFormat": "formats",
     "Inspector": "inspector",
     "KernelReport": "analysis.tensor_cores",
+    "KernelVerdict": "analysis.kernel_names",
     "LossScaler": "training.loss_scaler",
     "MixedPrecision": "mixed_precision",
     "MpinspectWarning": "inspector",
+    "Session": "session",
     "ShapeReport": "analysis.shapes",
+    "classify_kernel": "analysis.kernel_names",
     "count_exponents": "counting",
     "half_arithmetic": "emulation",
     "lint_shapes": "shape_lint",
     "probe": "probing",
     "profile_kernels": "kernel_profile",
     "read_trace": "kernel_profile",
+    "recommend_loss_scale": "analysis",
 }
 
 

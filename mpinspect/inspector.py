@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from mpinspect.analysis import analyse
+from mpinspect.analysis.first_line import first_line, gravest
 from mpinspect.analysis.report import RangeReport
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
-from mpinspect.capture.recording import MpinspectWarning, Recording, Sink
+from mpinspect.capture.recording import MpinspectWarning, Recording, Sink, warn
+from mpinspect.capture.steps import Schedule
 from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session
 from mpinspect.session_file import SessionError, SessionWriter
 
@@ -43,7 +45,7 @@ class Inspector:
         optimizers: one or several. Optional: those that step any of the model's parameters are found. Give the ones
             that step FP32 master copies, which can't be found.
         scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found.
-        every: sample every n-th step (the non-finite watch looks at all of them).
+        every: sample every n-th step (the non-finite watch looks at all of them), or a Schedule that says which.
         capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". The
             last is added by itself where parameters are stored in FP16 or BF16.
         include, exclude: shell patterns over dotted paths of modules and parameters. Activations are those of modules
@@ -64,7 +66,7 @@ class Inspector:
         *,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         scalers: Any | Iterable[Any] | None = None,
-        every: int = 1,
+        every: int | Schedule = 1,
         capture: Iterable[str] = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT),
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
@@ -72,21 +74,22 @@ class Inspector:
         log_dir: str | Path | None = None,
         watch: bool = True,
     ) -> None:
-        _require(model, every, loss_scale)
+        schedule = every if isinstance(every, Schedule) else Schedule(every)
+        _require(model, schedule, loss_scale)
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
         self.log_dir: Path | None = None
-        info = RunInfo(type(model).__name__, _now(), kinds, every, watch, _versions())
+        info = RunInfo(type(model).__name__, _now(), kinds, schedule.every, watch, _versions())
         sinks, troubles = self._open(log_dir, info)
-        self._recording = Recording(info, sinks)
+        self._recording = Recording(info, sinks, tell=self._tell)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = Capture(
             found,
             parameters,
             kinds=kinds,
-            every=every,
+            schedule=schedule,
             watch=watch,
             loss_scale=loss_scale,
             optimizers=_optimizers(optimizers),
@@ -142,15 +145,22 @@ class Inspector:
         """The run broke, and may leave nothing else behind. Whatever fails here must not hide the user's exception."""
         try:
             encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+            report = self.report()
+            broke = gravest(report.events)
+            text = f"{first_line(broke)}\n{report}" if broke is not None else str(report)
             # A layer's name that the terminal lacks is printed escaped.
-            text = str(self.report()).encode(encoding, "backslashreplace").decode(encoding)
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
             if sys.stderr is not None:
                 print(text, file=sys.stderr)
         except Exception as error:
             with contextlib.suppress(Exception):
                 print(f"mpinspect could not print its report: {error!r}", file=sys.stderr)
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- inside, and for those who make an inspector of their own ----------------------------------------------
+
+    def _tell(self, note: str) -> None:
+        """A note is made: what can't be measured, and why."""
+        warn(note)
 
     def _open(self, log_dir: str | Path | None, info: RunInfo) -> tuple[list[Sink], list[str]]:
         """The sinks that keep the run in ``log_dir``, and what went wrong with it."""
@@ -185,9 +195,10 @@ def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
     return wanted, []
 
 
-def _require(model: object, every: int, loss_scale: object) -> None:
+def _require(model: object, schedule: Schedule, loss_scale: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
+    every = schedule.every
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r}: give a whole number of steps, 1 or more (1 samples every step)")
     if loss_scale is None or callable(loss_scale):

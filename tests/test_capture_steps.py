@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpinspect.capture.steps import StepClock
+from mpinspect.capture.steps import Schedule, StepClock
 
 
 class Optimizer:
@@ -24,7 +24,7 @@ def _step(clock: StepClock, optimizer: object, *, skipped: bool = False) -> None
 
 
 def test_one_optimizer() -> None:
-    clock, optimizer = StepClock(2), Optimizer()
+    clock, optimizer = StepClock(Schedule(2)), Optimizer()
     sampled = []
     for _ in range(4):
         sampled.append(clock.sampled)
@@ -35,7 +35,7 @@ def test_one_optimizer() -> None:
 
 
 def test_micro_batches() -> None:
-    clock, optimizer = StepClock(1), Optimizer()
+    clock, optimizer = StepClock(Schedule(1)), Optimizer()
     clock.know(optimizer)
     seen = []
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_micro_batches() -> None:
 
 
 def test_a_skipped_step_is_a_step() -> None:
-    clock, optimizer = StepClock(1), Optimizer()
+    clock, optimizer = StepClock(Schedule(1)), Optimizer()
     for skipped in (False, True, False):
         _train(clock)
         _step(clock, optimizer, skipped=skipped)
@@ -56,7 +56,7 @@ def test_a_skipped_step_is_a_step() -> None:
 
 
 def test_two_known_optimizers_make_one_step() -> None:
-    clock, generator, discriminator = StepClock(1), Optimizer(), Optimizer()
+    clock, generator, discriminator = StepClock(Schedule(1)), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(discriminator)
     for _ in range(3):
@@ -67,7 +67,7 @@ def test_two_known_optimizers_make_one_step() -> None:
 
 
 def test_a_critic_that_steps_more_often() -> None:
-    clock, generator, critic = StepClock(1), Optimizer(), Optimizer()
+    clock, generator, critic = StepClock(Schedule(1)), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(critic)
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_a_critic_that_steps_more_often() -> None:
 
 
 def test_without_an_optimizer_a_forward_after_a_backward_begins_a_step() -> None:
-    clock = StepClock(1)
+    clock = StepClock(Schedule(1))
     for _ in range(3):
         _train(clock)
     assert (clock.step, clock.micro_batch) == (2, 0)
@@ -87,7 +87,7 @@ def test_without_an_optimizer_a_forward_after_a_backward_begins_a_step() -> None
 
 
 def test_several_losses_of_one_forward_are_one_micro_batch() -> None:
-    clock = StepClock(1)
+    clock = StepClock(Schedule(1))
     clock.forward(lambda: True)
     clock.backward()
     clock.backward()
@@ -95,7 +95,7 @@ def test_several_losses_of_one_forward_are_one_micro_batch() -> None:
 
 
 def test_without_an_optimizer_an_unchanged_weight_is_another_micro_batch() -> None:
-    clock = StepClock(1)
+    clock = StepClock(Schedule(1))
     for _ in range(3):
         assert not clock.forward(lambda: False)
         clock.backward()
@@ -103,7 +103,7 @@ def test_without_an_optimizer_an_unchanged_weight_is_another_micro_batch() -> No
 
 
 def test_an_optimizer_that_replaces_another_ends_steps_by_itself() -> None:
-    clock, first, second = StepClock(1), Optimizer(), Optimizer()
+    clock, first, second = StepClock(Schedule(1)), Optimizer(), Optimizer()
     for _ in range(3):
         _train(clock)
         _step(clock, first)
@@ -119,7 +119,7 @@ def test_an_optimizer_that_replaces_another_ends_steps_by_itself() -> None:
 
 
 def test_a_loop_without_a_sign_of_updates_does_not_pile_up() -> None:
-    clock = StepClock(1)
+    clock = StepClock(Schedule(1))
     ends = 0
     for _ in range(600):
         if clock.forward(lambda: False):
@@ -128,3 +128,9 @@ def test_a_loop_without_a_sign_of_updates_does_not_pile_up() -> None:
             clock.forward(lambda: False)
         clock.backward()
     assert ends == 2
+
+
+def test_the_first_steps_may_be_sampled_densely() -> None:
+    schedule = Schedule(every=10, dense=3)
+    assert [step for step in range(32) if schedule.samples(step)] == [0, 1, 2, 10, 20, 30]
+    assert [step for step in range(5) if Schedule(every=2).samples(step)] == [0, 2, 4]

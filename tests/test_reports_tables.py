@@ -9,7 +9,7 @@ import sys
 import pytest
 import sessions
 
-from mpinspect.reports import dataframe, markdown
+from mpinspect.reports import dataframe, markdown, markdown_page
 
 
 @pytest.mark.parametrize("name", ["everything", "hostile"])
@@ -30,7 +30,7 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_header(name):
 
 
 def test_names_are_shown_as_they_are():
-    escaped = markdown.escape("a|b *c* <script> _d_ [e](f) `g`\n# h @i")
+    escaped = markdown_page.escape("a|b *c* <script> _d_ [e](f) `g`\n# h @i")
     assert escaped == r"a\|b \*c\* &lt;script&gt; \_d\_ \[e\](f) \`g\`\\n\# h \@i"
 
 

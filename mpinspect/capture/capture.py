@@ -25,7 +25,7 @@ from mpinspect.capture.loss_scale import BackwardScale
 from mpinspect.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
 from mpinspect.capture.outputs import tensors_in
 from mpinspect.capture.recording import Recording
-from mpinspect.capture.steps import StepClock
+from mpinspect.capture.steps import Schedule, StepClock
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.watch import Watch
 from mpinspect.counting.reference import count
@@ -70,7 +70,7 @@ class Capture(Guarded):
     Args:
         layers, parameters: what to hook (mpinspect.capture.layers).
         kinds: kinds of tensor to count at sampled steps.
-        every: sample every n-th step.
+        schedule: which steps are sampled.
         watch: keep the non-finite watch at every step.
         loss_scale: the scale of loops that scale by hand: a number, a callable that gives it, or None.
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
@@ -83,7 +83,7 @@ class Capture(Guarded):
         parameters: Iterable[WatchedParameter],
         *,
         kinds: Collection[str],
-        every: int,
+        schedule: Schedule,
         watch: bool,
         loss_scale: float | Callable[[], Any] | None,
         optimizers: Collection[torch.optim.Optimizer],
@@ -95,7 +95,7 @@ class Capture(Guarded):
         self._parameters = list(parameters)
         self._kinds = frozenset(kinds)
         self._recording = recording
-        self.clock = StepClock(every)
+        self.clock = StepClock(schedule)
         for optimizer in optimizers:
             self.clock.know(optimizer)
         self._tally = Tally(recording.note, recording.scale)

@@ -13,6 +13,7 @@ import torch
 from mpinspect.capture.capture import Capture
 from mpinspect.capture.layers import Selection, describe, find_layers, find_parameters
 from mpinspect.capture.recording import Recording
+from mpinspect.capture.steps import Schedule
 from mpinspect.capture.untouched import ModelState
 from mpinspect.emulation import half_arithmetic
 from mpinspect.session import GRADIENT_KINDS, RunInfo, Session
@@ -100,7 +101,7 @@ def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
         layers,
         parameters,
         kinds=GRADIENT_KINDS,
-        every=1,
+        schedule=Schedule(),
         watch=False,
         loss_scale=1.0,
         optimizers=(),

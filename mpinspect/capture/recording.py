@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,6 +35,12 @@ class MpinspectWarning(UserWarning):
     """Something that mpinspect can't do or no longer measures; the training goes on."""
 
 
+def warn(sentence: str) -> None:
+    """Say it as a MpinspectWarning. Where warnings are errors the training still goes on."""
+    with contextlib.suppress(MpinspectWarning):
+        warnings.warn(sentence, MpinspectWarning, stacklevel=2)
+
+
 class Sink(Protocol):
     """Keeps what is captured. Raises OSError when it no longer can."""
 
@@ -57,9 +64,16 @@ class Recording:
         info: what run it is.
         sinks: who else keeps it; one that fails is dropped with a warning.
         clock: seconds, monotonic.
+        tell: says a note to the user, who may never come to read the report.
     """
 
-    def __init__(self, info: RunInfo, sinks: Sequence[Sink] = (), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        info: RunInfo,
+        sinks: Sequence[Sink] = (),
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = warn,
+    ) -> None:
         self.info = info
         self.progress = Progress()
         self.notes: list[str] = []
@@ -70,6 +84,7 @@ class Recording:
         self._steps_per_window = 1
         self._sinks = list(sinks)
         self._clock = clock
+        self._tell = tell
         self._write_after = 0.0
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:
@@ -78,16 +93,12 @@ class Recording:
         self._each(lambda sink: sink.watched(infos))
 
     def note(self, sentence: str) -> None:
-        """Something that could not be measured, and why. Said once, as a warning and in the report."""
+        """Something that could not be measured, and why. Told once, and kept for the report."""
         if sentence in self.notes:
             return
         self.notes.append(sentence)
         self._each(lambda sink: sink.note(sentence))
-        try:
-            warnings.warn(sentence, MpinspectWarning, stacklevel=2)
-        except MpinspectWarning:
-            # Warnings are errors here: the training still goes on, and the note is kept.
-            return
+        self._tell(sentence)
 
     def event(self, event: Event) -> None:
         """Something turned infinite or NaN. Passed on at once: the run may not live much longer."""

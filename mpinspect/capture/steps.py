@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 #: Without an optimizer in sight a step ends after so many backwards, whatever the weights tell: counts must not pile up.
 _MOST_MICRO_BATCHES = 256
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps are sampled: each of the first ``dense`` ones, and every ``every``-th from the first on."""
+
+    every: int = 1
+    dense: int = 0
+
+    def samples(self, step: int) -> bool:
+        """Whether this step (from 0) is sampled."""
+        return step < self.dense or step % self.every == 0
+
+
 class StepClock:
-    """Counts steps and micro-batches, and says which steps are sampled.
+    """Counts steps and micro-batches, and says which steps are sampled."""
 
-    Args:
-        every: sample every n-th step, beginning with the first.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
         self.step = 0
         self.micro_batch = 0
         self.backwards = 0
@@ -37,7 +46,7 @@ class StepClock:
     @property
     def sampled(self) -> bool:
         """Whether the current step is sampled."""
-        return self.step % self.every == 0
+        return self._schedule.samples(self.step)
 
     @property
     def has_optimizers(self) -> bool:

@@ -8,11 +8,13 @@ from types import ModuleType
 from typing import Any
 
 #: Modules by suffix, for each kind of report. A module has ``save(report, path)`` where the form is not text, else
-#: ``render(report) -> str``; that of plain text also ``render_html(report)`` and ``render_console(report, console)``.
+#: ``render(report) -> str``; that of plain text also ``render_html(report)`` and ``render_console(report, console)``, that
+#: of JSON ``document(report)``, the same as plain dicts and lists.
 FORMS = {
     "ranges": {".txt": "text", ".md": "markdown", ".json": "json", ".png": "plots"},
     "shapes": {".txt": "shapes_text", ".md": "shapes_markdown", ".json": "shapes_json"},
     "kernels": {".txt": "kernels_text", ".md": "kernels_markdown", ".json": "kernels_json", ".png": "plot_kernels"},
+    "run": {".txt": "run_text", ".md": "run_markdown", ".json": "run_json"},
 }
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from mpinspect.analysis.tensor_cores.records import Loss
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.reports import kernels_rows as rows
-from mpinspect.reports.table import printable
+from mpinspect.reports.markdown_page import escape, section, table
 
 #: Rows of tables; GitHub cuts a comment at 65,536 characters.
 MAX_ROWS = 50
 #: Characters of a kernel's name.
 _NAME = 100
-
-#: What Markdown could take for a mark.
-_MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
 
 
 def render(report: KernelReport) -> str:
@@ -26,46 +21,32 @@ def render(report: KernelReport) -> str:
     return "\n".join(_lines(report)) + "\n"
 
 
-def _escape(text: str) -> str:
-    return _MARKS.sub(r"\\\1", html.escape(printable(text), quote=False))
-
-
 def _lines(report: KernelReport) -> Iterator[str]:
     gpus = rows.gpus(report) if report.kernels else ""
-    yield f"# Kernels of {_escape(rows.headline(report))}{f' on {_escape(gpus)}' if gpus else ''}"
+    yield f"# Kernels of {escape(rows.headline(report))}{f' on {escape(gpus)}' if gpus else ''}"
     yield ""
     yield f"{report.shares.calls:,} kernels, {duration(report.shares.kernel_time_us)} of kernel time."
     if report.kernels:
-        yield from _section("Tensor Cores", _tensor_cores(report))
-        yield from _section("Eligible but not used", _losses(report.eligible))
-        yield from _section("Used but degraded", _losses(report.degraded))
-    yield from _section("Findings", _findings(report))
+        yield from section("Tensor Cores", _tensor_cores(report))
+        yield from section("Eligible but not used", _losses(report.eligible))
+        yield from section("Used but degraded", _losses(report.degraded))
+    yield from section("Findings", _findings(report))
     if report.kernels:
-        yield from _section("By kernel", _names(report))
-        yield from _section("By module", _modules(report))
-        yield from _section("What mixed precision can still bring", _bullets(rows.limit_words(report.limits)))
+        yield from section("By kernel", _names(report))
+        yield from section("By module", _modules(report))
+        yield from section("What mixed precision can still bring", _bullets(rows.limit_words(report.limits)))
     if len(report.ranks) > 1:
-        yield from _section("By trace", _table(rows.RANK_COLUMNS, map(rows.rank_cells, report.ranks), left=1))
-    yield from _section("Coverage", _bullets(rows.coverage_words(report)))
-
-
-def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """A heading and its lines; nothing where there are none."""
-    found = list(lines)
-    if found:
-        yield from ("", f"## {title}", "", *found)
+        yield from section("By trace", _escaped_table(rows.RANK_COLUMNS, map(rows.rank_cells, report.ranks), left=1))
+    yield from section("Coverage", _bullets(rows.coverage_words(report)))
 
 
 def _bullets(sentences: Iterable[str]) -> Iterator[str]:
-    return (f"- {_escape(sentence)}" for sentence in sentences)
+    return (f"- {escape(sentence)}" for sentence in sentences)
 
 
-def _table(columns: Sequence[str], cells: Iterable[Sequence[str]], *, left: int) -> Iterator[str]:
-    """A table, its cells escaped; the columns from ``left`` on are set to the right."""
-    yield f"| {' | '.join(map(_escape, columns))} |"
-    yield f"| {' | '.join('---' if index < left else '---:' for index in range(len(columns)))} |"
-    for row in cells:
-        yield f"| {' | '.join(map(_escape, row))} |"
+def _escaped_table(columns: Sequence[str], cells: Iterable[Sequence[str]], *, left: int) -> Iterator[str]:
+    """A table of plain words."""
+    return table([*map(escape, columns)], ([*map(escape, row)] for row in cells), left=left)
 
 
 def _more(count: int) -> Iterator[str]:
@@ -75,11 +56,11 @@ def _more(count: int) -> Iterator[str]:
 
 def _tensor_cores(report: KernelReport) -> Iterator[str]:
     for figure, of in rows.figures(report.shares):
-        yield f"- **{_escape(figure)}** {_escape(of)}"
+        yield f"- **{escape(figure)}** {escape(of)}"
     if report.phrase:
-        yield f"- {_escape(report.phrase)}"
+        yield f"- {escape(report.phrase)}"
     yield ""
-    yield from _table(rows.VERDICT_COLUMNS, rows.verdict_cells(report.shares), left=2)
+    yield from _escaped_table(rows.VERDICT_COLUMNS, rows.verdict_cells(report.shares), left=2)
 
 
 def _losses(losses: tuple[Loss, ...]) -> Iterator[str]:
@@ -99,19 +80,19 @@ def _losses(losses: tuple[Loss, ...]) -> Iterator[str]:
         ]
         for loss in losses[:MAX_ROWS]
     )
-    yield from _table(columns, cells, left=2)
+    yield from _escaped_table(columns, cells, left=2)
     yield from _more(len(losses) - MAX_ROWS)
 
 
 def _findings(report: KernelReport) -> Iterator[str]:
     for finding in report.findings:
-        fix = f" *{_escape(finding.fix)}*" if finding.fix else ""
-        yield f"- **{finding.severity}** {_escape(finding.id)}: {_escape(finding.message)}{fix}"
+        fix = f" *{escape(finding.fix)}*" if finding.fix else ""
+        yield f"- **{finding.severity}** {escape(finding.id)}: {escape(finding.message)}{fix}"
 
 
 def _names(report: KernelReport) -> Iterator[str]:
     cells = ([rows.short_name(row.name, _NAME), *rows.name_cells(row), row.reason] for row in report.by_name[:MAX_ROWS])
-    yield from _table(["kernel", *rows.NAME_COLUMNS, "reason"], cells, left=2)
+    yield from _escaped_table(["kernel", *rows.NAME_COLUMNS, "reason"], cells, left=2)
     yield from _more(len(report.by_name) - MAX_ROWS)
 
 
@@ -119,5 +100,5 @@ def _modules(report: KernelReport) -> Iterator[str]:
     if not rows.has_modules(report):
         return
     cells = ([rows.short_module(row.module, _NAME), *rows.module_cells(row)] for row in report.by_module[:MAX_ROWS])
-    yield from _table(["module", *rows.MODULE_COLUMNS], cells, left=1)
+    yield from _escaped_table(["module", *rows.MODULE_COLUMNS], cells, left=1)
     yield from _more(len(report.by_module) - MAX_ROWS)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.reports.markdown_page import escape, section, table
 from mpinspect.reports.table import (
     LayerRow,
     layer_row,
     log2_recommended,
     percent,
     power_of_two,
-    printable,
     seen_layers,
     worst,
 )
@@ -25,18 +23,10 @@ MAX_LAYERS = 100
 MAX_EVENTS = 10
 MAX_NEVER_FIRED = 50
 
-#: What Markdown could take for a mark.
-_MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
-
 
 def render(report: RangeReport) -> str:
     """The report as GitHub-flavoured Markdown; names are escaped, tables' pipes included."""
     return "\n".join(_lines(report)) + "\n"
-
-
-def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is, on one line."""
-    return _MARKS.sub(r"\\\1", html.escape(printable(text), quote=False))
 
 
 def _lines(report: RangeReport) -> Iterator[str]:
@@ -44,27 +34,14 @@ def _lines(report: RangeReport) -> Iterator[str]:
     yield f"# {escape(session.info.model) or 'A model'} against {report.format}"
     yield ""
     yield f"{progress.steps:,} steps, {progress.sampled_steps:,} sampled, {progress.skipped_steps:,} skipped."
-    yield from _section("Infinite or NaN", _events(report))
-    yield from _section("Loss scale", _loss_scale(report.loss_scale))
-    yield from _section("Findings", _findings(report))
-    yield from _section("Layers", _layers(report))
-    yield from _section("Updates", _updates(report))
-    yield from _section("Other formats", _formats(report))
-    yield from _section("Coverage", _coverage(report))
-    yield from _section("Notes", [f"- {escape(note)}" for note in session.notes])
-
-
-def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """A heading and its lines; nothing where there are none."""
-    found = list(lines)
-    if found:
-        yield from ("", f"## {title}", "", *found)
-
-
-def _table(columns: list[str], rows: Iterable[list[str]], *, right: int = 0) -> list[str]:
-    """A table whose cells are escaped already; the columns from ``right`` on are set to the right."""
-    ruler = ["---" if index < right else "---:" for index in range(len(columns))]
-    return [f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows)]
+    yield from section("Infinite or NaN", _events(report))
+    yield from section("Loss scale", _loss_scale(report.loss_scale))
+    yield from section("Findings", _findings(report))
+    yield from section("Layers", _layers(report))
+    yield from section("Updates", _updates(report))
+    yield from section("Other formats", _formats(report))
+    yield from section("Coverage", _coverage(report))
+    yield from section("Notes", [f"- {escape(note)}" for note in session.notes])
 
 
 def _events(report: RangeReport) -> Iterator[str]:
@@ -83,7 +60,7 @@ def _events(report: RangeReport) -> Iterator[str]:
         ]
         for event in shown
     ]
-    yield from _table(columns, rows, right=len(columns))
+    yield from table(columns, rows, left=len(columns))
     if len(report.events) > len(shown):
         yield f"\n... and {len(report.events) - len(shown):,} more."
 
@@ -112,7 +89,7 @@ def _layers(report: RangeReport) -> Iterator[str]:
     k = log2_recommended(report.loss_scale)
     columns = ["layer", "kind", "range offset", "flushed at scale 1", "L1 lost", "subnormal"]
     columns += [f"flushed at {'?' if k is None else f'2^{k}'}", "largest", "remarks"]
-    yield from _table(columns, (_cells(layer_row(layer, report)) for layer in shown), right=2)
+    yield from table(columns, (_cells(layer_row(layer, report)) for layer in shown), left=2)
     if len(shown) < len(seen):
         yield f"\nThe {len(shown)} worst of {len(seen):,} rows; all are in the JSON report."
     yield "\n\\~ estimate, with its \\[bounds\\]; ? not known; - does not apply."
@@ -133,7 +110,7 @@ def _updates(report: RangeReport) -> Iterator[str]:
         for layer in worst(layers, MAX_LAYERS)
         for storage, lost in (layer.lost_updates or {}).items()
     ]
-    yield from _table(["layer", "stored in", "updates lost", ""], rows, right=2)
+    yield from table(["layer", "stored in", "updates lost", ""], rows, left=2)
 
 
 def _formats(report: RangeReport) -> Iterator[str]:
@@ -150,7 +127,7 @@ def _formats(report: RangeReport) -> Iterator[str]:
         ]
         for verdict in report.formats
     ]
-    yield from _table(["format", "for", "scaling", "would do", "worst layer", "its L1 lost"], rows, right=5)
+    yield from table(["format", "for", "scaling", "would do", "worst layer", "its L1 lost"], rows, left=5)
 
 
 def _coverage(report: RangeReport) -> Iterator[str]:
@@ -160,6 +137,6 @@ def _coverage(report: RangeReport) -> Iterator[str]:
         return
     yield ""
     rows = [[escape(name), escape(kind), escape(reason)] for name, kind, reason in never[:MAX_NEVER_FIRED]]
-    yield from _table(["never seen", "kind", "reason"], rows, right=3)
+    yield from table(["never seen", "kind", "reason"], rows, left=3)
     if len(never) > MAX_NEVER_FIRED:
         yield f"\n... and {len(never) - MAX_NEVER_FIRED:,} more."

@@ -15,6 +15,7 @@ from mpinspect.analysis.report import (
     TimeBlock,
 )
 from mpinspect.reports.page import findings, html, plain_text, titled, to_console
+from mpinspect.reports.scale_line import scale_line
 from mpinspect.reports.table import percent, power_of_two, printable
 from mpinspect.reports.text_layers import layer_tables
 from mpinspect.session import Event
@@ -107,7 +108,7 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
         yield Text("No loss scale can be suggested.", style="bold")
         yield Text(printable(advice.reason))
         return
-    yield Text(headline(advice), style="bold")
+    yield Text(scale_line(advice), style="bold")
     yield Text(printable(advice.reason))
     if advice.needed is not False and advice.static_scale is not None:
         yield Text(f"A scale that stays fixed over the run: {power_of_two(advice.static_scale)}.")
@@ -119,24 +120,6 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
         yield Text(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if len({(block.log2_lowest, block.log2_highest) for block in advice.blocks}) > 1:
         yield Text("The window over time: " + "; ".join(map(_block, advice.blocks)))
-
-
-def headline(advice: LossScaleAdvice) -> str:
-    """One line: the scale and its window."""
-    window = f"window {power_of_two(advice.lowest)} .. {power_of_two(advice.highest)}"
-    if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
-        window = (
-            f"no scale serves all: {power_of_two(advice.lowest)} is needed, {power_of_two(advice.highest)} the largest"
-        )
-    if advice.needed is False:
-        return f"Scale 1 will do; {window}"
-    doubt = "" if advice.needed else " (if one is needed: not known)"
-    return f"Suggested loss scale: {power_of_two(advice.recommended)}{doubt}; {window}; {_headroom(advice)}"
-
-
-def _headroom(advice: LossScaleAdvice) -> str:
-    spare = advice.headroom
-    return "headroom ?" if spare is None else f"headroom {spare} {'power' if spare == 1 else 'powers'} of two"
 
 
 def _block(block: TimeBlock) -> str:

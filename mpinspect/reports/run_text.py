@@ -1,0 +1,92 @@
+"""The joined report as plain text: what broke, each model's ranges, shapes, kernels, and in the end all of it in brief."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.rule import Rule
+from rich.text import Text
+
+from mpinspect.analysis.rendering import RendersItself
+from mpinspect.analysis.run import RunReport
+from mpinspect.reports import form
+from mpinspect.reports.page import Sections, html, plain_text, ruled_table, titled, to_console
+from mpinspect.reports.run_words import brief, module_table
+from mpinspect.reports.table import printable
+
+
+def render(report: RunReport, width: int | None = None) -> str:
+    """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
+    blocks = []
+    for block in _blocks(report):
+        if isinstance(block, RendersItself):
+            blocks.append(form(block.kind, ".txt").render(block, width))
+        else:
+            blocks.append(plain_text(_page(block), width))
+    return "\n".join(blocks)
+
+
+def render_html(report: RunReport, width: int = 110) -> str:
+    """The same in ``<pre>`` elements with colours, for notebooks; everything in it is escaped."""
+    blocks = []
+    for block in _blocks(report):
+        if isinstance(block, RendersItself):
+            blocks.append(form(block.kind, ".txt").render_html(block, width))
+        else:
+            blocks.append(html(_page(block), width))
+    return "\n".join(blocks)
+
+
+def render_console(report: RunReport, console: Console) -> None:
+    """Print the report to a rich console, in colour if that has any."""
+    for block in _blocks(report):
+        if isinstance(block, RendersItself):
+            form(block.kind, ".txt").render_console(block, console)
+        else:
+            to_console(_page(block), console)
+
+
+def _blocks(report: RunReport) -> Iterator[RendersItself | list[RenderableType]]:
+    """What the report consists of, from top to bottom: reports that render themselves, and lines of its own."""
+    if report.first_line:
+        yield [Text(printable(report.first_line), style="bold red")]
+    for title, part in _parts(report):
+        yield [_rule(title)]
+        yield part
+    yield list(_closing(report))
+
+
+def _page(lines: list[RenderableType]) -> Sections:
+    return lambda width: lines
+
+
+def _parts(report: RunReport) -> Iterator[tuple[str, RendersItself]]:
+    for part in report.parts:
+        yield f"ranges: {printable(part.name)}", part.ranges
+    if report.shapes is not None:
+        yield "shapes of one step's matrix products", report.shapes
+    if report.kernels is not None:
+        yield "kernels of one profiled step", report.kernels
+
+
+def _rule(title: str) -> Rule:
+    return Rule(Text(title, style="bold"), characters="-", align="left", style="dim")
+
+
+def _closing(report: RunReport) -> Iterator[RenderableType]:
+    """What stands last is what a terminal shows: all of it in brief."""
+    yield _rule("the run")
+    modules = module_table(report)
+    if modules is not None:
+        table = ruled_table(*modules.names, left=1)
+        for row in modules.rows:
+            table.add_row(*row)
+        more = [Text(f"... and {modules.more:,} more", style="dim")] if modules.more else []
+        yield from titled("Module by module", [table, *more])
+    if report.saw:
+        yield from titled("What was seen, and what was not", [Text(f"- {printable(words)}") for words in report.saw])
+    lines = [Text.assemble((f"{subject}  ", "bold"), words) for subject, words in brief(report)]
+    if report.log_dir:
+        lines.append(Text.assemble(("files  ", "bold"), printable(report.log_dir)))
+    yield from titled("In brief", lines)

@@ -1,0 +1,164 @@
+"""The joined report of a run: its first line, its table of modules, every form of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import made_kernels
+import pytest
+import sessions
+import shape_records
+
+from mpinspect import gpus
+from mpinspect.analysis import analyse
+from mpinspect.analysis.first_line import first_line, gravest
+from mpinspect.analysis.run import ModelPart, RunReport, by_module
+from mpinspect.analysis.shapes import analyse_shapes
+from mpinspect.analysis.tensor_cores import analyse_kernels
+from mpinspect.reports import run_json, run_markdown, run_text
+from mpinspect.session import WEIGHT_GRADIENT, Event, Session, TensorKey
+
+INF = Event(
+    412, 0, "backward", "decoder.3.attn", "activation_gradient", "decoder.3.attn", "inf", 65536.0, forward_finite=True
+)
+PROBING = dataclasses.replace(INF, step=3, skipped=True)
+MASK = dataclasses.replace(INF, step=4, phase="forward", value="nan", forward_finite=False, gradients_finite=True)
+
+
+def ranges(name: str = "word_model"):
+    return analyse(sessions.all_sessions()[name])
+
+
+def broken(*events: Event):
+    return analyse(dataclasses.replace(sessions.word_model(), events=events))
+
+
+def shapes():
+    products = (*shape_records.linear(64, 1023, 4096, name="hidden"), *shape_records.linear(64, 4096, 512, name="head"))
+    return analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net")
+
+
+# -- the first line ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_line_says_step_phase_module_value_scale_and_the_forward():
+    assert first_line(INF) == "step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite"
+
+
+def test_what_is_not_known_is_left_out_and_what_matters_is_added():
+    event = Event(7, 2, "forward", "", "activation", "", "nan")
+    assert first_line(event) == "step 7, micro-batch 2, forward, the model itself, first NaN"
+    assert first_line(dataclasses.replace(INF, forward_finite=False, skipped=True, loss_scale=2.0**-20)) == (
+        "step 412, backward, decoder.3.attn, first inf, scale 9.5367431640625e-07, forward not finite, step skipped"
+    )
+
+
+def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():
+    assert gravest([PROBING, MASK, INF]) is INF
+    assert gravest([PROBING, MASK]) is PROBING
+    assert gravest([]) is None
+    # A skipped step whose forward had failed already is no probing: no scale repairs it.
+    hopeless = dataclasses.replace(PROBING, step=5, forward_finite=False)
+    assert gravest([PROBING, hopeless, INF]) is hopeless
+
+
+def test_of_several_models_the_one_that_broke_first_is_named():
+    later, earlier = broken(INF), broken(dataclasses.replace(INF, step=9))
+    report = RunReport("gan.py", "ended", (ModelPart("Generator", later), ModelPart("Critic", earlier)))
+    assert report.first_line.startswith("Critic: step 9, backward, decoder.3.attn, first inf")
+    assert RunReport("gan.py", "ended", (ModelPart("Generator", ranges()),)).first_line == ""
+    assert run_text.render(report, 140).splitlines()[0] == report.first_line
+
+
+# -- module by module ---------------------------------------------------------------------------------------------------
+
+
+def test_without_shapes_and_kernels_there_is_nothing_to_join():
+    assert by_module(RunReport("a.py", "ended", (ModelPart("Net", ranges()),))) == ()
+
+
+def test_a_row_joins_the_gradients_range_the_shapes_and_the_kernels():
+    session = sessions.session({TensorKey("hidden.weight", WEIGHT_GRADIENT): sessions.bell(-26)})
+    report = RunReport("a.py", "ended", (ModelPart("Net", analyse(session)),), shapes())
+    rows = {row.module: row for row in by_module(report)}
+    products = report.shapes.matmuls
+    assert rows["hidden"].flops_fraction == pytest.approx(sum(row.share for row in products if row.module == "hidden"))
+    assert sum(row.flops_fraction for row in rows.values()) == pytest.approx(1.0)
+    assert (rows["hidden"].shape_verdict, rows["head"].shape_verdict) == ("degraded", "native")
+    (layer,) = report.parts[0].ranges.layers
+    assert rows["hidden"].log2_scale_needed == layer.log2_scale_needed > 0
+    assert rows["hidden"].lost_l1_share == layer.lost_l1_share
+    assert (rows["head"].log2_scale_needed, rows["head"].lost_l1_share) == (None, None)
+    assert rows["hidden"].kernel_time_us is None
+
+
+def test_kernel_times_of_modules_known_by_path():
+    on = made_kernels.kernel("ampere_h16816gemm_256x128_ldg8_stages_64x3_tn", 30.0)
+    off = made_kernels.kernel("sgemm_128x128x8_NN", 10.0)
+    kernels = analyse_kernels([made_kernels.trace(on, off)], None, None)
+    path = dataclasses.replace(
+        kernels.by_module[0], module="hidden", is_path=True, time_us=40.0, verdict_time_us={"native": 30.0, "off": 10.0}
+    )
+    report = RunReport("a.py", "ended", kernels=dataclasses.replace(kernels, by_module=(path,)))
+    (row,) = by_module(report)
+    assert (row.module, row.kernel_time_us, row.tensor_core_fraction) == ("hidden", 40.0, 0.75)
+
+
+# -- every form -----------------------------------------------------------------------------------------------------------
+
+
+def reports():
+    everything, empty = ranges("everything"), analyse(Session())
+    hostile = tuple(ModelPart(name, empty) for name in sessions.HOSTILE_NAMES)
+    kernels = analyse_kernels([made_kernels.trace(made_kernels.kernel("sgemm_128x128x8_NN"))], None, None)
+    return {
+        "nothing": RunReport("a.py", "ended", saw=("torch was never imported: there was nothing to inspect",)),
+        "whole": RunReport("a.py -x", "ended", (ModelPart("Net", everything),), shapes(), kernels, ("one",), "runs/a"),
+        "hostile": RunReport("\x1b[31m.py\n", "<b>", hostile, saw=sessions.HOSTILE_NAMES, log_dir="\u202e[red]"),
+    }
+
+
+@pytest.mark.parametrize("name", reports())
+def test_every_form_of_it(name, tmp_path):
+    report = reports()[name]
+    for text in (run_text.render(report, 60), run_text.render(report, 160), run_markdown.render(report)):
+        text.encode("utf-8")
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert "<script>" not in report._repr_html_()
+    document = json.loads(run_json.render(report))
+    assert document["schema"] == "mpinspect.run"
+    assert [model["name"] for model in document["models"]] == [part.name for part in report.parts]
+    assert document["saw"] == list(report.saw)
+    for suffix in (".txt", ".md", ".json"):
+        assert report.save(tmp_path / f"report{suffix}").stat().st_size > 0
+
+
+def test_the_parts_in_json_are_what_they_are_alone():
+    report = reports()["whole"]
+    document = json.loads(run_json.render(report))
+    assert document["models"][0]["ranges"] == json.loads(report.parts[0].ranges.to_json())
+    assert document["shapes"] == json.loads(report.shapes.to_json())
+    assert document["kernels"] == json.loads(report.kernels.to_json())
+
+
+def test_nested_markdown_has_one_title():
+    lines = run_markdown.render(reports()["whole"]).splitlines()
+    assert [line for line in lines if line.startswith("# ")] == ["# mpinspect run a.py -x"]
+    assert sum(line.startswith("## ") for line in lines) >= 5
+
+
+def test_findings_of_all_parts_the_gravest_first():
+    report = reports()["whole"]
+    parts = [*report.parts[0].ranges.findings, *report.shapes.findings, *report.kernels.findings]
+    assert sorted(finding.id for finding in report.findings) == sorted(finding.id for finding in parts)
+    ranks = [("info", "warning", "error").index(finding.severity) for finding in report.findings]
+    assert ranks == sorted(ranks, reverse=True)
+
+
+def test_in_brief_stands_last():
+    text = run_text.render(reports()["whole"], 140)
+    last = text[text.index("In brief") :]
+    assert "a.py -x: ended" in last
+    assert "Suggested loss scale" in last
+    assert "files  runs/a" in last
