@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-che
 
 .PHONY: help
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # glibc gives large tensors back to the system at once, which zeroes their pages anew at the next step: 40% of the demo's time.
 demo: export MALLOC_MMAP_MAX_ := 0
@@ -49,9 +49,22 @@ format: $(VENV)/.dev ## let ruff format the code and mend what it can
 bench: $(VENV)/.bench ## run every benchmark
 	@for name in counting overhead session loss_scale_window emulation training_speed training_modes saved_memory curves kernel_names shape_lint traces tensor_cores; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
+# TensorFlow, JAX and Paddle ask for different versions of what they share: each has an environment of its own.
+FRAMEWORKS := tensorflow jax paddle
+tensorflow_PACKAGES := tensorflow-cpu
+jax_PACKAGES := jax
+paddle_PACKAGES := paddlepaddle
+
+.PHONY: test-frameworks
+test-frameworks: $(FRAMEWORKS:%=.test-%) ## run the recorder's tests and examples under TensorFlow, JAX and Paddle (CPU packages, some GB)
+
+.PHONY: $(FRAMEWORKS:%=.test-%)
+$(FRAMEWORKS:%=.test-%): .test-%: .venv-%/.ready
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest framework_tests/test_$*_arrays.py framework_tests/test_digits_examples.py $(ARGS)
+
 .PHONY: clean
 clean: ## remove .venv, caches and build output (your runs stay)
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS:%=.venv-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find mpinspect tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- set-up, once: a stamp per step, renewed when pyproject.toml changes ------------------------------------------------
@@ -77,4 +90,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 $(VENV)/.bench: $(VENV)/.dev
 	@echo "installing what the benchmarks compare with into $(VENV)"
 	@$(PIP) -e '.[dev,bench]'
+	@touch $@
+
+.venv-%/.ready: pyproject.toml
+	@echo "installing torch, $($*_PACKAGES) and mpinspect into .venv-$* (this takes a few minutes)"
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --no-input --disable-pip-version-check $(TORCH)
+	@.venv-$*/bin/python -m pip install --quiet --no-input --disable-pip-version-check -e . $($*_PACKAGES) scikit-learn pytest
 	@touch $@

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpinspect.kernel_profile import profile_kernels, read_trace
     from mpinspect.mixed_precision import MixedPrecision
     from mpinspect.probing import probe
+    from mpinspect.recorder import Recorder
     from mpinspect.session import Session
     from mpinspect.shape_lint import lint_shapes
     from mpinspect.training.loss_scaler import LossScaler
@@ -52,6 +53,7 @@ __all__ = [
     "LossScaler",
     "MixedPrecision",
     "MpinspectWarning",
+    "Recorder",
     "Session",
     "ShapeReport",
     "__version__",
@@ -83,6 +85,7 @@ _WHEN_USED = {
     "LossScaler": "training.loss_scaler",
     "MixedPrecision": "mixed_precision",
     "MpinspectWarning": "inspector",
+    "Recorder": "recorder",
     "Session": "session",
     "ShapeReport": "analysis.shapes",
     "classify_kernel": "analysis.kernel_names",

@@ -18,15 +18,13 @@ from mpinspect.analysis.first_line import first_line, gravest
 from mpinspect.analysis.report import RangeReport
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
+from mpinspect.capture.optimizers import plain_optimizer
 from mpinspect.capture.recording import MpinspectWarning, Recording, Sink, warn
 from mpinspect.capture.steps import Schedule
 from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session
-from mpinspect.session_file import SessionError, SessionWriter
+from mpinspect.session_sinks import open_sinks
 
 __all__ = ["Inspector", "MpinspectWarning"]
-
-#: How many sibling names are tried when log_dir holds another run already.
-_SIBLINGS = 1000
 
 
 class Inspector:
@@ -43,7 +41,8 @@ class Inspector:
     Args:
         model: any torch.nn.Module.
         optimizers: one or several. Optional: those that step any of the model's parameters are found. Give the ones
-            that step FP32 master copies, which can't be found.
+            that step FP32 master copies, which can't be found; of a trainer's wrapper (Accelerate's, Lightning's) the one
+            inside is taken.
         scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found.
         every: sample every n-th step (the non-finite watch looks at all of them), or a Schedule that says which.
         capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". The
@@ -80,10 +79,9 @@ class Inspector:
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
-        self.log_dir: Path | None = None
         info = RunInfo(type(model).__name__, _now(), kinds, schedule.every, watch, _versions())
-        sinks, troubles = self._open(log_dir, info)
-        self._recording = Recording(info, sinks, tell=self._tell)
+        self.log_dir, sinks, troubles = open_sinks(log_dir, info)
+        self._recording = Recording(info, self._sinks(sinks), tell=self._tell)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = Capture(
             found,
@@ -162,37 +160,9 @@ class Inspector:
         """A note is made: what can't be measured, and why."""
         warn(note)
 
-    def _open(self, log_dir: str | Path | None, info: RunInfo) -> tuple[list[Sink], list[str]]:
-        """The sinks that keep the run in ``log_dir``, and what went wrong with it."""
-        if log_dir is None:
-            return [], []
-        from mpinspect.reports.tensorboard import TensorBoardSink
-
-        try:
-            path, trouble = _free_directory(Path(log_dir))
-            writer = SessionWriter(path, info)
-        except (SessionError, OSError, ValueError) as error:
-            return [], [
-                f"nothing is written to {log_dir}: {str(error).rstrip('.')}. The run is kept in memory: save the report yourself"
-            ]
-        self.log_dir = path
-        return [writer, TensorBoardSink(path)], trouble
-
-
-def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
-    """``wanted``, or the next name beside it if it holds another run, and a sentence about that."""
-    from mpinspect.session_file import FILE_NAME
-
-    if not (wanted / FILE_NAME).exists():
-        return wanted, []
-    wanted = wanted.resolve()
-    for number in range(2, _SIBLINGS):
-        path = wanted.with_name(f"{wanted.name}-{number}")
-        if not (path / FILE_NAME).exists():
-            return path, [
-                f"{wanted} holds another run already: this one is written to {path}. Give each run its own log_dir"
-            ]
-    return wanted, []
+    def _sinks(self, opened: list[Sink]) -> list[Sink]:
+        """Who is told what is captured: those of ``log_dir``."""
+        return opened
 
 
 def _require(model: object, schedule: Schedule, loss_scale: object) -> None:
@@ -220,10 +190,12 @@ def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParame
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:
-    several = _several(given)
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+    several = []
+    for optimizer in _several(given):
+        plain = plain_optimizer(optimizer)
+        if plain is None:
             raise TypeError(f"optimizers must be torch.optim.Optimizer objects, not {type(optimizer).__name__}")
+        several.append(plain)
     return several
 
 

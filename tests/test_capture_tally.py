@@ -198,3 +198,13 @@ def test_the_narrowest_format_stays() -> None:
     window = tally.close_window()
     assert window is not None
     assert window.tensors[KEY].passed_through == "float16"
+
+
+@pytest.mark.parametrize(("scale", "least"), [(1.0, 16), (1024.0, 6), (1000.0, 6)])
+def test_what_overflowed_had_at_least_this_exponent_before_it_was_scaled(scale: float, least: int) -> None:
+    tally, _, _ = _tally()
+    tally.add(_sample(torch.tensor([1.0, float("inf")]), scale, narrow="float16"))
+    tally.end_step(0)
+    window = tally.close_window()
+    assert window is not None
+    assert window.gradient_peaks == {least: 1}

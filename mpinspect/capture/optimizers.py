@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -13,6 +14,15 @@ from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.updates import STORAGE_DTYPES, lost_updates, unmoved
 from mpinspect.counting.reference import count
 from mpinspect.session import UPDATE, TensorKey
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The torch optimizer inside a trainer's wrappers, which is the one that torch's hooks tell of; None if there is none."""
+    for name in ("_optimizer", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return plain_optimizer(inner)
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 class ModelOptimizers:

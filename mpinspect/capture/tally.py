@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.capture.loss_scale import BackwardScale, is_power_of_two
+from mpinspect.capture.rounded_before import floor_exponent, overflow_exponent
 from mpinspect.counting import layout
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import FORMATS
 from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, TensorWindow, Window, narrowest
 
 IntArray = npt.NDArray[np.int64]
@@ -164,6 +164,11 @@ class Tally:
         """Take lost-update counts of the current step: an int64 tensor (lost, non-zero)."""
         self._pending_lost.append((key, format_name, measured, counts))
 
+    def drop_step(self) -> None:
+        """Forget the samples of the current step."""
+        self._pending.clear()
+        self._pending_lost.clear()
+
     @property
     def open_steps(self) -> int:
         """Sampled steps in the open window."""
@@ -243,13 +248,12 @@ class Tally:
         gathered.numel_max = max(gathered.numel_max, sample.numel)
         if sample.passed_through != "float32":
             gathered.passed_through = narrowest((gathered.passed_through, sample.passed_through))
-            floor = _floor_exponent(sample)
+            floor = floor_exponent(sample.passed_through, sample.scale.value)
             gathered.floor_exponent = floor if gathered.floor_exponent is None else max(floor, gathered.floor_exponent)
         if peak is not None:
             peak -= log2_scale
         if row[layout.INFS] and sample.passed_through != "float32" and sample.key.kind in GRADIENT_KINDS:
-            # How large it was is not known, only that at this scale it overflowed.
-            least = FORMATS[sample.passed_through].max_exponent + 1 - log2_scale
+            least = overflow_exponent(sample.passed_through, sample.scale.value)
             peak = least if peak is None else max(peak, least)
         if peak is None:
             return None
@@ -296,13 +300,6 @@ def _log2(scale: BackwardScale) -> int | None:
     if scale.value is None or not is_power_of_two(scale.value):
         return None
     return math.frexp(scale.value)[1] - 1
-
-
-def _floor_exponent(sample: Sample) -> int:
-    """Unscaled magnitudes up to 2^this may have been flushed by the format that the values passed through."""
-    format = FORMATS[sample.passed_through]
-    scale = sample.scale.value or 1.0
-    return math.ceil(math.log2(format.flush_edge) - math.log2(scale))
 
 
 def _peaks(rows: IntArray) -> list[int | None]:

@@ -1,0 +1,233 @@
+"""Counting in NumPy alone: arrays of any other framework, on machines without torch. The same integers as the torch way.
+
+float32 and float64 are counted by their bits, as ``bits`` explains: one key an element tells its exponent and both edge
+counters. Of the narrow encodings the codes are counted, and each code's count is added to its value's key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpinspect.counting.encodings import NARROW_ENCODINGS, magnitudes
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, WIDE, ZEROS, RowLayout
+
+IntArray = npt.NDArray[np.int64]
+AnyArray = npt.NDArray[Any]
+
+#: Elements taken at a time: the temporaries of one chunk stay in the second-level cache.
+_CHUNK = 1 << 16
+_WIDE_NAMES = ("float32", "float64", "complex64", "complex128")
+#: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value.
+_NO_MINIMUM = 0x7FF << 52
+_REBIAS = 1023 - 127
+
+
+@dataclass(frozen=True)
+class _Binary:
+    """binary32 or binary64: its integer and floating dtypes, mantissa bits, bias, and the row that it fills."""
+
+    integer: type[Any]
+    floating: type[Any]
+    mantissa_bits: int
+    bias: int
+    layout: RowLayout
+
+    @property
+    def infinity(self) -> int:
+        return (2 * self.bias + 1) << self.mantissa_bits
+
+    @property
+    def mask(self) -> int:
+        """Everything but the sign."""
+        return self.infinity | ((1 << self.mantissa_bits) - 1)
+
+    @property
+    def keys(self) -> int:
+        """Zero, three for each exponent, infinity, NaN."""
+        return self.layout.length - 2
+
+
+_BINARY32 = _Binary(np.int32, np.float32, 23, 127, NARROW)
+_BINARY64 = _Binary(np.int64, np.float64, 52, 1023, WIDE)
+
+
+def count_array(array: AnyArray, divisor: float | None = None, dtype: str = "") -> IntArray:
+    """Count the exponents of an array's elements, exactly: ``counting.count`` for arrays, by NumPy alone.
+
+    The array is not changed, and only copied where its memory has gaps or its bytes are swapped. Where memory is broadcast, an
+    element is counted once and multiplied.
+
+    Args:
+        array: any shape, strides and byte order; float16/32/64, complex (both parts are counted), or ml_dtypes' narrow floats.
+        divisor: count x / divisor instead, divided in float64; its sign is ignored.
+        dtype: name of the encoding ("bfloat16") where ``array`` holds its bare codes as integers.
+
+    Returns:
+        int64 row, see ``layout``: WIDE for float64, complex128 and with a divisor, else NARROW.
+
+    Raises:
+        TypeError: a dtype without exponents, or one that float64 can't hold.
+        ValueError: a divisor that is zero, infinite or NaN.
+    """
+    name = dtype or array.dtype.name
+    if name not in NARROW_ENCODINGS and name not in _WIDE_NAMES:
+        raise TypeError(
+            f"an array of {name} has no exponents that can be counted: float16, float32, float64, complex, bfloat16 and the "
+            "FP8, FP6 and FP4 formats of ml_dtypes have (convert it, or leave it out)"
+        )
+    by = None if divisor is None else _checked(divisor)
+    flat, times = _flat(array)
+    if name in NARROW_ENCODINGS:
+        row = _count_codes(flat, name, by)
+    else:
+        native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
+        row = _count_values(native.view(native.real.dtype), by)
+    if times != 1:
+        row[:MIN_BITS] *= times
+        row[HEADER:] *= times
+    return row
+
+
+def _checked(divisor: float) -> float:
+    by = abs(float(divisor))
+    if by == 0 or not math.isfinite(by):
+        raise ValueError(f"cannot divide by {divisor!r}: a loss scale is a finite number other than zero")
+    return by
+
+
+def _flat(array: AnyArray) -> tuple[AnyArray, int]:
+    """The elements in one dimension, in any order, and how often each occurs (dimensions of stride 0)."""
+    if array.flags.c_contiguous or not array.size:
+        return array.reshape(-1), 1
+    repeated = [axis for axis in range(array.ndim) if array.strides[axis] == 0]
+    times = math.prod(array.shape[axis] for axis in repeated)
+    array = array[tuple(0 if axis in repeated else slice(None) for axis in range(array.ndim))]
+    # An index that is all numbers gives a scalar.
+    array = np.asarray(array)
+    array = array[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)]
+    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    return np.ascontiguousarray(array.transpose(order)).reshape(-1), times
+
+
+# -- float32 and float64 ----------------------------------------------------------------------------------------------
+
+
+def _count_values(values: AnyArray, divisor: float | None) -> IntArray:
+    binary = _BINARY64 if values.dtype == np.float64 or divisor is not None else _BINARY32
+    counts = np.zeros(binary.keys, dtype=np.int64)
+    low, high = binary.infinity, 0
+    for chunk in _chunks(values):
+        if divisor is not None:
+            chunk = _divided(_widened(chunk), divisor)
+        bits = chunk.view(binary.integer) & binary.integer(binary.mask)
+        counts += np.bincount(_keys(bits, binary), minlength=binary.keys)
+        smallest, largest = _extremes(bits, binary)
+        low, high = min(low, smallest), max(high, largest)
+    return _row(counts, _float64_bits(low, binary), _float64_bits(high, binary), binary.layout)
+
+
+def _divided(values: npt.NDArray[np.float64], divisor: float) -> npt.NDArray[np.float64]:
+    with np.errstate(all="ignore"):
+        return values / divisor
+
+
+def _chunks(values: AnyArray) -> Iterator[AnyArray]:
+    for start in range(0, len(values), _CHUNK):
+        yield values[start : start + _CHUNK]
+
+
+def _keys(bits: AnyArray, binary: _Binary) -> AnyArray:
+    """0 for zero, then power of two, other, near the top for each exponent, then infinity, NaN.
+
+    Args:
+        bits: magnitudes, one-dimensional, of ``binary.integer``.
+    """
+    m, whole = binary.mantissa_bits, binary.integer
+    extended = np.minimum(bits, whole(binary.infinity + 1))
+    small = extended < whole(1 << m)
+    if small.any():
+        # Subnormals as if the exponent field went on below zero; zeros land far below the smallest of them.
+        below = extended[small].astype(binary.floating).view(whole) - whole((binary.bias + m - 1) << m)
+        extended[small] = below
+    keys: AnyArray = extended >> m
+    keys += (extended - whole(1)) >> m
+    extended += whole(1 << (m - 11))
+    keys += extended >> m
+    keys += whole(3 * m - 1)
+    np.maximum(keys, whole(0), out=keys)
+    return keys
+
+
+def _extremes(bits: AnyArray, binary: _Binary) -> tuple[int, int]:
+    """Magnitude bits of the smallest non-zero (infinity's or more where there is none) and the largest finite one (0)."""
+    # Zero minus one is the largest unsigned integer.
+    low = int((bits - binary.integer(1)).view(f"u{bits.itemsize}").min()) + 1
+    high = int(bits.max())
+    if high >= binary.infinity:
+        high = int(bits[bits < binary.infinity].max(initial=0))
+    return min(low, binary.infinity), high
+
+
+def _widened(values: AnyArray) -> npt.NDArray[np.float64]:
+    """float64 magnitudes by integers: a plain conversion takes float32's subnormals for zero in some modes."""
+    if values.dtype == np.float64:
+        return np.abs(values)
+    bits = values.view(np.int32).astype(np.int64) & _BINARY32.mask
+    wide = np.where(bits < _BINARY32.infinity, (bits << 29) + (_REBIAS << 52), (bits << 29) | _NO_MINIMUM)
+    small = bits < (1 << 23)
+    floats: npt.NDArray[np.float64] = wide.view(np.float64)
+    floats[small] = bits[small] * 2.0**-149
+    return floats
+
+
+def _float64_bits(magnitude: int, binary: _Binary) -> int:
+    """float64 bits of the value with these magnitude bits (infinity's included)."""
+    if binary is _BINARY64:
+        return magnitude
+    if magnitude >= binary.infinity:
+        return _NO_MINIMUM
+    return int(_widened(np.array([magnitude], dtype=np.int32).view(np.float32)).view(np.int64)[0])
+
+
+# -- narrow encodings ---------------------------------------------------------------------------------------------------
+
+
+def _count_codes(flat: AnyArray, name: str, divisor: float | None) -> IntArray:
+    unsigned = np.dtype(f"u{NARROW_ENCODINGS[name].item_size}")
+    if flat.dtype.itemsize != unsigned.itemsize:
+        raise TypeError(f"{flat.dtype} can't hold the codes of {name}, which take {unsigned.itemsize} bytes each")
+    values = magnitudes(name)
+    codes = flat.view(unsigned.newbyteorder(flat.dtype.byteorder) if unsigned.itemsize > 1 else unsigned)
+    counts = np.zeros(len(values), dtype=np.int64)
+    for chunk in _chunks(codes):
+        counts += np.bincount(chunk, minlength=len(values))
+    layout = NARROW
+    if divisor is not None:
+        values, layout = _divided(values, divisor), WIDE
+    bits = values.view(np.int64)
+    present = counts > 0
+    by_key = np.zeros(_BINARY64.keys, dtype=np.int64)
+    np.add.at(by_key, _keys(bits[present], _BINARY64), counts[present])
+    finite = bits[present & (bits > 0) & (bits < _NO_MINIMUM)]
+    low, high = int(finite.min(initial=_NO_MINIMUM)), int(finite.max(initial=0))
+    return _row(by_key, low, high, layout)
+
+
+def _row(counts: IntArray, low: int, high: int, layout: RowLayout) -> IntArray:
+    """Lay a row out.
+
+    Args:
+        counts: one for each key; of the WIDE layout's keys those beyond a NARROW ``layout`` hold nothing and are left out.
+        low, high: float64 bits of the extremes.
+    """
+    row = np.zeros(layout.length, dtype=np.int64)
+    row[ZEROS], row[INFS], row[NANS], row[MIN_BITS], row[MAX_BITS] = counts[0], counts[-2], counts[-1], low, high
+    first = 1 if len(counts) == layout.length - 2 else 1 + 3 * (layout.lowest_exponent - WIDE.lowest_exponent)
+    row[HEADER:] = counts[first : first + len(row) - HEADER]
+    return row

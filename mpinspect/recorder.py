@@ -1,0 +1,168 @@
+"""Recorder: for training loops of any framework. It is handed arrays and makes the session that an Inspector makes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import platform
+import sys
+import threading
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mpinspect.analysis import analyse
+from mpinspect.analysis.first_line import first_line, gravest
+from mpinspect.analysis.report import RangeReport
+from mpinspect.capture.arrays.capture import ArrayCapture
+from mpinspect.capture.recording import Recording
+from mpinspect.capture.steps import Schedule
+from mpinspect.session import KINDS, WEIGHT_GRADIENT, RunInfo, Session
+from mpinspect.session_sinks import open_sinks
+from mpinspect.version import __version__
+
+__all__ = ["Recorder"]
+
+_FRAMEWORKS = ("tensorflow", "keras", "jax", "paddle", "mxnet", "cupy", "torch")
+
+
+class Recorder:
+    """Takes the gradients of any framework as arrays, and says of them what an Inspector says of a torch model.
+
+        with mpinspect.Recorder("runs/a") as recorder:
+            for step, batch in enumerate(batches):
+                gradients = ...                                   # as they are, the loss scale still in them
+                recorder.observe("", gradients, step=step, loss_scale=scale)
+        print(recorder.report())
+
+    Counting is done in NumPy; torch is imported for the TensorBoard log alone, so only with a ``log_dir``. No array is kept or
+    changed. Nothing that ``observe`` is given makes it raise: it warns, once, and goes on.
+
+    Args:
+        log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
+            another run, the next free name beside it is taken (``runs/a-2``), with a warning.
+        model: its name, for the report.
+        every: sample every n-th step (in the others ``observe`` returns at once), or a Schedule that says which.
+
+    Raises:
+        ValueError: ``every`` is no whole number of 1 or more.
+    """
+
+    def __init__(self, log_dir: str | Path | None = None, *, model: str = "", every: int | Schedule = 1) -> None:
+        schedule = every if isinstance(every, Schedule) else Schedule(every)
+        each = schedule.every
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+            raise ValueError(f"every={each!r}: give a whole number of steps, 1 or more (1 samples every step)")
+        info = RunInfo(str(model), _now(), KINDS, each, watch=each == 1, versions=_versions())
+        self.log_dir, sinks, troubles = open_sinks(log_dir, info)
+        self._recording = Recording(info, sinks)
+        self._capture = ArrayCapture(self._recording, schedule)
+        # Callbacks of some frameworks run on threads of their own.
+        self._lock = threading.RLock()
+        for trouble in troubles:
+            self._recording.note(trouble)
+        if sinks:
+            # A script that forgets close() still gets its last second.
+            atexit.register(_close, weakref.ref(self))
+
+    # -- recording --------------------------------------------------------------------------------------------------
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the open step is sampled; between steps, whether the next one will be."""
+        with self._lock:
+            return self._capture.sampled
+
+    def observe(
+        self,
+        name: str,
+        array: Any,
+        *,
+        kind: str = WEIGHT_GRADIENT,
+        step: Any = None,
+        loss_scale: Any = 1.0,
+        passed_through: str | None = None,
+    ) -> None:
+        """Count an array. At sampled steps it waits for the device that the array lies on. Never raises an Exception.
+
+        Args:
+            name: dotted path of the parameter (of the module, for the activation kinds).
+            array: of NumPy, TensorFlow, JAX, Paddle, MXNet, CuPy, torch or any other library with DLPack; also a dict, list or
+                pytree of arrays, whose keys are joined to the name by dots. None is passed over.
+            kind: "weight_gradient", "activation_gradient", "activation", "weight" or "update".
+            step: number of the training step; a larger one than before ends the step before. None: the open step, which
+                ``next_step`` ends.
+            loss_scale: what a gradient is still multiplied by: a number (or a scalar array), which is divided out; None if it
+                is not known. Other kinds are not multiplied by it.
+            passed_through: format that the values were rounded to before they came ("float16", "bfloat16", ...), where the
+                array's own dtype does not tell: a float32 copy of an FP16 gradient.
+        """
+        with self._lock:
+            if self._recording.progress.ended:
+                self._recording.note("arrays came after close(): they are not recorded")
+            else:
+                self._capture.observe(name, array, kind, step, loss_scale, passed_through)
+
+    def next_step(self, *, skipped: bool | None = None) -> None:
+        """The step is over; what is observed next belongs to another. ``skipped``: whether its update was skipped, if known."""
+        with self._lock:
+            if not self._recording.progress.ended:
+                self._capture.next_step(skipped)
+
+    def close(self) -> None:
+        """End the open step and close the files. Twice does nothing."""
+        with self._lock:
+            if not self._recording.progress.ended:
+                self._capture.finish()
+                self._recording.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if kind is not None and not isinstance(error, (GeneratorExit, SystemExit)):
+            self._report_to_stderr()
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def session(self) -> Session:
+        """Everything recorded so far, the open step included; the step goes on."""
+        with self._lock:
+            return self._capture.session()
+
+    def report(self) -> RangeReport:
+        """What the counts say: ranges by layer, findings, the suggested loss scale."""
+        return analyse(self.session())
+
+    def _report_to_stderr(self) -> None:
+        """The run broke, and may leave nothing else behind. Whatever fails here must not hide the user's exception."""
+        with contextlib.suppress(Exception):
+            report = self.report()
+            broke = gravest(report.events)
+            text = f"{first_line(broke)}\n{report}" if broke is not None else str(report)
+            encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def _close(reference: weakref.ref[Recorder]) -> None:
+    recorder = reference()
+    if recorder is not None:
+        recorder.close()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    """Ours, and those of the frameworks that are loaded."""
+    loaded = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in _FRAMEWORKS}
+    found = {name: version for name, version in loaded.items() if version}
+    return {"mpinspect": __version__, "numpy": np.__version__, **found, "python": platform.python_version()}
