@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpinspect.session import Session
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -22,6 +24,9 @@ def run_example(name: str, monkeypatch, capsys, *options: str) -> str:
 
 def test_every_example_is_tested():
     tested = {
+        "accelerate_loop.py",
+        "lightning_digits.py",
+        "transformers_trainer.py",
         "talk_network.py",
         "talk_stages.py",
         "digits_cnn.py",
@@ -188,3 +193,49 @@ def test_shape_lint_says_of_well_known_models_what_an_expert_would(monkeypatch, 
     rows = {line.split("  ")[0]: line for line in printed.splitlines() if line[:1].strip()}
     assert rows["ViT"].endswith("nothing to mend")
     assert rows["ResNet-50"].endswith("not-channels-last")
+
+
+# -- trainers that own the loop -------------------------------------------------------------------------------------------
+
+
+def test_lightning_digits_shows_scale_and_skipped_steps(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    printed = run_example("lightning_digits.py", monkeypatch, capsys, "--steps=10", "--log-dir=log")
+    assert re.search(r"^Digits against float16\n10 steps, 10 sampled, [1-9]\d* skipped", printed, re.MULTILINE)
+    skipped = int(re.search(r"; (\d+) of 10 steps were skipped", printed)[1])
+    assert len(re.findall(r"^step \d+ skipped: ", printed, re.MULTILINE)) == skipped >= 1
+    assert re.search(r"^net\.0\.weight ", printed, re.MULTILINE)
+    assert Session.load(tmp_path / "log").progress.skipped_steps == skipped
+
+
+def test_lightning_digits_needs_no_scale_in_fp32(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    printed = run_example("lightning_digits.py", monkeypatch, capsys, "--steps=5", "--precision=32-true")
+    assert "5 steps, 5 sampled\n" in printed
+    assert "Scale 1 will do" in printed
+    assert "loss scale " not in printed.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_transformers_trainer_names_its_layers_and_a_scale(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    printed = run_example("transformers_trainer.py", monkeypatch, capsys, "--steps=4", "--log-dir=log")
+    assert "GPT2LMHeadModel against float16\n4 steps, 4 sampled" in printed
+    assert "Suggested loss scale: " in printed
+    assert re.search(r"^transformer\.h\.0\.attn\.c_attn\.weight ", printed, re.MULTILINE)
+    assert Session.load(tmp_path / "log").progress.backwards == 8
+
+
+def test_accelerate_loop_counts_its_optimizer_steps(monkeypatch, capsys):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("sklearn")
+    printed = run_example("accelerate_loop.py", monkeypatch, capsys, "--steps=6")
+    assert "Sequential against float16\n6 steps, 6 sampled" in printed
+    assert "; 0 of 6 steps were skipped" in printed
+    assert re.search(r"^hidden\.weight ", printed, re.MULTILINE)

@@ -1,0 +1,1 @@
+"""Thin adapters for trainers that own the training loop: Lightning's and Transformers'."""

@@ -1,0 +1,159 @@
+"""What the callbacks of every trainer do: an Inspector for each training run, a report when it is over."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpinspect.analysis.report import RangeReport
+from mpinspect.capture.optimizers import plain_optimizer
+from mpinspect.capture.recording import warn
+from mpinspect.inspector import Inspector
+from mpinspect.session import Session
+
+#: ``log_dir`` of a callback: below the directory that the trainer writes to.
+AUTO = "auto"
+
+
+class InspectsTraining:
+    """An Inspector that comes and goes with a trainer's runs.
+
+    Args:
+        log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` below the directory that the
+            trainer writes to; None keeps everything in memory. Of several processes each writes to ``rank<n>`` in it.
+        print_report: print the report to stderr when training ends or breaks (the first of several processes does).
+        options: as Inspector's: every, capture, include, exclude, loss_scale, watch.
+
+    Raises:
+        TypeError, ValueError: options that Inspector does not take.
+    """
+
+    def __init__(self, *, log_dir: str | Path | None = AUTO, print_report: bool = True, **options: Any) -> None:
+        self._wanted_log_dir = log_dir
+        self._print_report = print_report
+        self._options = options
+        #: The inspector of the last run that began in this process.
+        self.inspector: Inspector | None = None
+        self._running = self._speaks = False
+        self._at_exit: _Ending | None = None
+        self._check(options)
+
+    def session(self) -> Session:
+        """What was recorded of the last training run; while it runs this waits for the GPU.
+
+        Raises:
+            RuntimeError: nothing has been trained in this process.
+        """
+        return self._inspector().session()
+
+    def report(self) -> RangeReport:
+        """The report on the last training run; while it runs this waits for the GPU.
+
+        Raises:
+            RuntimeError: nothing has been trained in this process.
+        """
+        return self._inspector().report()
+
+    def detach(self) -> None:
+        """Stop inspecting, close the files and print the report. Does nothing where no training is under way."""
+        if self._running:
+            self._running = False
+            if self._at_exit is not None:
+                atexit.unregister(self._at_exit)
+            try:
+                self._inspector().detach()
+                if self._speaks:
+                    _print(self.report())
+            except Exception as error:
+                warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
+
+    # -- for the trainers' hooks -------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        model: torch.nn.Module,
+        optimizers: Iterable[Any],
+        scaler: Any,
+        directory: str | Path | None,
+        rank: int,
+        processes: int,
+    ) -> None:
+        """Training begins. A run that never came to its end is ended first. Never raises an Exception."""
+        self.detach()
+        self.inspector = inspector = None
+        try:
+            inspector = Inspector(
+                model,
+                # A trainer may step what is no torch optimizer: then its steps are told by what else happens.
+                optimizers=[optimizer for optimizer in optimizers if plain_optimizer(optimizer) is not None],
+                scalers=scaler,
+                log_dir=self._log_dir(directory, rank, processes),
+                **self._options,
+            )
+            inspector.attach()
+        except Exception as error:
+            warn(f"this training is not inspected, since the inspector could not be attached: {error!r}")
+            if inspector is not None:
+                with contextlib.suppress(Exception):
+                    inspector.detach()
+            return
+        self.inspector = inspector
+        self._running, self._speaks = True, self._print_report and rank == 0
+        # Not every trainer tells its callbacks of an exception.
+        self._at_exit = _Ending(self)
+        atexit.register(self._at_exit)
+
+    def _log_dir(self, directory: str | Path | None, rank: int, processes: int) -> Path | None:
+        wanted = self._wanted_log_dir
+        if wanted == AUTO:
+            wanted = None if directory is None else Path(directory) / "mpinspect"
+        if wanted is None:
+            return None
+        return Path(wanted) / f"rank{rank}" if processes > 1 else Path(wanted)
+
+    def _inspector(self) -> Inspector:
+        if self.inspector is None:
+            raise RuntimeError(
+                "no training was inspected in this process: train first; if the trainer starts processes of its own, read "
+                "what they wrote to log_dir with mpinspect.Session.load"
+            )
+        return self.inspector
+
+    @staticmethod
+    def _check(options: dict[str, Any]) -> None:
+        """Complain now, and not in the middle of somebody's training."""
+        for name in ("model", "optimizers", "scalers"):
+            if name in options:
+                raise TypeError(f"{name} is no option of a callback: the trainer knows it")
+        patterns = {"include", "exclude"}
+        Inspector(torch.nn.Linear(1, 1), **{name: value for name, value in options.items() if name not in patterns})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainers that start processes pickle their callbacks.
+        return {**self.__dict__, "inspector": None, "_running": False, "_at_exit": None}
+
+
+class _Ending:
+    """Detaches at the end of the process, without keeping the callback and its model alive until then."""
+
+    def __init__(self, callback: InspectsTraining) -> None:
+        self._callback = weakref.ref(callback)
+
+    def __call__(self) -> None:
+        callback = self._callback()
+        if callback is not None:
+            callback.detach()
+
+
+def _print(report: RangeReport) -> None:
+    if sys.stderr is None:
+        return
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    print(str(report).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)

@@ -1,0 +1,61 @@
+"""A Lightning callback that inspects what the Trainer fits.
+
+    trainer = lightning.Trainer(callbacks=[InspectorCallback()])
+
+Works with the packages ``lightning`` and ``pytorch_lightning``. The class is made when it is first asked for, so that this
+module can be imported without either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from importlib import import_module
+from typing import Any
+
+from mpinspect.integrations.inspecting import InspectsTraining
+
+
+class LightningHooks(InspectsTraining):
+    """The hooks that Lightning's Trainer calls; ``InspectorCallback`` is this with Lightning's Callback as a base.
+
+    Attaches when training begins, after the strategy's set-up and the sanity check, to the LightningModule and the
+    Trainer's optimizers and scaler. With log_dir="auto" it writes to ``mpinspect`` below the logger's directory; without a
+    logger everything is kept in memory.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The Trainer begins to fit."""
+        # Asking for log_dir is a broadcast: every process must, or none.
+        directory = trainer.log_dir if trainer.loggers else None
+        self._begin(pl_module, trainer.optimizers, trainer.scaler, directory, trainer.global_rank, trainer.world_size)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """It has fitted."""
+        self.detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Something was raised, or somebody pressed Ctrl-C."""
+        self.detach()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Nothing of ours is left behind, whatever happened."""
+        self.detach()
+
+
+def _callback_class() -> Any:
+    """Lightning's Callback, of the package that is in use already where only one of the two is."""
+    packages = ["lightning.pytorch", "pytorch_lightning"]
+    packages.sort(key=lambda package: package not in sys.modules)
+    for package in packages:
+        with contextlib.suppress(ImportError):
+            return import_module(package).Callback
+    raise ImportError("InspectorCallback needs Lightning: pip install mpinspect[lightning]")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "InspectorCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    body = {"__module__": __name__, "__doc__": f"{InspectsTraining.__doc__}\n{LightningHooks.__doc__}"}
+    made = globals()[name] = type(name, (LightningHooks, _callback_class()), body)
+    return made

@@ -1,0 +1,49 @@
+"""A Transformers callback that inspects what the Trainer trains.
+
+    trainer = transformers.Trainer(model, arguments, train_dataset=..., callbacks=[InspectorCallback()])
+
+The class is made when it is first asked for, so that this module can be imported without Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpinspect.integrations.inspecting import InspectsTraining
+
+
+class TransformersHooks(InspectsTraining):
+    """The hooks that Transformers' Trainer calls; ``InspectorCallback`` is this with TrainerCallback as a base.
+
+    Attaches when training begins, to the model and the optimizer that Accelerate has prepared; the scaler, if there is one,
+    is seen when it scales the first loss. With log_dir="auto" it writes to ``mpinspect`` below ``args.output_dir``.
+
+    The Trainer does not tell its callbacks of an exception: the report is printed when the process ends then. Where it goes
+    on, in a notebook say, call ``report()`` and ``detach()``; the next training does the latter by itself.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer begins to train: model and optimizer are prepared."""
+        optimizer = kwargs.get("optimizer")
+        optimizers = [] if optimizer is None else [optimizer]
+        self._begin(kwargs["model"], optimizers, None, args.output_dir, args.process_index, args.world_size)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """It has trained."""
+        self.detach()
+
+
+def _callback_class() -> Any:
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        raise ImportError("InspectorCallback needs Transformers: pip install mpinspect[transformers]") from None
+    return TrainerCallback
+
+
+def __getattr__(name: str) -> Any:
+    if name != "InspectorCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    body = {"__module__": __name__, "__doc__": f"{InspectsTraining.__doc__}\n{TransformersHooks.__doc__}"}
+    made = globals()[name] = type(name, (TransformersHooks, _callback_class()), body)
+    return made
