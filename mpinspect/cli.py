@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpinspect.commands import demo, kernels, lint, report
+from mpinspect.commands import demo, kernels, lint, report, run
 from mpinspect.commands.outcome import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
 from mpinspect.version import __version__
 
@@ -17,18 +17,25 @@ _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its options, and what it does with them; returns the exit status."""
+    """A command: its options, and what it does with them; returns the exit status.
+
+    ``split`` belongs to a command that runs somebody else's program: it parts the words of ours from theirs, which come as
+    ``options.rest``. The streams are then theirs, and so is every exception that ends it but UnusableError.
+    """
 
     name: str
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    split: Callable[[Sequence[str]], tuple[list[str], list[str]]] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. argparse itself exits (status 2) on wrong usage."""
+    options = _options(sys.argv[1:] if argv is None else argv)
+    if options.rest is not None:
+        return _run_theirs(options)
     _let_names_through()
-    options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -43,6 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return status
+
+
+def _run_theirs(options: argparse.Namespace) -> int:
+    try:
+        status: int = options.run(options)
+    except UnusableError as error:
+        print(f"mpinspect: {error}", file=sys.stderr)
+        return UNUSABLE
+    return status
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    split = next((command.split for command in COMMANDS if [command.name] == list(words[:1])), None)
+    if split is None:
+        return _parser().parse_args(words, argparse.Namespace(rest=None))
+    ours, theirs = split(words[1:])
+    return _parser().parse_args([words[0], *ours], argparse.Namespace(rest=theirs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,5 +111,12 @@ COMMANDS = (
         "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
         kernels.add_options,
         kernels.run,
+    ),
+    Command(
+        "run",
+        "Run a training script, unmodified, with the inspector attached to what it trains.",
+        run.add_options,
+        run.run,
+        run.split,
     ),
 )

@@ -38,6 +38,15 @@ ALLOWED = {
     "training": {"emulation", "formats"},
     "auto_scale": {"inspector", "training"},
     "mixed_precision": {"auto_scale", "emulation", "training"},
+    "session_sinks": {"capture", "reports", "session", "session_file"},
+    "recorder": {"analysis", "capture", "session", "session_sinks", "version"},
+    "inspector": {"analysis", "capture", "session", "session_sinks", "version"},
+    "integrations": {"analysis", "capture", "inspector", "session"},
+    "run_directory": {"analysis", "kernel_profile", "session_file", "trace_file"},
+    "launch": {
+        *("analysis", "capture", "inspector", "kernel_profile", "matmuls", "reports", "session", "session_file"),
+        *("shape_lint", "version"),
+    },
     "shape_lint": {"analysis", "capture", "gpus"},
     "kernel_profile": {"analysis", "capture", "gpus", "trace_file"},
 }

@@ -9,6 +9,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -672,3 +673,45 @@ def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.Monke
     inspector.detach()
     assert inspector.session().progress.steps == 5
     assert any("training is not affected" in note for note in inspector.session().notes)
+
+
+class StepsTwiceOver(torch.optim.SGD):
+    """Its step calls its base's: torch's hooks tell of both."""
+
+    def step(self, closure: object = None) -> object:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_base_is_one_step() -> None:
+    model = torch.nn.Linear(4, 4)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # Only now does torch wrap the base's step.
+    optimizer = StepsTwiceOver(model.parameters(), lr=0.1)
+    with mpinspect.Inspector(model, capture=["weight_gradient", "update"]) as inspector:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    session = inspector.session()
+    assert session.progress.steps == 5
+    assert {window.samples for window in session.totals().values()} == {5}
+
+
+def test_a_trace_of_torchscript_is_left_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    with mpinspect.Inspector(model) as inspector, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(model, torch.ones(2, 4))
+    assert torch.equal(traced(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    assert any("torch.jit.trace" in note for note in inspector.session().notes)
+
+
+def test_lists_of_modules_are_never_called_and_no_reason_for_a_note() -> None:
+    parameters = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3))])
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with mpinspect.Inspector(parameters) as inspector:
+        for _ in range(3):
+            optimizer.zero_grad()
+            parameters[0].square().sum().backward()
+            optimizer.step()
+    assert inspector.session().notes == ()
+    assert inspector.session().progress.steps == 3

@@ -123,6 +123,8 @@ class Capture(Guarded):
         #: Whether full backward hooks of others wrap some module's inputs.
         self._wrapped_inputs = False
         self._weight_state: tuple[int, list[float] | None] | None = None
+        #: Kinds and watch while it rests.
+        self._rested: tuple[frozenset[str], Watch | None] | None = None
         self.attached = False
         self._sampled = False
         self._quiet = False
@@ -148,7 +150,8 @@ class Capture(Guarded):
         self._handles.remove_all()
         self._updates.forget()
         if self.clock.begun:
-            self._end_step()
+            # Broken off before an optimizer stepped, or a backward of another network passed through: counted, but no step.
+            self._end_step(finished=not self.clock.waits_for_optimizer)
         self.collect(wait=True)
         self._say_what_was_missed()
         if self._scalers_given and self._scale.any_scaled and self.clock.backwards and not self._scaler_has_stepped:
@@ -157,6 +160,23 @@ class Capture(Guarded):
                 "scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
             )
         self._hook_ids.clear()
+
+    def rest(self, resting: bool) -> None:
+        """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
+        if resting and self._rested is None:
+            self._rested = (self._kinds, self._watch)
+            self._kinds, self._watch = frozenset(), None
+            self._tally.drop_step()
+        elif not resting and self._rested is not None:
+            (self._kinds, self._watch), self._rested = self._rested, None
+        self._begin_step()
+
+    def abandon(self) -> None:
+        """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""
+        self.attached, self._quiet = False, True
+        scaler_watch.unlisten(self)
+        optimizer_steps.unlisten(self)
+        self._handles.remove_all()
 
     @guarded
     def _say_what_was_missed(self) -> None:
@@ -194,6 +214,8 @@ class Capture(Guarded):
         owners = {watched.owner for watched in self._parameters if watched.counted}
         wants_outputs = bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})
         for layer in self._layers:
+            if _is_never_called(layer.module):
+                continue
             if self._watch is None and not (layer.counted and wants_outputs) and layer.path not in owners:
                 continue
             hook = ModelHook(layer.module, functools.partial(self._forward_ran, layer))
@@ -288,6 +310,11 @@ class Capture(Guarded):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             self._recording.note(
                 "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
+            )
+            return True
+        if torch._C._get_tracing_state() is not None:
+            self._recording.note(
+                "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
             )
             return True
         # What we launched would be replayed into memory that is ours no more.
@@ -486,7 +513,7 @@ class Capture(Guarded):
     # -- the step -------------------------------------------------------------------------------------------------
 
     @guarded
-    def _end_step(self) -> None:
+    def _end_step(self, *, finished: bool = True) -> None:
         """Send the step's counts off, judge the steps that have arrived, and begin the next."""
         step, sampled = self.clock.step, self._sampled
         if sampled:
@@ -496,7 +523,8 @@ class Capture(Guarded):
         self.clock.advance()
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
-        self._recording.step_done(self.clock.step, self.clock.skipped_steps, self.clock.backwards, sampled)
+        steps = self.clock.step if finished else step
+        self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled and finished)
         if self.attached:
             self._begin_step()
 
@@ -561,6 +589,11 @@ class Capture(Guarded):
             return True
         before, self._weight_state = self._weight_state, _state(first)
         return first.grad is None or self._weight_state != before
+
+
+def _is_never_called(module: torch.nn.Module) -> bool:
+    """Whether it has no forward: lists and dicts of modules or parameters."""
+    return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
 
 
 def _can_be_hooked(parameter: torch.Tensor) -> bool:

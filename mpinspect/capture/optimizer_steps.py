@@ -7,6 +7,7 @@ a step is under way in some thread at that moment: then they stay, without effec
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +48,8 @@ def unlisten(listener: StepListener) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _is_nested(optimizer):
+        return
     _under_way.add((id(optimizer), "before"))
     try:
         for listener in tuple(_listeners):
@@ -56,9 +59,33 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _is_nested(optimizer):
+        return
     _under_way.add((id(optimizer), "after"))
     try:
         for listener in tuple(_listeners):
             listener.optimizer_stepped(optimizer)
     finally:
         _under_way.discard((id(optimizer), "after"))
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is ``super().step()`` within a step of the same optimizer: torch's hooks tell of both.
+
+    By the stack, since a step that raised never tells of its end. Some microseconds.
+    """
+    frame, steps = sys._getframe(1), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer:
+            steps += 1
+    return steps > 1
+
+
+def _wrapper_code() -> Any:
+    """The code of the function that torch puts around every optimizer's step, the one that calls these hooks."""
+    made: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
+    return made.__code__
+
+
+_WRAPPER = _wrapper_code()

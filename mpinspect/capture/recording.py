@@ -173,6 +173,11 @@ class Recording:
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 
+    def abandon(self) -> list[Sink]:
+        """Pass nothing on any more; returns the sinks, neither written nor closed."""
+        sinks, self._sinks = self._sinks, []
+        return sinks
+
     def session(self) -> Session:
         """All of it so far, as an immutable record."""
         return Session(

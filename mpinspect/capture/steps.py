@@ -53,6 +53,11 @@ class StepClock:
         return bool(self._known)
 
     @property
+    def waits_for_optimizer(self) -> bool:
+        """Whether an optimizer belongs to the model and none has stepped in the current step."""
+        return bool(self._known) and not self._done
+
+    @property
     def begun(self) -> bool:
         """Whether anything happened in the current step."""
         return self._forward_since_backward or self._backward_since_forward or bool(self._done)

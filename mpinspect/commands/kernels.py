@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from mpinspect.commands.outcome import FOUND, UnusableError, status
-from mpinspect.commands.output import add_output_options, print_text, save_to
+from mpinspect.commands.output import add_output_options, gpu_name, print_text, save_to
 
 if TYPE_CHECKING:
     from mpinspect.analysis.tensor_cores import KernelReport
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "traces", metavar="TRACE", nargs="+", help="torch.profiler's trace, .json or .json.gz; or a folder: one a rank"
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", type=_gpu, help="the GPU, where the traces do not tell: hopper, A100, ..."
+        "--gpu", metavar="NAME", type=gpu_name, help="the GPU, where the traces do not tell: hopper, A100, ..."
     )
     add_output_options(parser, _condition, or_else=", or where a share is as said: 'tensor-core share < 60%%'")
 
@@ -69,14 +69,3 @@ def _condition(text: str) -> str | Condition:
         names = ", ".join((*SEVERITIES, *KERNEL_FINDING_IDS))
         # A name that no finding can have would let everything pass for ever.
         raise argparse.ArgumentTypeError(f"{text!r} is neither a severity nor a finding ({names}); {error}") from error
-
-
-def _gpu(text: str) -> str:
-    from mpinspect import gpus
-
-    if text.strip().lower() != "auto":
-        try:
-            gpus.named(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    return text.strip().lower()

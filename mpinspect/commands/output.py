@@ -91,3 +91,15 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def gpu_name(text: str) -> str:
+    """Reads a GPU's name, an architecture's, or "auto"."""
+    from mpinspect import gpus
+
+    if text.strip().lower() != "auto":
+        try:
+            gpus.named(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return text.strip().lower()

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from mpinspect.commands.outcome import UnusableError, status
 from mpinspect.commands.output import add_output_options, print_text, range_finding, save_to
 
+if TYPE_CHECKING:
+    from mpinspect.analysis.report import RangeReport
+    from mpinspect.analysis.run import RunReport
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="the inspector's log_dir, or a session file; the run may still go on"
+        "run_dir",
+        metavar="RUN_DIR",
+        help="the inspector's log_dir, a run directory of mpinspect run, or a session file; the run may still go on",
     )
     add_output_options(parser, range_finding)
 
 
 def run(options: argparse.Namespace) -> int:
-    from mpinspect.analysis import analyse
-    from mpinspect.session_file import SessionError, read_session
-
-    try:
-        session = read_session(options.run_dir)
-    except (SessionError, OSError) as error:
-        raise UnusableError(error) from error
-    report = analyse(session)
+    report = _read(options.run_dir)
+    if options.png and report.kind != "ranges":
+        raise UnusableError(f"--png is of one model: give one of the folders in {options.run_dir}")
     if options.json:
         sys.stdout.write(report.to_json())
     else:
         print_text(report)
     save_to(report, options.png, options.md)
     return status(report.findings, options.fail_on)
+
+
+def _read(path: str) -> RangeReport | RunReport:
+    from mpinspect.analysis import analyse
+    from mpinspect.run_directory import is_run_directory, read_run
+    from mpinspect.session_file import SessionError, read_session
+
+    try:
+        return read_run(path) if is_run_directory(path) else analyse(read_session(path))
+    except (SessionError, OSError) as error:
+        raise UnusableError(error) from error

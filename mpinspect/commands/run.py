@@ -1,0 +1,139 @@
+"""``mpinspect run``: a training script, unmodified, with the inspector attached."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mpinspect.commands.outcome import OK, UnusableError, status
+from mpinspect.commands.output import gpu_name, positive
+from mpinspect.launch.options import KINDS, LaunchOptions
+
+_USAGE = "mpinspect run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+_FAIL_ON = (
+    "exit with 1 where the script ended with 0 and there are findings of this severity or above ('warning', 'error'), or with "
+    "this id; may be repeated"
+)
+#: The options that take no value.
+FLAGS = ("-h", "--help", "--no-watch", "--lint", "--kernels")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = _USAGE
+    parser.add_argument(
+        "script", metavar="SCRIPT", help="the script, as after python; all that follows it is the script's own"
+    )
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as after python -m")
+    parser.add_argument("--every", type=positive, default=10, metavar="N", help="sample every N-th step (%(default)s)")
+    parser.add_argument(
+        "--dense", type=_natural, default=10, metavar="N", help="sample all of the first N steps (%(default)s)"
+    )
+    parser.add_argument("--steps", type=positive, metavar="N", help="stop looking at a model after N of its steps")
+    parser.add_argument("--kinds", type=_kinds, metavar="A,B", help=f"what to count, of {', '.join(KINDS)}")
+    pattern = "shell pattern over dotted paths of modules and parameters; may be repeated"
+    parser.add_argument("--include", action="append", metavar="PATTERN", help=f"look only at these: a {pattern}")
+    parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not look at these: a {pattern}")
+    parser.add_argument(
+        "--log-dir", metavar="DIR", help="the run directory (runs/SCRIPT-DATE-TIME, below the working directory)"
+    )
+    parser.add_argument(
+        "--no-watch", action="store_false", dest="watch", help="do not look for infinities and NaNs at every step"
+    )
+    parser.add_argument("--lint", action="store_true", help="lint the matrix products of one step as it ran")
+    parser.add_argument("--kernels", action="store_true", help="profile one step: which kernels ran on Tensor Cores")
+    parser.add_argument(
+        "--gpu", type=gpu_name, metavar="NAME", help="judge for this GPU: hopper, A100, ... (the one at hand)"
+    )
+    parser.add_argument("--fail-on", action="append", type=_finding, default=[], metavar="WHAT", help=_FAIL_ON)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, SCRIPT at their end, and the script's, which may look like ours and are nobody else's business."""
+    ours: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*ours, "--", *left[:1]], left[1:]
+        if word.startswith("-m"):
+            # As Python's: -mpackage.module is one word.
+            module = [word[2:]] if word != "-m" else left[:1]
+            return [*ours, "-m", "--", *module], left if word != "-m" else left[1:]
+        if not word.startswith("-") or word == "-":
+            return [*ours, "--", word], left
+        ours.append(word)
+        if "=" not in word and not any(flag.startswith(word) for flag in FLAGS):
+            ours += left[:1]
+            del left[:1]
+    return ours, []
+
+
+def run(options: argparse.Namespace) -> int:
+    from mpinspect.launch import launch
+
+    if not options.is_module and not Path(options.script).exists():
+        # Python's own sentence and status.
+        raise UnusableError(f"can't open file {options.script!r}: there is no such script")
+    asked = LaunchOptions(
+        target=options.script,
+        is_module=options.is_module,
+        arguments=tuple(options.rest),
+        log_dir=options.log_dir,
+        kinds=options.kinds,
+        include=_several(options.include),
+        exclude=_several(options.exclude),
+        every=options.every,
+        dense=options.dense,
+        steps=options.steps,
+        lint=options.lint,
+        kernels=options.kernels,
+        gpu=options.gpu,
+        watch=options.watch,
+        fail_on=tuple(options.fail_on),
+    )
+    report = launch(asked)
+    return OK if report is None else status(report.findings, asked.fail_on)
+
+
+def _several(given: Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(given)
+
+
+def _natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    named = tuple(filter(None, (name.strip() for name in text.split(","))))
+    unknown = [name for name in named if name not in KINDS]
+    if unknown or not named:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown) or text!r}: no kind of tensor; there are {', '.join(KINDS)}"
+        )
+    return named
+
+
+def known_findings() -> tuple[str, ...]:
+    """What --fail-on takes. Loads numpy."""
+    from mpinspect.analysis.finding import SEVERITIES
+    from mpinspect.analysis.report import FINDING_IDS
+    from mpinspect.analysis.shapes import FINDING_IDS as SHAPE_FINDING_IDS
+    from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS
+
+    return (*SEVERITIES, *FINDING_IDS, *SHAPE_FINDING_IDS, *KERNEL_FINDING_IDS)
+
+
+def _finding(text: str) -> str:
+    # Asked of another process: this one must not load numpy before the script does.
+    ask = "from mpinspect.commands.run import known_findings; print(*known_findings())"
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    known = answer.stdout.split()
+    # A name that no finding can have would let everything pass for ever.
+    if answer.returncode == 0 and text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a severity nor a finding: {', '.join(known)}")
+    return text

@@ -1,0 +1,101 @@
+"""``mpinspect run``: somebody's script, unmodified, with the inspector attached to what it trains. Needs no torch to begin."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from mpinspect.launch import leaving, processes, script
+from mpinspect.launch.directory import claim
+from mpinspect.launch.ending import Ending
+from mpinspect.launch.imports import when_imported
+from mpinspect.launch.options import LaunchOptions
+from mpinspect.launch.outcome import brief, outcome_of
+from mpinspect.launch.rank import Rank
+from mpinspect.launch.record import first_record
+from mpinspect.launch.stderr import say
+
+if TYPE_CHECKING:
+    from mpinspect.analysis.run import RunReport
+
+__all__ = ["LaunchOptions", "launch"]
+
+#: Programs that start the training in processes of their own, by how they are called.
+_LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch"))
+
+
+def launch(options: LaunchOptions) -> RunReport | None:
+    """Run a script as Python would. What was seen of it is reported when the process ends, after its own exit handlers.
+
+    Returns:
+        None; but if ``fail_on`` asks for findings and the script ended with 0, its threads and exit handlers have run too, and
+        this is the report (None if it could not be made).
+
+    Raises:
+        BaseException: whatever ends the script passes through: SystemExit and KeyboardInterrupt do what they do in Python.
+    """
+    ending = None
+    try:
+        run = script.load(options)
+        ending = _begin(options)
+        run()
+    except BaseException as error:
+        _left_by(error, ending)
+        if ending is None or not options.fail_on or ending.outcome.status != 0:
+            raise
+    else:
+        script.forget_file()
+    return _finished(ending) if ending is not None and options.fail_on else None
+
+
+def _begin(options: LaunchOptions) -> Ending | None:
+    """Have all that the script does from now on looked at. None where that fails: the script runs all the same."""
+    try:
+        rank = Rank.of_environment()
+        record = first_record(options, rank)
+        directory, trouble = claim(options, rank, record)
+        ending = Ending(options, directory, record, speaks=rank.number == 0)
+        if trouble:
+            ending.seen.note(trouble)
+        if PurePath(options.target).name in _LAUNCHERS:
+            ending.seen.note(_advice(options))
+        # Before anybody else: exit handlers run last in, first out.
+        atexit.register(ending.finish)
+        processes.follow(ending)
+        when_imported("torch", ending.watch)
+    except Exception as error:
+        say(f"the script runs unwatched: {brief(error)}")
+        return None
+    if rank.number == 0:
+        say(f"{trouble or f'recording into {directory}'}; if the run is killed, mpinspect report {directory} reads it")
+    return ending
+
+
+def _advice(options: LaunchOptions) -> str:
+    name = PurePath(options.target).name
+    return (
+        f"{name} starts the training in processes of its own, which are not seen from here: let it start mpinspect, as in "
+        "torchrun --nproc-per-node 8 -m mpinspect run train.py"
+    )
+
+
+def _left_by(error: BaseException, ending: Ending | None) -> None:
+    """An exception ends the script."""
+    try:
+        if not isinstance(error, SystemExit):
+            leaving.show_without_our_frames(script.forget_file)
+        if ending is not None:
+            ending.outcome = outcome_of(error)
+    except Exception as fault:
+        say(f"mpinspect failed as the script ended: {brief(fault)}")
+
+
+def _finished(ending: Ending) -> RunReport | None:
+    """What the interpreter does at exit, done now: the report must be known before the exit status is."""
+    shut_down = getattr(threading, "_shutdown", None)
+    if shut_down is not None:
+        shut_down()
+    atexit._run_exitfuncs()
+    return ending.report

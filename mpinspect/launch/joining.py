@@ -1,0 +1,73 @@
+"""Everything that was recorded of a run, analysed and joined into one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from mpinspect.launch.options import LaunchOptions
+from mpinspect.launch.outcome import Outcome, brief
+from mpinspect.launch.seen import Parts, RecordedModel, Seen
+
+if TYPE_CHECKING:
+    from mpinspect.analysis.run import ModelPart, RunReport
+    from mpinspect.analysis.shapes import ShapeReport
+    from mpinspect.analysis.tensor_cores import KernelReport
+
+Made = TypeVar("Made")
+
+
+def join(parts: Parts, seen: Seen, outcome: Outcome, options: LaunchOptions, directory: Path) -> RunReport:
+    """The report of a whole run. What fails in one part is said, and the others are there all the same."""
+    from mpinspect.analysis.run import RunReport
+
+    troubles: list[str] = []
+    ranges = [_attempt(_ranges, model, model.name, troubles) for model in parts.models]
+    shapes = _attempt(lambda gpu: _shapes(parts, gpu), options.gpu, "the shapes", troubles)
+    kernels = _attempt(lambda gpu: _kernels(parts, gpu, shapes), options.gpu, "the kernels' trace", troubles)
+    return RunReport(
+        command=options.command,
+        outcome=outcome.words,
+        parts=tuple(part for part in ranges if part is not None),
+        shapes=shapes,
+        kernels=kernels,
+        saw=tuple(dict.fromkeys([*seen.sentences(), *parts.notes, *troubles])),
+        log_dir=str(directory),
+    )
+
+
+Given = TypeVar("Given")
+
+
+def _attempt(make: Callable[[Given], Made], given: Given, what: str, troubles: list[str]) -> Made | None:
+    try:
+        return make(given)
+    except Exception as error:
+        troubles.append(f"{what} could not be analysed: {brief(error)}")
+        return None
+
+
+def _ranges(model: RecordedModel) -> ModelPart:
+    from mpinspect.analysis import analyse
+    from mpinspect.analysis.run import ModelPart
+
+    return ModelPart(model.name, analyse(model.session))
+
+
+def _shapes(parts: Parts, gpu: str | None) -> ShapeReport | None:
+    if parts.matmuls is None:
+        return None
+    from mpinspect.analysis.shapes import analyse_shapes
+    from mpinspect.shape_lint import choose_gpu
+
+    chosen, notes = choose_gpu(gpu or "auto")
+    return analyse_shapes(parts.matmuls, chosen, model=", ".join(model.name for model in parts.models), notes=notes)
+
+
+def _kernels(parts: Parts, gpu: str | None, shapes: ShapeReport | None) -> KernelReport | None:
+    if parts.trace is None:
+        return None
+    from mpinspect.kernel_profile import read_trace
+
+    return read_trace(parts.trace, gpu=gpu, shapes=shapes)

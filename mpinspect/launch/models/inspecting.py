@@ -1,0 +1,166 @@
+"""The Inspector of a launched script: says little, and can let its model go and take it up again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpinspect.analysis.first_line import first_line
+from mpinspect.capture import layers as model_layers
+from mpinspect.capture.capture import Capture
+from mpinspect.capture.recording import Sink
+from mpinspect.capture.steps import Schedule
+from mpinspect.inspector import Inspector
+from mpinspect.launch.options import LaunchOptions
+from mpinspect.session import Event, Progress, TensorInfo, Window
+
+#: Sinks of recordings that a forked child inherited. Closing them there would write the parent's files a second time.
+_inherited: list[Sink] = []
+
+
+class LaunchedInspector(Inspector):
+    """An Inspector that nobody asked for: its notes wait for the report, the first event is said at once.
+
+    Args:
+        model: what to inspect.
+        options: the launch's.
+        optimizers: those known to step the model.
+        log_dir: of its session file and TensorBoard log.
+        say: writes a line to stderr.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: LaunchOptions,
+        optimizers: Sequence[torch.optim.Optimizer],
+        log_dir: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._first_event = _FirstEvent(say)
+        self._model = weakref.ref(model)
+        self._selection = model_layers.Selection(options.include, options.exclude)
+        chosen: dict[str, Any] = {} if options.kinds is None else {"capture": options.kinds}
+        super().__init__(
+            model,
+            optimizers=list(optimizers),
+            every=Schedule(every=options.every, dense=options.dense),
+            include=options.include,
+            exclude=options.exclude,
+            log_dir=log_dir,
+            watch=options.watch,
+            **chosen,
+        )
+        self._schedule = Schedule(every=options.every, dense=options.dense)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, while it is alive."""
+        return self._model()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are on."""
+        return self._capture.attached
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self._capture.clock.step
+
+    @property
+    def backwards(self) -> int:
+        """Backwards that reached the model."""
+        return self._capture.clock.backwards
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence for the report."""
+        self._recording.note(sentence)
+
+    def pause(self) -> None:
+        """Take every hook off and hold the model no longer. Waits for the GPU. The record stays open."""
+        if self._capture.attached:
+            self._capture.detach()
+            self._recording.write()
+        clock = self._capture.clock
+        self._capture = self._made((), (), ())
+        self._continue(clock)
+
+    def resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Put the hooks back on the model, which is alive and has an optimizer again; steps are counted on."""
+        model = self.model
+        if model is None or self.attached:
+            return
+        clock = self._capture.clock
+        layers = model_layers.find_layers(model, self._selection)
+        self._capture = self._made(layers, model_layers.find_parameters(model, self._selection), optimizers)
+        self._continue(clock)
+        self._capture.attach()
+
+    def rest(self, resting: bool) -> None:
+        """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
+        if self._capture.attached:
+            self._capture.rest(resting)
+
+    def end(self) -> None:
+        """Detach, whether paused or not, and close the files. Twice does nothing."""
+        if self._recording.progress.ended:
+            return
+        if self._capture.attached:
+            self._capture.detach()
+        self._recording.close()
+
+    def abandon(self) -> None:
+        """This is a forked child: neither hooks nor files are ours any more. Touches no GPU, flushes nothing."""
+        self._capture.abandon()
+        _inherited.extend(self._recording.abandon())
+
+    def _made(self, layers: Any, parameters: Any, optimizers: Collection[torch.optim.Optimizer]) -> Capture:
+        return Capture(
+            layers,
+            parameters,
+            kinds=self._recording.info.kinds,
+            schedule=self._schedule,
+            watch=self._recording.info.watch,
+            loss_scale=None,
+            optimizers=optimizers,
+            scalers=[],
+            recording=self._recording,
+        )
+
+    def _continue(self, clock: Any) -> None:
+        new = self._capture.clock
+        new.step, new.backwards, new.skipped_steps = clock.step, clock.backwards, clock.skipped_steps
+
+    def _tell(self, note: str) -> None:
+        """No warning: the script's own may be errors, and the report has the note."""
+
+    def _sinks(self, opened: list[Sink]) -> list[Sink]:
+        return [*opened, self._first_event]
+
+
+class _FirstEvent:
+    """Says the first event as it happens, and the first that was not caught by a loss scaler if that is another."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said = 0
+
+    def event(self, event: Event) -> None:
+        if self._said == 0 or (self._said == 1 and not event.skipped):
+            self._say(first_line(event))
+            self._said += 1 if event.skipped else 2
+
+    def watched(self, infos: Sequence[TensorInfo]) -> None: ...
+
+    def window(self, window: Window) -> None: ...
+
+    def note(self, note: str) -> None: ...
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def close(self) -> None: ...

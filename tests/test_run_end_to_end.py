@@ -1,0 +1,256 @@
+"""Whole scripts that know nothing of mpinspect, run bare and under ``mpinspect run``: the same output, the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Session, TensorKey
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+UNMODIFIED = EXAMPLES / "unmodified"
+INSPECTED = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "log")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that has ended, and the directory it ran in."""
+
+    code: int
+    out: bytes
+    err: str
+    directory: Path
+
+    @property
+    def weights(self) -> object:
+        return torch.load(self.directory / "weights.pt")
+
+    def session(self, *path: str) -> Session:
+        return Session.load(self.directory.joinpath("log", *path))
+
+
+def run(directory: Path, *command: str) -> Ran:
+    directory.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=240)
+    return Ran(ended.returncode, ended.stdout, ended.stderr.decode(), directory)
+
+
+def both(
+    directory: Path, script: Path, *arguments: str, options: tuple[str, ...] = (), launcher: tuple[str, ...] = ()
+) -> tuple[Ran, Ran]:
+    """The script run bare, and inspected; both end alike and print the same on stdout."""
+    name = str(script)
+    under = (*launcher, "--no-python") if launcher else ()
+    bare = run(directory / "bare", *(launcher or (sys.executable,)), name, *arguments)
+    inspected = run(directory / "inspected", *under, *INSPECTED, *options, name, *arguments)
+    assert inspected.code == bare.code, inspected.err
+    assert inspected.out == bare.out
+    return bare, inspected
+
+
+def same(first: object, second: object) -> bool:
+    """Nested dicts of tensors and numbers, equal bit for bit."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    return first == second
+
+
+def check(bare: Ran, inspected: Ran, *layers: str) -> None:
+    """The training was the same, and the report names the layers and a scale."""
+    assert bare.code == 0, bare.err
+    assert same(inspected.weights, bare.weights)
+    assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
+    assert re.search(r"Suggested loss scale: \d+|Scale 1 will do", inspected.err), inspected.err
+    rows = re.findall(r"^(\S+) +-?\d+ .*%", inspected.err, re.MULTILINE)
+    assert set(layers) <= set(rows), inspected.err
+
+
+def test_a_plain_loop(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt")
+    check(bare, inspected, "encoder.0.weight", "head.bias", "encoder.2")
+    session = inspected.session("DigitsMLP")
+    # 30 batches an epoch; the first ten steps are looked at, then every tenth. Evaluation is no training.
+    assert session.progress.steps == 60
+    assert session.progress.sampled_steps == 10 + 5
+    assert session.totals()[TensorKey("head", ACTIVATION_GRADIENT)].samples == 15
+    for name in ("run.json", "report.md", "report.json"):
+        assert (inspected.directory / "log" / name).stat().st_size > 0
+    assert "DigitsMLP" in (inspected.directory / "log" / "report.md").read_text("utf-8")
+    json.loads((inspected.directory / "log" / "report.json").read_text("utf-8"))
+
+
+def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):
+    arguments = ("--epochs", "1", "--width", "100", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", *arguments, options=("--lint", "--kernels"))
+    check(bare, inspected, "encoder.0.weight")
+    # 100 is no multiple of 8, and 10 classes are none either.
+    assert re.search(r"encoder\.0.*\b100\b|\b100\b.*encoder\.0", inspected.err), inspected.err
+    assert (inspected.directory / "log" / "trace.json.gz").stat().st_size > 0
+
+
+def test_two_networks_that_train_each_other(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "gan.py", "--save", "weights.pt")
+    check(bare, inspected, "pixels.weight", "verdict.weight")
+    generator, discriminator = inspected.session("Generator"), inspected.session("Discriminator")
+    assert (generator.progress.steps, generator.progress.backwards) == (60, 60)
+    # The generator's backward goes through the discriminator: it counts, and is no step of it.
+    assert (discriminator.progress.steps, discriminator.progress.backwards) == (60, 120)
+    assert generator.totals()[TensorKey("pixels.weight", WEIGHT_GRADIENT)].samples == 15
+    assert discriminator.totals()[TensorKey("verdict.weight", WEIGHT_GRADIENT)].samples >= 15
+
+
+def test_accumulation_under_a_grad_scaler(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "accumulation_scaler.py", "--save", "weights.pt")
+    check(bare, inspected, "hidden.weight", "output.bias")
+    session = inspected.session("Digits")
+    scales = [float(scale) for scale in re.findall(r"scale (\S+)$", bare.out.decode(), re.MULTILINE)]
+    skipped = sum(after < before for before, after in zip([2.0**24, *scales], scales, strict=False))
+    assert skipped >= 4
+    assert session.progress.steps == 20
+    assert session.progress.backwards == 80
+    assert session.progress.skipped_steps == skipped
+    assert session.progress.scales[0].scale == 2.0**24
+    assert session.totals()[TensorKey("hidden.weight", WEIGHT_GRADIENT)].samples == 4 * 11
+
+
+@pytest.mark.slow
+def test_the_transformers_trainer(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt")
+    check(bare, inspected, "transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "transformer.h.1.ln_1")
+    session = inspected.session("GPT2LMHeadModel")
+    assert (session.progress.steps, session.progress.backwards) == (20, 40)
+
+
+@pytest.mark.slow
+def test_a_lightning_module(tmp_path):
+    pytest.importorskip("lightning")
+    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt")
+    check(bare, inspected, "net.0.weight", "net.2.bias")
+    session = inspected.session("DigitsModule")
+    assert (session.progress.steps, session.progress.backwards) == (30, 60)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN)
+    check(bare, inspected, "0.weight", "2.bias")
+    for rank in ("rank0", "rank1"):
+        session = inspected.session(rank, "Sequential")
+        assert session.progress.steps == 20
+        assert TensorKey("0.weight", WEIGHT_GRADIENT) in session.totals()
+    # One rank speaks for both.
+    assert inspected.err.count("In brief") == 1
+    assert inspected.err.count("mpinspect: recording into") == 1
+
+
+@pytest.mark.slow
+def test_processes_that_the_script_spawns(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "spawn.py", "--save", "weights.pt")
+    assert bare.code == 0
+    assert same(inspected.weights, bare.weights)
+    sessions = [
+        Session.load(path.parent) for path in (inspected.directory / "log").glob("*/Regressor/session.mpinspect")
+    ]
+    assert [session.progress.steps for session in sessions] == [20, 20]
+    assert "2 processes were spawned" in inspected.err
+
+
+def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--save", "weights.pt")
+    assert bare.code == 0
+    nan_equal = [
+        torch.equal(torch.nan_to_num(bare.weights[key]), torch.nan_to_num(value))
+        for key, value in inspected.weights.items()
+    ]
+    assert all(nan_equal)
+    assert re.search(r"^mpinspect: step 12, backward, blocks\.1,", inspected.err, re.MULTILINE), inspected.err
+    event = inspected.session("Network").events[0]
+    assert (event.step, event.phase, event.module) == (12, "backward", "blocks.1")
+
+
+def test_an_exception_ends_the_script_as_it_does_without(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise")
+    assert bare.code == 1
+    assert bare.err.startswith("Traceback")
+    assert bare.err in inspected.err
+    assert "blocks.1" in inspected.err.split(bare.err)[1]
+
+
+# -- this repository's examples, with what they say of the Inspector taken out ----------------------------------------------
+
+
+#: What takes mpinspect out of a script, and prints the weights' sums at the end instead.
+_WITHOUT = (
+    (r"^import mpinspect\n", ""),
+    (
+        r"^def main\(",
+        "def show(model):\n    print([each.double().sum().item() for each in model.parameters()])\n\n\ndef main(",
+    ),
+    (r"with mpinspect\.Inspector\(.*\) as inspector:", "if True:"),
+    (r"return inspector$", "show(model)"),
+    (r"^ *if report\..*\n.*\n", ""),
+    (r"^ *report = .*\n|^ *print\((report|inspector\.report\(\)|mpinspect\.probe.*)\)\n", ""),
+    (r"print\((train_fp32\(.*\))\.report\(\)\)", r"\1"),
+    (r'^( *)(print\(f"last loss.*)', r"\1\2\n\1show(model)"),
+)
+
+
+def without_inspector(script: Path) -> str:
+    """Its source as somebody would have written it who never heard of the Inspector."""
+    source = script.read_text("utf-8")
+    for pattern, instead in _WITHOUT:
+        source = re.sub(pattern, instead, source, flags=re.MULTILINE)
+    assert not re.search(r"Inspector\(|inspector\.|report\(", source), source
+    return source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "steps", "part", "layers"),
+    [
+        ("digits_cnn", 30, "Sequential", ("conv1.weight", "head.bias", "norm2.weight")),
+        ("transformers_gpt2", 10, "GPT2LMHeadModel", ("transformer.h.1.mlp.c_fc.weight", "transformer.h.1.ln_1")),
+        ("talk_network", 20, "Linear", ("weight", "bias")),
+    ],
+)
+def test_examples_with_the_inspector_taken_out(name, steps, part, layers, tmp_path):
+    script = tmp_path / f"{name}.py"
+    script.write_text(without_inspector(EXAMPLES / f"{name}.py"))
+    bare, inspected = both(tmp_path, script, f"--steps={steps}")
+    assert bare.code == 0, bare.err
+    assert bare.out.count(b"[") == (2 if name == "talk_network" else 1)
+    rows = re.findall(r"^(\S+) +-?\d+ .*%", inspected.err, re.MULTILINE)
+    assert set(layers) <= set(rows), inspected.err
+    assert inspected.session(part).progress.steps == steps
+
+
+@pytest.mark.slow
+def test_a_script_with_an_inspector_of_its_own(tmp_path):
+    """Both look at the same model; the script's own report on stdout is what it is without us."""
+    pytest.importorskip("accelerate")
+    bare, inspected = both(tmp_path, EXAMPLES / "accelerate_loop.py", "--steps=6")
+    assert bare.code == 0
+    assert b"6 steps, 6 sampled" in inspected.out
+    assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
+    assert inspected.session("Sequential").progress.steps == 6
+
+
+def test_every_unmodified_script_is_tested():
+    source = Path(__file__).read_text("utf-8")
+    for path in UNMODIFIED.glob("*.py"):
+        assert f'"{path.name}"' in source
+        assert not re.search(r"^\s*(import|from) mpinspect", path.read_text("utf-8"), re.MULTILINE)

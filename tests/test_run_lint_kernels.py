@@ -1,0 +1,310 @@
+"""`mpinspect run --lint --kernels`: the products, and the profile, of steps that the script makes anyway."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+from watched_training import train, watched
+
+from mpinspect.analysis.shapes import analyse_shapes
+from mpinspect.capture.matmuls.recording import record_matmuls
+from mpinspect.gpus import named
+from mpinspect.kernel_profile import read_trace
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_compiled_before():
+    """Other tests of this process compile models; a script that does is refused."""
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+class Attending(nn.Module):
+    """A convolution, attention, a functional product and a tied head: what a model may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.scale = nn.Parameter(torch.eye(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return (x @ self.scale) @ self.embed.weight.T
+
+
+def products(recording) -> list[tuple]:
+    return sorted(
+        (one.module, one.role, one.op, one.m, one.n, one.k, one.dtype, one.calls) for one in recording.matmuls
+    )
+
+
+def train_tokens(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randint(0, 11, (3, 7))).square().mean().backward()
+        optimizer.step()
+
+
+def test_the_products_are_those_that_the_lint_of_the_model_records(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        model = Attending()
+        train_tokens(model, torch.optim.AdamW(model.parameters()))
+    found = run.parts.matmuls
+    expected = record_matmuls(model, (torch.zeros(3, 7, dtype=torch.long),), device="real")
+    assert products(found) == products(expected)
+    assert {one.parameter for one in found.matmuls} == {one.parameter for one in expected.matmuls}
+    assert (found.device, found.backward, found.stopped, found.notes) == ("cpu", True, "", ())
+    assert _get_current_dispatch_mode() is None
+    assert (run.parts.trace, run.seen.notes) == (None, [])
+    assert str(analyse_shapes(found, named("hopper"), model="Attending"))
+
+
+def test_the_autocast_of_the_script_is_seen(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = model[0](torch.randn(4, 16))
+                with torch.autocast("cpu", enabled=False):
+                    loss = model[1](x.float()).square().mean()
+            loss.backward()
+            optimizer.step()
+    found = run.parts.matmuls
+    by_module = {(one.module, one.role): (one.dtype, one.autocast) for one in found.matmuls}
+    assert by_module["0", "forward"] == ("bfloat16", True)
+    assert by_module["1", "forward"] == ("float32", False)
+
+
+def test_micro_batches_are_one_step_and_validation_is_none(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            for _ in range(3):
+                model(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(64, 4))
+            model.train()
+    assert {(one.role, one.calls) for one in run.parts.matmuls.matmuls} == {("forward", 3), ("dgrad", 3), ("wgrad", 3)}
+    assert {one.m for one in run.parts.matmuls.matmuls if one.role == "forward"} == {5}
+
+
+def test_the_optimizers_own_products_are_left_out(tmp_path):
+    class Multiplying(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    torch.mm(parameter.detach(), parameter.detach().T)
+            return super().step(closure)
+
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 8, bias=False))
+        train(model, Multiplying(model.parameters()), steps=4)
+    assert [(one.role, one.m, one.n, one.k) for one in run.parts.matmuls.matmuls] == [
+        ("forward", 5, 8, 4),
+        ("wgrad", 8, 4, 5),
+    ]
+
+
+def test_closures_are_no_arithmetic_of_the_optimizer(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        model, x = nn.Sequential(nn.Linear(4, 8)), torch.randn(5, 4)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert {one.role for one in run.parts.matmuls.matmuls} == {"forward", "wgrad"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_is_recomputation(tmp_path, reentrant):
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            checkpoint(model, torch.randn(5, 4, requires_grad=True), use_reentrant=reentrant).sum().backward()
+            optimizer.step()
+    forwards = [one for one in run.parts.matmuls.matmuls if one.role == "forward"]
+    again = {one.module for one in forwards if one.recomputed}
+    assert {one.module for one in forwards if not one.recomputed} == {"0", "1"}
+    # The other kind stops once it has what the backward needs.
+    assert again == ({"0", "1"} if reentrant else {"0"})
+
+
+def test_a_gan_is_recorded_under_the_names_of_its_networks(tmp_path):
+    with watched(tmp_path, lint=True, kernels=True) as run:
+        nets = [nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(2, 1))]
+        optimizers = [torch.optim.Adam(each.parameters()) for each in nets]
+        for _ in range(6):
+            fake = nets[0](torch.randn(5, 3))
+            nets[1](fake.detach()).mean().backward()
+            optimizers[1].step()
+            nets[1](fake).mean().backward()
+            optimizers[0].step()
+    assert {one.module for one in run.parts.matmuls.matmuls} == {"Sequential.0", "Sequential-2.0"}
+    assert run.parts.trace is not None
+
+
+def test_a_skipped_step_ends_the_recording_too(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(4):
+            loss = model(torch.randn(5, 4)).square().mean()
+            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert {one.calls for one in run.parts.matmuls.matmuls} == {1}
+
+
+def test_steps_skipped_while_nothing_is_counted_are_seen_all_the_same(tmp_path):
+    with watched(tmp_path, lint=True, kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(10):
+            loss = model(torch.randn(5, 4)).square().mean()
+            scaler.scale(loss * float("inf") if step in (0, 2, 3, 6) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    session = run.parts.models[0].session
+    assert (session.progress.steps, session.progress.skipped_steps) == (10, 4)
+    assert all(event.skipped for event in session.events)
+    assert [event.step for event in session.events] in ([0, 6], [0, 2, 6])
+
+
+def test_a_dispatch_mode_of_the_scripts_own(tmp_path):
+    class Counting(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.operators += 1
+            return func(*args, **(kwargs or {}))
+
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        with Counting():
+            train(model, optimizer, steps=3)
+        assert _get_current_dispatch_mode() is None
+    assert run.parts.matmuls is None
+    assert "dispatch mode of its own" in " ".join(run.seen.notes)
+    with watched(tmp_path / "b", lint=True) as run:
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer, steps=1)
+        with Counting() as counting:
+            train(model, optimizer, steps=2)
+        assert counting.operators
+        train(model, optimizer, steps=2)
+        assert _get_current_dispatch_mode() is None
+    assert _get_current_dispatch_mode() is None
+
+
+def test_a_compiled_model_is_refused_with_the_way_out(tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        train(torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters()), steps=4)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert run.parts.matmuls is None
+    assert "the model is compiled" in " ".join(run.seen.notes)
+    assert run.steps() == 4
+
+
+def test_too_few_steps_are_said(tmp_path):
+    with watched(tmp_path, lint=True, kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        train(model, torch.optim.SGD(model.parameters()), steps=1)
+    assert run.parts.trace is None
+    notes = " ".join(run.seen.notes)
+    assert "the step whose matrix products were recorded" in notes or "too few steps" in notes
+    assert "--kernels" in notes
+    assert _get_current_dispatch_mode() is None
+
+
+def test_copies_made_within_the_recorded_steps(tmp_path):
+    with watched(tmp_path, lint=True, kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        copies = []
+        for _ in range(6):
+            train(model, optimizer, steps=1)
+            copies += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        each(torch.randn(2, 4))
+    assert run.parts.trace is not None
+    assert len(run.parts.matmuls.matmuls) == 2
+
+
+# -- the profile -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_step_is_profiled_with_the_modules_names(tmp_path):
+    with watched(tmp_path, kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        train(model, torch.optim.SGD(model.parameters()), steps=5)
+        assert not torch.autograd.profiler._is_profiler_enabled
+    assert run.parts.trace == tmp_path / "trace.json.gz"
+    assert module_names(run.parts.trace) == {"", "0", "1", "2"}
+    assert str(read_trace(run.parts.trace))
+    assert run.steps() == 5
+
+
+def module_names(trace) -> set[str]:
+    import gzip
+    import json
+
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    prefix = "mpinspect::module::"
+    return {event["name"].removeprefix(prefix) for event in events if event["name"].startswith(prefix)}
+
+
+def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path):
+    with watched(tmp_path / "a", kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        with torch.profiler.profile() as theirs:
+            train(model, optimizer, steps=4)
+        assert any("addmm" in event.key for event in theirs.key_averages())
+    assert run.parts.trace is None
+    assert "the script profiles itself" in " ".join(run.seen.notes)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_ours_makes_way_for_a_profile_that_begins_meanwhile(tmp_path, steps, kind):
+    with watched(tmp_path / "a", kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer, steps=steps)
+        with kind() as theirs:
+            train(model, optimizer, steps=3)
+        assert any("addmm" in event.key for event in theirs.key_averages())
+    assert run.parts.trace is None
+    assert "began to profile itself" in " ".join(run.seen.notes)

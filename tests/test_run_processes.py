@@ -1,0 +1,279 @@
+"""``mpinspect run`` where the script makes processes or leaves without its exit handlers: as without us, and what is reported."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+from launched import RUN_DIR, bare, silent, watched, write
+
+from mpinspect.launch import spawned
+from mpinspect.launch.ending import Ending
+from mpinspect.launch.imports import when_imported
+from mpinspect.launch.options import LaunchOptions
+
+#: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
+SCRIPTS = {
+    "fork": "import os\nif not os.fork():\n    print('child', flush=True)\n    raise SystemExit(3)\nprint(os.wait()[1])",
+    "fork that raises": "import os\nif not os.fork():\n    1 / 0\nprint(os.wait()[1])",
+    "fork that goes on alone": "import os\nif os.fork():\n    os._exit(0)\nprint('child')",
+    "forked pool": """
+import multiprocessing
+def double(i): return 2 * i
+with multiprocessing.get_context("fork").Pool(2) as pool: print(pool.map(double, [1, 2]))
+""",
+    "spawned": """
+import multiprocessing, sys
+def work(queue):
+    queue.put((__name__, sys.argv, sys.modules["__main__"].__file__, sorted(vars(multiprocessing.current_process()))))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    print(queue.get(), sorted(vars(process)))
+    process.join()
+""",
+    "spawned, raising": """
+import multiprocessing
+def work(): 1 / 0
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=work)
+        process.start(), process.join(), print(process.exitcode)
+""",
+    "spawned, leaving": """
+import multiprocessing, os
+class Leaves(multiprocessing.get_context("spawn").Process):
+    def run(self):
+        print("lost")
+        os._exit(5)
+if __name__ == "__main__":
+    process = Leaves()
+    process.start(), process.join(), print(process.exitcode)
+""",
+    "spawned pool": """
+import concurrent.futures, multiprocessing
+def double(i): return 2 * i
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool: print(list(pool.map(double, [1, 2])))
+    with context.Manager() as manager: print(manager.list([1]))
+""",
+    "os._exit": "import os\nprint('lost')\nos._exit(5)",
+    "os._exit in a handler": "import atexit, os\nprint('lost')\natexit.register(os._exit, 6)",
+    "os.abort": "import os\nprint('lost')\nos.abort()",
+    "another program": "import os\nprint('lost')\nos.execvp('echo', ['echo', 'it'])",
+    "another program that is missing": "import os\nprint(1)\nos.execvp('no-such-program', ['x'])",
+    "subprocess": "import subprocess\nprint(subprocess.run(['echo', '1'], capture_output=True, preexec_fn=lambda: None).stdout)",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_output_and_status_are_pythons(name, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, SCRIPTS[name])
+    alone, with_us = silent(folder, "train.py", "a")
+    if name == "spawned":
+        with_us = types.SimpleNamespace(**{**vars(with_us), "out": with_us.out.replace("'_mpinspect_letter', ", "")})
+    assert vars(with_us) == vars(alone)
+
+
+TRAINS = """
+import os, sys, torch
+def train(rank, steps=3):
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    print(rank, model.weight.sum().item(), flush=True)
+    if "raise" in sys.argv and rank: raise ValueError(rank)
+def quiet(rank): torch.zeros(1)
+if __name__ == "__main__":
+"""
+SPAWN = "    import torch.multiprocessing\n    torch.multiprocessing.spawn(train, nprocs=2)"
+FORK = "    pid = os.fork()\n    train(0 if pid else 1)\n    if pid: os.wait()"
+LEAVE = "    train(0)\n    sys.stdout.write('lost')\n    os._exit(4)"
+REPLACE = "    train(0)\n    os.execvp('echo', ['echo', 'it'])"
+FORKSERVER = """
+    import multiprocessing
+    context = multiprocessing.get_context("forkserver")
+    for work in (train, quiet):
+        process = context.Process(target=work, args=(0,))
+        process.start(), process.join()
+"""
+LOADERS = """
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    for method in ("fork", "spawn"):
+        print(*torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context=method))
+"""
+
+
+def record(path):
+    return json.loads((path / "run.json").read_text())
+
+
+def compare(tmp_path, ending, *words):
+    """The script under mpinspect run, its stdout and status compared with Python's; its run directory and stderr."""
+    folder = tmp_path / "work"
+    write(folder, TRAINS + ending)
+    env = {"OMP_NUM_THREADS": "1"}
+    alone, with_us = bare(folder, "train.py", *words, env=env), watched(folder, "train.py", *words, env=env)
+    assert sorted(with_us.out.splitlines()) == sorted(alone.out.splitlines())
+    assert with_us.status == alone.status
+    return tmp_path / RUN_DIR, with_us.err
+
+
+def test_spawned_processes_are_watched_each_in_a_directory_of_its_own(tmp_path):
+    directory, err = compare(tmp_path, SPAWN)
+    for number in range(2):
+        assert record(directory / f"process-{number}")["models"][0]["name"] == "Linear"
+        assert (directory / f"process-{number}" / "Linear" / "session.mpinspect").exists()
+    assert "2 processes were spawned and watched: each has a directory of its own" in record(directory)["saw"]
+    # The first speaks for all.
+    assert err.count("Linear against float16") == 1
+
+
+def test_a_spawned_process_that_raises(tmp_path):
+    directory, err = compare(tmp_path, SPAWN, "raise")
+    assert record(directory)["outcome"].startswith("ProcessRaisedException: -- Process 1 terminated")
+    assert record(directory / "process-1")["outcome"] == "exit status 1"
+    assert "mpinspect/launch" not in err
+
+
+def test_a_forkservers_children(tmp_path):
+    directory, _ = compare(tmp_path, FORKSERVER)
+    assert record(directory / "process-0")["models"][0]["name"] == "Linear"
+    # The second trained nothing.
+    assert not (directory / "process-1").exists()
+
+
+def test_a_forked_child_is_counted_and_not_watched(tmp_path):
+    directory, err = compare(tmp_path, FORK)
+    assert record(directory)["saw"][1:] == ["1 process was forked; what it computed was not seen"]
+    assert err.count("Linear against float16") == 1
+    assert not list(directory.glob("process-*"))
+
+
+def test_data_loaders_workers_are_nobodys_business(tmp_path):
+    directory, _ = compare(tmp_path, LOADERS)
+    assert not any("process" in sentence for sentence in record(directory)["saw"])
+
+
+@pytest.mark.parametrize(
+    ("ending", "outcome"), [(LEAVE, "left by os._exit, status 4"), (REPLACE, "replaced by another")]
+)
+def test_ways_out_without_exit_handlers_are_reported_first(ending, outcome, tmp_path):
+    directory, err = compare(tmp_path, ending)
+    assert record(directory)["outcome"].startswith(outcome)
+    assert (directory / "report.json").exists()
+    assert "Linear against float16" in err
+
+
+RANKS = """
+import torch
+from torch import distributed
+distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+distributed.destroy_process_group()
+"""
+
+
+def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "mpinspect", "run", "train.py"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (directory,) = (folder / "runs").iterdir()
+    assert [record(directory / f"rank{rank}")["rank"] for rank in range(2)] == [0, 1]
+    assert ended.stderr.count("mpinspect: recording into") == ended.stderr.count("Linear against float16") == 1
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def ending(path):
+    return Ending(LaunchOptions("train.py"), path, {}, speaks=False)
+
+
+def test_a_letter_that_can_not_be_read_harms_nobody(tmp_path, monkeypatch):
+    text = pickle.dumps({"letter": spawned.Letter(LaunchOptions("train.py"), tmp_path, True)})
+    begun = []
+    monkeypatch.setattr(spawned, "begin", lambda *given: begun.append(given))
+    assert pickle.loads(text) == {"letter": None}
+    assert begun == [(LaunchOptions("train.py"), str(tmp_path), True)]
+    # As in a child that does not find mpinspect.
+    monkeypatch.setitem(sys.modules, "mpinspect.launch", None)
+    assert pickle.loads(text) == {"letter": None}
+    assert len(begun) == 1
+
+
+def test_a_report_is_made_once_and_by_nobody_after_a_fork(tmp_path, capfd):
+    first, child = ending(tmp_path / "first"), ending(tmp_path / "child")
+    first.finish()
+    written = (tmp_path / "first" / "run.json").stat()
+    first.finish()
+    assert (tmp_path / "first" / "run.json").stat() == written
+    child.abandon()
+    child.finish()
+    child.watch()
+    assert not (tmp_path / "child").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    ending(tmp_path / "file").finish()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"mpinspect: the report can't be written to {tmp_path / 'file'}: ")
+    assert err.count("\n") == 1
+
+
+def test_a_module_is_told_once_and_a_fault_does_not_reach_the_import(tmp_path, monkeypatch):
+    (tmp_path / "told_module.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen, finders = [], list(sys.meta_path)
+
+    def callback():
+        seen.append(sys.modules["told_module"].value)
+        raise ValueError
+
+    when_imported("told_module", callback)
+    import told_module
+
+    assert seen == [told_module.value] == [1]
+    assert sys.meta_path == finders
+    assert "exec_module" not in vars(told_module.__loader__)
+    when_imported("told_module", callback)
+    assert seen == [1, 1]
+    monkeypatch.delitem(sys.modules, "told_module")
+
+
+def test_an_import_that_fails_is_listened_to_again(tmp_path, monkeypatch):
+    path = tmp_path / "late_module.py"
+    path.write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    seen = []
+    when_imported("late_module", lambda: seen.append(1))
+    with pytest.raises(ZeroDivisionError):
+        import late_module
+    path.write_text("value = 10")
+    import late_module
+
+    assert seen == [1]
+    assert late_module.value == 10
+    monkeypatch.delitem(sys.modules, "late_module")

@@ -1,0 +1,435 @@
+"""``mpinspect run`` runs a script as Python does: compared with Python itself, byte for byte, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import launched
+import pytest
+from launched import RUN_DIR, bare, silent, watched, write
+
+from mpinspect import cli, session
+from mpinspect.commands import run as run_command
+from mpinspect.launch.options import KINDS, LaunchOptions
+
+FACTS = """
+import os, sys
+print(list(globals()), [type(value).__name__ for value in globals().values()])
+print(sys.argv, sys.path, os.getcwd(), sys.flags)
+print(__name__, __file__, __spec__ and __spec__.name, __package__, __cached__, __doc__)
+print(type(__loader__).__name__, __loader__.name, __loader__.path, type(__builtins__).__name__)
+print(sys.modules["__main__"].__dict__ is globals(), sys.excepthook is sys.__excepthook__)
+number: int = 3
+print(__annotations__)
+def typed(a: 1 + 1): ...
+print(typed.__annotations__)
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+
+PICKLES = """
+import pickle
+class Kept: ...
+text = pickle.dumps(Kept())
+print(text, type(pickle.loads(text)) is Kept)
+"""
+
+EXIT_HANDLERS = """
+import atexit, sys, threading, time
+def late():
+    time.sleep(0.2)
+    print("thread", "__file__" in globals())
+class Dies:
+    def __init__(self, name): self.name = name
+    def __del__(self): print("gone", self.name)
+first, second = Dies("first"), Dies("second")
+sys.kept = Dies("in sys")
+atexit.register(lambda: print("handler", "__file__" in globals()))
+threading.Thread(target=late).start()
+unclosed = open("unclosed.txt", "w")
+unclosed.write("kept")
+print("end of the script")
+"""
+
+HOOK = """
+import sys
+def hook(kind, error, trace):
+    print(kind, error, trace.tb_frame.f_code.co_name, trace.tb_next, sys.excepthook is hook, __file__)
+    {body}
+sys.excepthook = hook
+1 / 0
+"""
+
+CHAIN = """
+def fail(text):
+    raise ValueError(text)
+try:
+    fail("one\\ntwo \u00e9")
+except ValueError as error:
+    raise RuntimeError("three") from error
+"""
+
+#: Whole scripts whose stdout, stderr and exit status are those of Python.
+SCRIPTS = {
+    "facts": FACTS,
+    "docstring": '"""doc"""\nprint(__doc__)',
+    "empty": "",
+    "exception": CHAIN,
+    "exception in a handler": "try:\n    1 / 0\nexcept ZeroDivisionError:\n    int('x')",
+    "base exception": "class Mine(BaseException): ...\nraise Mine('x')",
+    "exception without words": "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "syntax error": "print(1)\nx = = 2\n",
+    "indentation error": "if 1:\nx = 2\n",
+    "import error": "import nothing_of_that_name",
+    "excepthook": HOOK.format(body=""),
+    "excepthook that fails": HOOK.format(body="raise KeyError"),
+    "excepthook that exits": HOOK.format(body="sys.exit(7)"),
+    "no excepthook": "import sys\ndel sys.excepthook\n1 / 0",
+    "handlers and threads": EXIT_HANDLERS,
+    "handlers after an exception": EXIT_HANDLERS + "1 / 0",
+    "handlers after an exit": EXIT_HANDLERS + "sys.exit(2)",
+    "pickling": PICKLES,
+    "stdout closed": "import sys\nprint(1)\nsys.stdout.close()",
+    "stdout unflushed, then closed below": "import os\nprint(1)\nos.close(1)",
+    "no streams": "import sys\nprint(1)\nsys.stdout = sys.stderr = None\n1 / 0",
+    "another directory": "import os\nos.mkdir('x')\nos.chdir('x')\nprint(os.getcwd())\nos.rmdir('../x')",
+    "signals": "import signal\nprint([signal.getsignal(s) for s in sorted(signal.valid_signals())])",
+    "warnings": "import warnings\nwarnings.warn('x')\nwarnings.warn('y', DeprecationWarning)\nprint(warnings.filters)",
+    "file descriptors": "import os\nprint(sorted(os.listdir('/proc/self/fd')))",
+    "no __main__": "import sys\nsys.modules['__main__'] = None\nprint(1)",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_output_and_status_are_pythons(name, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, SCRIPTS[name])
+    alone, with_us = silent(folder, "train.py", "--every", "-m", "--", "--lint", "x y")
+    assert with_us == alone
+    if "unclosed" in SCRIPTS[name]:
+        assert (folder / "unclosed.txt").read_text() == "kept"
+
+
+def test_a_neighbour_of_the_script_named_like_a_module_that_we_use(tmp_path):
+    """Python would import the neighbour."""
+    folder = tmp_path / "work"
+    look = "import argparse, shlex\nprint(argparse.__file__, shlex.__file__)"
+    write(folder, {"src/train.py": look, "src/argparse.py": "", "src/shlex/__init__.py": ""})
+    alone, with_us = silent(folder, "src/train.py")
+    assert with_us == alone
+    assert with_us.out.split() == [str(folder / "src" / "argparse.py"), str(folder / "src" / "shlex" / "__init__.py")]
+
+
+@pytest.mark.parametrize("code", ["", "0", "3", "'words'", "None", "True", "256", "-1", "2.5"])
+def test_exit_statuses_are_pythons(code, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, f"import sys\nprint(1)\nsys.exit({code})")
+    alone, with_us = silent(folder, "train.py")
+    assert with_us == alone
+
+
+def test_stdin_is_the_scripts(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, "import sys\nprint(input('name? '), sys.stdin.read())")
+    alone, with_us = silent(folder, "train.py", stdin="a\nb\n")
+    assert with_us == alone
+    assert with_us.out == "name? a b\n\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_it_as_they_end_a_script(number, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, "import time\nprint('begun', flush=True)\ntime.sleep(60)")
+    alone, with_us = silent(folder, "train.py", interrupt=number)
+    assert with_us == alone
+    assert with_us.status == -number
+
+
+def test_ctrl_c_is_reported(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, "import time\nprint('begun', flush=True)\ntime.sleep(60)")
+    ended = watched(folder, "train.py", interrupt=signal.SIGINT)
+    assert ended.status == -signal.SIGINT
+    assert "stopped by Ctrl-C" in ended.err
+    record = json.loads((tmp_path / RUN_DIR / "run.json").read_text())
+    assert (record["outcome"], record["status"]) == ("stopped by Ctrl-C", None)
+
+
+#: Other ways to name what is run: files, and the words after the options.
+PROGRAMS = {
+    "module": (
+        {"package/__init__.py": "import sys; print(sys.argv)", "package/train.py": FACTS},
+        ["-m", "package.train"],
+    ),
+    "module in one word": ({"train.py": FACTS + "1 / 0"}, ["-mtrain"]),
+    "package": ({"package/__init__.py": "", "package/__main__.py": FACTS + "1 / 0"}, ["-m", "package"]),
+    "module that is missing": ({"train.py": ""}, ["-m", "nothing.train"]),
+    "module whose package fails": ({"package/__init__.py": "1 / 0", "package/train.py": ""}, ["-m", "package.train"]),
+    "directory": ({"folder/__main__.py": FACTS + "1 / 0", "folder/beside.py": ""}, ["folder"]),
+    "directory without __main__": ({"folder/train.py": ""}, ["folder"]),
+    "path with dots": ({"folder/train.py": FACTS + "1 / 0"}, ["./folder/../folder/train.py"]),
+    "no suffix": ({"train": FACTS}, ["train"]),
+    "a space": ({"my train.py": FACTS + "1 / 0"}, ["my train.py"]),
+    "not UTF-8": ({"train\udcff.py": "import sys\nprint(ascii(sys.argv), ascii(__file__))\n1 / 0"}, ["train\udcff.py"]),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_of_every_form(name, tmp_path):
+    folder = tmp_path / "work"
+    files, words = PROGRAMS[name]
+    write(folder, files)
+    alone, with_us = silent(folder, *words, "-m", "--steps", "3")
+    assert with_us == alone
+
+
+def test_a_compiled_script(tmp_path):
+    import py_compile
+
+    folder = tmp_path / "work"
+    write(folder, FACTS)
+    py_compile.compile(str(folder / "train.py"), cfile=str(folder / "train.pyc"))
+    alone, with_us = silent(folder, "train.pyc")
+    assert with_us == alone
+
+
+@pytest.mark.parametrize("mode", ["PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONOPTIMIZE"])
+def test_pythons_own_modes_reach_the_script(mode, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, FACTS + "assert sys.argv == 0, 'optimised away?'")
+    alone, with_us = silent(folder, "train.py", env={mode: "1"})
+    assert with_us == alone
+
+
+def test_a_reader_that_has_gone(tmp_path):
+    """As under ``| head``: Python's complaint, and its exit status."""
+    folder = tmp_path / "work"
+    write(folder, "for i in range(100_000): print(i)")
+    outcomes = []
+    for command in (["train.py"], ["-m", "mpinspect", "run", "--log-dir", str(tmp_path / RUN_DIR), "train.py"]):
+        line = f"set -o pipefail; RANK=1 WORLD_SIZE=2 '{sys.executable}' {' '.join(command)} | head -n 1"
+        outcomes.append(subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, check=False))
+    alone, with_us = outcomes
+    assert (with_us.returncode, with_us.stdout, with_us.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    assert "BrokenPipeError" in with_us.stderr
+
+
+def test_an_import_of_torch_that_fails_looks_the_same(tmp_path):
+    folder = tmp_path / "work"
+    for number, torch in enumerate(
+        ["def load():\n    raise OSError('no library')\nload()", "import nothing", "x = = 2"]
+    ):
+        write(folder / str(number), {"train.py": "import torch", "torch.py": torch})
+        alone, with_us = silent(folder / str(number), "train.py")
+        assert with_us == alone
+
+
+def test_what_is_imported_is_what_python_imports(tmp_path):
+    folder = tmp_path / "work"
+    look = "import sys, torch\nprint(torch.__spec__.loader is torch.__loader__, vars(torch.__loader__), len(sys.meta_path))"
+    write(
+        folder,
+        {"train.py": look + "\nimport multiprocessing.process\nprint(len(sys.meta_path))", "torch.py": "print(1)"},
+    )
+    alone, with_us = silent(folder, "train.py")
+    # Whoever waits for a module leaves when it has come.
+    assert with_us.out.splitlines()[-1] == alone.out.splitlines()[-1]
+    assert with_us.out.splitlines()[0] == "1"
+    assert with_us.out.split("} ")[0] == alone.out.split("} ")[0]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "theirs"),
+    [
+        (["a.py"], ["--", "a.py"], []),
+        (["a.py", "--every", "3", "--", "-m"], ["--", "a.py"], ["--every", "3", "--", "-m"]),
+        (["--every", "3", "--lint", "a.py", "--lint"], ["--every", "3", "--lint", "--", "a.py"], ["--lint"]),
+        (["--every=3", "a.py", "b"], ["--every=3", "--", "a.py"], ["b"]),
+        (["--lin", "a.py"], ["--lin", "--", "a.py"], []),
+        (["-m", "a.b", "-m", "c"], ["-m", "--", "a.b"], ["-m", "c"]),
+        (["-ma.b", "x"], ["-m", "--", "a.b"], ["x"]),
+        (["--kernels", "--", "-a.py", "--", "b"], ["--kernels", "--", "-a.py"], ["--", "b"]),
+        (["--log-dir", "-m", "a.py"], ["--log-dir", "-m", "--", "a.py"], []),
+        (["-m"], ["-m", "--"], []),
+        ([], [], []),
+    ],
+)
+def test_what_follows_the_script_is_the_scripts(words, ours, theirs):
+    assert run_command.split(words) == (ours, theirs)
+
+
+def test_options_without_a_value_are_known():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    run_command.add_options(parser)
+    flags = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
+    assert flags - {"-m"} == set(run_command.FLAGS)
+
+
+def test_options_reach_the_launch(monkeypatch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    asked = []
+    monkeypatch.setattr("mpinspect.launch.launch", asked.append)
+    words = "--every 5 --dense 0 --steps 7 --kinds weight,update --include a.* --include b --exclude c --log-dir d --no-watch"
+    assert cli.main(["run", *words.split(), "--lint", "--kernels", "--gpu", "Hopper", str(script), "--every", "x"]) == 0
+    (given,) = asked
+    assert given == LaunchOptions(
+        target=str(script),
+        arguments=("--every", "x"),
+        log_dir="d",
+        kinds=("weight", "update"),
+        include=("a.*", "b"),
+        exclude=("c",),
+        every=5,
+        dense=0,
+        steps=7,
+        lint=True,
+        kernels=True,
+        gpu="hopper",
+        watch=False,
+    )
+
+
+def test_the_kinds_are_the_sessions():
+    assert KINDS == session.KINDS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["-m"],
+        ["--every", "0", "a.py"],
+        ["--kinds", "gradients", "a.py"],
+        ["--gpu", "nothing", "a.py"],
+        ["--fail-on", "typo", "a.py"],
+    ],
+)
+def test_wrong_usage_is_status_2(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["run", *words])
+    assert stop.value.code == 2
+    assert "usage: mpinspect run [options] (SCRIPT | -m MODULE)" in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "nothing.py"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "mpinspect: can't open file 'nothing.py': there is no such script\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the run directory ------------------------------------------------------------------------------------------------
+
+
+def test_the_run_directory_says_what_ran_and_how_it_ended(tmp_path):
+    write(tmp_path, "print('out')\nraise ValueError('one\\ntwo')")
+    ended = launched.run(tmp_path, [*launched.MPINSPECT, "train.py", "a b"])
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert directory.name.startswith("train-20")
+    assert ended.out == "out\n"
+    assert ended.err.startswith(f"mpinspect: recording into {directory}")
+    assert {path.name for path in directory.iterdir()} == {"run.json", "report.md", "report.json"}
+    record = json.loads((directory / "run.json").read_text())
+    assert (record["command"], record["outcome"], record["status"]) == ("train.py 'a b'", "ValueError: one", 1)
+    assert record["saw"] == ["torch was never imported: there was nothing to inspect"]
+
+
+def test_a_run_never_writes_into_another(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, "")
+    for expected in (RUN_DIR, f"{RUN_DIR}-2", f"{RUN_DIR}-3"):
+        ended = watched(folder, "train.py")
+        assert (tmp_path / expected / "report.json").exists()
+    assert f"{RUN_DIR} holds another run already: recording into" in ended.err
+
+
+def test_a_directory_that_can_not_be_made(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, {"train.py": "print(1)", "file": ""})
+    (tmp_path / "temporary").mkdir()
+    ended = launched.run(
+        folder, [*launched.MPINSPECT, "--log-dir", "file/x", "train.py"], env={"TMPDIR": str(tmp_path / "temporary")}
+    )
+    assert (ended.status, ended.out) == (0, "1\n")
+    (directory,) = (tmp_path / "temporary").iterdir()
+    assert f"can't be used (Not a directory): recording into {directory} instead" in ended.err
+    assert (directory / "report.md").exists()
+
+
+def test_a_directory_that_the_script_removes(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, f"import shutil\nshutil.rmtree({str(tmp_path / RUN_DIR)!r})\nprint(1)")
+    ended = watched(folder, "train.py")
+    assert (ended.status, ended.out) == (0, "1\n")
+    assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["outcome"] == "ended"
+
+
+def test_a_script_that_can_not_be_compiled_leaves_no_run(tmp_path):
+    write(tmp_path, "x = = 2")
+    ended = launched.run(tmp_path, [*launched.MPINSPECT, "train.py"])
+    assert ended.status == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_fault_of_ours_at_the_end_is_one_line(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, "import sys\nsys.modules['mpinspect.analysis.run'] = None\nprint(1)\nsys.exit(3)")
+    ended = watched(folder, "train.py")
+    assert (ended.status, ended.out) == (3, "1\n")
+    assert [line[:40] for line in ended.err.splitlines()] == [
+        f"mpinspect: recording into {tmp_path}"[:40],
+        "mpinspect: the report could not be made ",
+    ]
+
+
+# -- with torch -------------------------------------------------------------------------------------------------------
+
+TRAINS = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"
+import atexit, torch
+atexit.register(print, "handler")
+print(torch.get_num_threads())
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    loss = (model(torch.randn(2, 8)) * 1e-9).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(loss.item().hex(), torch.rand(1).item())
+open("open.txt", "w").write("kept")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, TRAINS)
+    env = {"OMP_NUM_THREADS": "2"}
+    ended = watched(folder, "train.py", "0", env=env)
+    assert (ended.status, ended.out) == (0, bare(folder, "train.py", "0", env=env).out)
+    assert "Linear against float16" in ended.err
+    assert (tmp_path / RUN_DIR / "Linear" / "session.mpinspect").exists()
+    assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["models"][0]["name"] == "Linear"
+
+
+@pytest.mark.parametrize(("what", "own", "status"), [("warning", 0, 1), ("tf32-off", 0, 0), ("warning", 3, 3)])
+def test_fail_on(what, own, status, tmp_path):
+    """Its gradients are far below what FP16 holds: a warning."""
+    folder = tmp_path / "work"
+    write(folder, TRAINS)
+    ended = watched(folder, "train.py", str(own), options=["--fail-on", what])
+    assert (ended.status, ended.out.splitlines()[-1]) == (status, "handler")
+    assert (folder / "open.txt").read_text() == "kept"

@@ -1,0 +1,516 @@
+"""`mpinspect run`, the torch side: what is found in a training that knows nothing of us, and that it trains as it would alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from watched_training import train, watched
+
+import mpinspect
+from mpinspect.launch.models import inspecting, owners
+
+
+def net(width: int = 4, hidden: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+
+
+def hooks_of(model: nn.Module) -> int:
+    places = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    on_modules = sum(len(getattr(module, place)) for module in model.modules() for place in places)
+    return on_modules + sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unmodified_loop_is_inspected(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        train(model, torch.optim.Adam(model.parameters()), steps=30)
+    assert run.names == ["Sequential"]
+    assert run.gradients() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    progress = run.parts.models[0].session.progress
+    assert (progress.steps, progress.backwards, progress.sampled_steps) == (30, 30, 12)
+    assert mpinspect.Session.load(tmp_path / "Sequential").progress.steps == 30
+    assert hooks_of(model) == 0
+    assert run.seen.sentences() == ["1 optimizer was made; 1 model was inspected"]
+
+
+def test_what_was_not_seen_is_said(tmp_path):
+    with watched(tmp_path) as nothing:
+        pass
+    assert nothing.seen.sentences() == ["no optimizer was made and no backward ran: there were no gradients to inspect"]
+    with watched(tmp_path) as made:
+        model = net()
+        optimizers = [torch.optim.SGD(model.parameters()), torch.optim.SGD(net().parameters())]
+    assert len(optimizers) == 2
+    assert made.seen.sentences() == ["2 optimizers were made and no backward ran: there were no gradients to inspect"]
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_attaches_nothing(tmp_path, mode):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        with mode():
+            for _ in range(3):
+                model(torch.randn(2, 4))
+    assert run.names == []
+    assert optimizer.param_groups
+    assert run.seen.sentences() == [
+        "1 optimizer was made, and 3 forwards ran without a backward: this script trained nothing that could be seen"
+    ]
+
+
+def test_a_gan_has_an_inspector_for_each_network(tmp_path):
+    class Generator(nn.Sequential): ...
+
+    class Discriminator(nn.Sequential): ...
+
+    with watched(tmp_path) as run:
+        generator, discriminator = Generator(*net(3, 6)), Discriminator(*net(2, 6))
+        optimizers = [torch.optim.Adam(network.parameters()) for network in (generator, discriminator)]
+        for _ in range(4):
+            fake = generator(torch.randn(5, 3))
+            optimizers[1].zero_grad()
+            (discriminator(fake.detach()).mean() - discriminator(torch.randn(5, 2)).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            discriminator(fake).mean().backward()
+            optimizers[0].step()
+    assert run.names == ["Generator", "Discriminator"]
+    # The generator's last backward goes through the discriminator too, after its last step: no step of its own.
+    assert [run.steps(0), run.steps(1)] == [4, 4]
+    assert len(run.gradients(0)) == len(run.gradients(1)) == 4
+
+
+def test_two_optimizers_of_one_model_share_an_inspector(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters())]
+        for _ in range(3):
+            model(torch.randn(5, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert (run.names, run.steps()) == (["Sequential"], 3)
+
+
+def test_accumulation_under_a_loss_scaler(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for _ in range(3):
+            for _ in range(4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(torch.randn(5, 4)).square().mean()
+                scaler.scale(loss / 4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    progress = run.parts.models[0].session.progress
+    assert (progress.steps, progress.backwards) == (3, 12)
+    assert [change.scale for change in progress.scales] == [256.0]
+
+
+def test_the_first_event_is_said_at_once(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(4):
+            output = model(torch.randn(5, 4))
+            if step >= 2:
+                output.register_hook(lambda gradient: gradient * float("inf"))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said = list(run.said)
+    assert len(said) == 1
+    assert said[0].startswith("step 2, backward, ")
+
+
+def test_a_loop_without_torch_optim(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        for _ in range(5):
+            model(torch.randn(5, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    assert (run.names, len(run.gradients())) == (["Sequential"], 4)
+    assert run.steps() == 5
+
+
+def test_parameters_of_no_module(tmp_path):
+    with watched(tmp_path) as run:
+        weights = [torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True)]
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        for _ in range(3):
+            (torch.randn(5, 4) @ weights[0] + weights[1]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (run.names, run.gradients(), run.steps()) == (["Parameters"], {"0", "1"}, 3)
+    assert not any("compile" in note for note in run.parts.models[0].session.notes)
+
+
+def test_tensors_without_module_and_optimizer(tmp_path):
+    with watched(tmp_path) as run:
+        weight = torch.randn(4, 3, requires_grad=True)
+        for _ in range(6):
+            (torch.randn(5, 4) @ weight).square().mean().backward()
+            weight.data -= 0.1 * weight.grad
+            weight.grad = None
+    assert run.gradients() == {"0"}
+    assert "1 parameters are in no module" in " ".join(run.seen.notes)
+
+
+def test_inputs_that_need_gradients_are_no_parameters(tmp_path):
+    with watched(tmp_path) as run:
+        model = net().requires_grad_(False)
+        for _ in range(6):
+            x = torch.randn(5, 4, requires_grad=True)
+            model(x).sum().backward()
+            gone = weakref.ref(x)
+        del x
+    assert run.names == []
+    assert gone() is None
+
+
+def test_master_copies_of_the_weights(tmp_path):
+    with watched(tmp_path) as run:
+        model = net().to(torch.bfloat16)
+        masters = [parameter.detach().clone().float().requires_grad_() for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        for _ in range(3):
+            model(torch.randn(5, 4, dtype=torch.bfloat16)).square().mean().backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            optimizer.step()
+    assert (run.names, len(run.gradients())) == (["Sequential"], 4)
+    assert "master copies" in " ".join(run.seen.notes)
+
+
+def test_lbfgs_and_its_closure(tmp_path):
+    with watched(tmp_path) as run:
+        model, x = net(), torch.randn(5, 4)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert (run.names, run.steps()) == (["Sequential"], 3)
+
+
+def test_training_in_a_thread(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        thread = threading.Thread(target=lambda: train(model, torch.optim.SGD(model.parameters())))
+        thread.start()
+        thread.join()
+    assert (run.names, run.steps()) == (["Sequential"], 3)
+
+
+def test_several_threads_at_once(tmp_path):
+    with watched(tmp_path) as run:
+        models = [net() for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda model=model: train(model, torch.optim.SGD(model.parameters()), 20))
+            for model in models
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(run.names) == 4
+    assert [hooks_of(model) for model in models] == [0] * 4
+
+
+def test_an_optimizer_that_was_unpickled(tmp_path):
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched(tmp_path) as run:
+        model, optimizer = pickle.loads(pickle.dumps((model, plain)))
+        train(model, optimizer, steps=4)
+    assert run.names == ["Sequential"]
+
+
+def test_a_compiled_model(tmp_path):
+    torch._dynamo.reset()
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(torch.compile(model, backend="eager"), optimizer, steps=4)
+    assert (run.names, run.steps(), len(run.gradients())) == (["Sequential"], 4, 4)
+    torch._dynamo.reset()
+
+
+def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path):
+    with watched(tmp_path) as run:
+        for _ in range(20):
+            model = net()
+            train(model, torch.optim.SGD(model.parameters()), steps=1)
+    assert len(run.names) == 16
+    assert run.names[:2] == ["Sequential", "Sequential-2"]
+    assert "more than 16 models were trained: the later ones were not inspected" in run.seen.notes
+
+
+def test_steps_ends_the_inspection_of_a_model(tmp_path):
+    with watched(tmp_path, steps=3) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer, steps=3)
+        left = hooks_of(model)
+        train(model, optimizer, steps=3)
+    assert (run.steps(), left, hooks_of(model)) == (3, 0, 0)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_deleted_is_freed_at_once(tmp_path):
+    gc.disable()
+    try:
+        with watched(tmp_path) as run:
+            for _ in range(3):
+                model = net()
+                optimizer = torch.optim.Adam(model.parameters())
+                train(model, optimizer)
+                gone = weakref.ref(model), weakref.ref(model[0].weight)
+                del model, optimizer
+                assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert run.names == ["Sequential", "Sequential-2", "Sequential-3"]
+    assert [run.steps(number) for number in range(3)] == [3, 3, 3]
+
+
+def test_a_model_whose_optimizer_is_in_a_cycle_goes_with_a_collection(tmp_path):
+    with watched(tmp_path):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        train(model, optimizer)
+        gone = weakref.ref(model)
+        del model, optimizer, scheduler
+        gc.collect()
+        assert gone() is None
+
+
+def test_another_optimizer_for_the_same_model_continues_its_record(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        between = hooks_of(model)
+        train(model, torch.optim.Adam(model.parameters()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+    assert (run.names, run.steps(), between) == (["Sequential"], 9, 0)
+    assert hooks_of(model) == 0
+
+
+def test_a_model_that_is_never_called_is_freed(tmp_path):
+    with watched(tmp_path):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        gone = weakref.ref(model)
+        del model, optimizer
+        gc.collect()
+        assert gone() is None
+
+
+# -- the script's own ways ---------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_made_meanwhile_take_nothing_of_ours_along(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        armed = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for each in armed:
+            each(torch.randn(2, 4))
+        assert run.seen.models == 0
+        train(model, optimizer)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        file = io.BytesIO()
+        torch.save(model, file)
+        for each in copies:
+            each(torch.randn(2, 4)).sum().backward()
+    assert b"mpinspect.launch" not in file.getvalue()
+    assert run.parts.models[0].session.progress.backwards == 3
+    assert run.names == ["Sequential"]
+
+
+def test_warnings_that_are_errors_stop_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with watched(tmp_path / "file" / "x", lint=True, kernels=True) as run:
+            (tmp_path / "file").write_text("in the way")
+            model = net()
+            train(model, torch.optim.SGD(model.parameters()), steps=6)
+    assert run.steps() == 6
+    assert run.parts.models[0].log_dir is None
+
+
+def test_a_script_with_an_inspector_of_its_own(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        with mpinspect.Inspector(model, optimizers=optimizer) as own:
+            train(model, optimizer, steps=5)
+    mine, theirs = run.parts.models[0].session, own.session()
+    assert (mine.progress.steps, theirs.progress.steps) == (5, 5)
+    assert mine.progress.backwards == theirs.progress.backwards == 5
+    ours = {key: window.histogram for key, window in mine.windows[0].tensors.items()}
+    assert ours == {key: window.histogram for key, window in theirs.windows[0].tensors.items()}
+
+
+def test_objects_that_must_not_be_touched(tmp_path):
+    touched = []
+
+    class Proxy:
+        def __getattribute__(self, name: str) -> object:
+            touched.append(name)
+            return object.__getattribute__(self, name)
+
+        @property
+        def __class__(self) -> type:
+            touched.append("__class__")
+            return nn.Module
+
+    class Shy(nn.Module):
+        __slots__ = ("slot",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def __getattr__(self, name: str) -> object:
+            if name in ("layer", "_forward_hooks"):
+                return super().__getattr__(name)
+            raise RuntimeError(f"nobody asks for {name}")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    unfinished = nn.Module.__new__(Shy)
+    kept = [[Proxy()], unfinished]
+    touched.clear()
+    with watched(tmp_path) as run:
+        model = Shy()
+        train(model, torch.optim.SGD(model.parameters()))
+    assert touched == []
+    assert len(kept) == 2
+    assert (run.names, run.steps()) == (["Shy"], 3)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["armed", "attached"])
+def test_scripting_exporting_and_tracing(tmp_path, trained):
+    x = torch.randn(2, 4)
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer, steps=2 * trained)
+        hooks = hooks_of(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            outputs = [torch.jit.script(model)(x), torch.jit.trace(model, x)(x), torch.jit.trace(model.forward, x)(x)]
+        outputs += [torch.fx.symbolic_trace(model)(x), torch.export.export(model, (x,)).module()(x)]
+        after = hooks_of(model)
+        train(model, optimizer, steps=2)
+        expected = model(x)
+    assert all(output.shape == expected.shape for output in outputs)
+    # The first call ends the waiting of those that are armed.
+    assert after == hooks if trained else hooks > 0
+    assert (run.names, len(run.gradients())) == (["Sequential"], 4)
+
+
+def test_modules_that_the_collector_was_told_to_forget(tmp_path):
+    try:
+        with watched(tmp_path) as run:
+            model = net()
+            gc.freeze()
+            train(model, torch.optim.SGD(model.parameters()))
+    finally:
+        gc.unfreeze()
+        owners._frozen.clear()
+    assert (run.names, run.steps()) == (["Sequential"], 3)
+
+
+def test_a_fault_of_ours_is_noted_and_the_training_goes_on(tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("made for this test")
+
+    with watched(tmp_path) as run:
+        monkeypatch.setattr("mpinspect.launch.models.attaching.Holders", broken)
+        model = net()
+        train(model, torch.optim.SGD(model.parameters()))
+        changed = model[0].weight.grad is not None
+    assert changed
+    assert any("made for this test" in note for note in run.seen.notes)
+
+
+def test_errors_of_the_script_are_its_own(tmp_path):
+    with watched(tmp_path):
+        with pytest.raises(ValueError, match="empty parameter list"):
+            torch.optim.SGD([])
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(1).backward()
+
+
+def test_a_forked_child_is_left_alone(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer)
+        run.watcher.abandon()
+        size = (tmp_path / "Sequential" / "session.mpinspect").stat().st_size
+        train(model, optimizer)
+    assert run.parts.models == []
+    assert hooks_of(model) == 0
+    assert (tmp_path / "Sequential" / "session.mpinspect").stat().st_size == size
+    while inspecting._inherited:
+        inspecting._inherited.pop().close()
+
+
+# -- bit identity ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 1, "lint": True, "kernels": True}], ids=["plain", "everything"])
+def test_training_is_bit_identical(tmp_path, deterministic_torch, options):
+    def training() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.3), nn.Flatten(), nn.Linear(8 * 36, 5)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=12)
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+        return [*model.state_dict().values(), torch.get_rng_state()]
+
+    alone = training()
+    with watched(tmp_path, **options) as run:
+        together = training()
+    assert run.steps() == 12
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

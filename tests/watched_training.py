@@ -1,0 +1,68 @@
+"""A training in this process, watched as a launched script's is."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from mpinspect.launch.options import LaunchOptions
+from mpinspect.launch.seen import Parts, Seen
+from mpinspect.launch.watcher import Watcher
+
+
+class Watched:
+    """What a watched block gave: filled in when the block ends."""
+
+    def __init__(self, watcher: Watcher, said: list[str]) -> None:
+        self.watcher = watcher
+        self.said = said
+        self.parts = Parts()
+
+    @property
+    def seen(self) -> Seen:
+        return self.watcher.sightings
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.parts.models]
+
+    def steps(self, number: int = 0) -> int:
+        return self.parts.models[number].session.progress.steps
+
+    def gradients(self, number: int = 0) -> set[str]:
+        """Names of the parameters whose gradients were counted."""
+        session = self.parts.models[number].session
+        keys = {key for window in session.windows for key in window.tensors}
+        return {key.name for key in keys if key.kind == "weight_gradient"}
+
+
+@contextmanager
+def watched(directory: Path, **options: object) -> Iterator[Watched]:
+    """Everything within the block is watched; afterwards torch is as it was."""
+    before = _replaced()
+    said: list[str] = []
+    watcher = Watcher(LaunchOptions("train.py", **options), directory, said.append)  # type: ignore[arg-type]
+    result = Watched(watcher, said)
+    watcher.install()
+    try:
+        yield result
+    finally:
+        result.parts = watcher.finish()
+        after = _replaced()
+        assert after == before, [(a, b) for a, b in zip(after, before, strict=True) if a is not b]
+
+
+def _replaced() -> tuple[object, ...]:
+    return (torch.optim.Optimizer.__init__, torch.autograd.backward, torch.jit.script, gc.freeze)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, width: int = 4) -> None:
+    """Some steps on noise."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, width)).square().mean().backward()
+        optimizer.step()
