@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpinspect.analysis import analyse
 from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Session, TensorKey
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -98,6 +99,20 @@ def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):
     # 100 is no multiple of 8, and 10 classes are none either.
     assert re.search(r"encoder\.0.*\b100\b|\b100\b.*encoder\.0", inspected.err), inspected.err
     assert (inspected.directory / "log" / "trace.json.gz").stat().st_size > 0
+
+
+def test_a_model_that_needs_a_loss_scale(tmp_path):
+    bare, inspected = both(tmp_path, UNMODIFIED / "words.py", "--steps", "40", "--save", "weights.pt")
+    check(bare, inspected, "embedding.weight", "output")
+    advice = analyse(inspected.session("WordModel")).loss_scale
+    assert advice.needed
+    assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in inspected.err
+    # What was written is read again, and says the same.
+    again = subprocess.run(
+        [sys.executable, "-m", "mpinspect", "report", inspected.directory / "log"], capture_output=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in again.stdout.decode()
 
 
 def test_two_networks_that_train_each_other(tmp_path):

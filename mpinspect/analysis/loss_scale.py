@@ -75,7 +75,9 @@ def advise(
     """The advice for a session whose totals and noise are known already."""
     if not session.progress.scale_known:
         cause = session.progress.scale_unknown_reason or "the loss scale of a backward could not be told"
-        return no_advice(f"No advice: {cause}. Give the inspector the scaler (scalers=) or the scale (loss_scale=).")
+        return no_advice(
+            f"No advice: {cause}. Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
+        )
     gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
     peaks = session.gradient_peaks()
     highest = log2_highest(peaks, rules.format, rules.growth_interval)

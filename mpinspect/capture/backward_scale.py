@@ -123,7 +123,10 @@ class ScaleOfBackward:
             )
             return BackwardScale(None, unknown=reason + "pass loss_scale=scaler.get_scale")
         if self._fp16_weights:
-            reason = "the weights are FP16 and no scaler was seen; pass loss_scale= (1.0 if the loss is not scaled)"
+            reason = (
+                "the weights are FP16 and no scaler was seen; pass loss_scale= (mpinspect run: --loss-scale), 1 if it is "
+                "not scaled"
+            )
             return BackwardScale(None, unknown=reason)
         if dtype == torch.float16:
             self._recording.note(

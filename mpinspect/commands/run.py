@@ -42,6 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-watch", action="store_false", dest="watch", help="do not look for infinities and NaNs at every step"
     )
+    parser.add_argument(
+        "--loss-scale", type=_scale, metavar="S", help="of a script that multiplies its loss by hand (1 if it does not)"
+    )
     parser.add_argument("--lint", action="store_true", help="lint the matrix products of one step as it ran")
     parser.add_argument("--kernels", action="store_true", help="profile one step: which kernels ran on Tensor Cores")
     parser.add_argument(
@@ -92,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
         kernels=options.kernels,
         gpu=options.gpu,
         watch=options.watch,
+        loss_scale=options.loss_scale,
         fail_on=tuple(options.fail_on),
     )
     report = launch(asked)
@@ -106,6 +110,16 @@ def _natural(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a loss scale is a positive number, as 1024")
+    return scale
 
 
 def _kinds(text: str) -> tuple[str, ...]:

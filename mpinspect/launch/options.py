@@ -28,6 +28,7 @@ class LaunchOptions:
         kernels: profile one step.
         gpu: which GPU shapes and kernels are judged for; None: the one at hand.
         watch: look at every step for infinities and NaNs.
+        loss_scale: of a script that multiplies its loss by hand; None: its scaler tells, if it has one.
         fail_on: findings, by id or severity, that make an exit status of 0 a 1.
     """
 
@@ -45,6 +46,7 @@ class LaunchOptions:
     kernels: bool = False
     gpu: str | None = None
     watch: bool = True
+    loss_scale: float | None = None
     fail_on: tuple[str, ...] = ()
 
     @property

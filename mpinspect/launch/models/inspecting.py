@@ -43,6 +43,7 @@ class LaunchedInspector(Inspector):
     ) -> None:
         self._first_event = _FirstEvent(say)
         self._model = weakref.ref(model)
+        self._loss_scale = options.loss_scale
         self._selection = model_layers.Selection(options.include, options.exclude)
         chosen: dict[str, Any] = {} if options.kinds is None else {"capture": options.kinds}
         super().__init__(
@@ -53,6 +54,7 @@ class LaunchedInspector(Inspector):
             exclude=options.exclude,
             log_dir=log_dir,
             watch=options.watch,
+            loss_scale=options.loss_scale,
             **chosen,
         )
         self._schedule = Schedule(every=options.every, dense=options.dense)
@@ -126,7 +128,7 @@ class LaunchedInspector(Inspector):
             kinds=self._recording.info.kinds,
             schedule=self._schedule,
             watch=self._recording.info.watch,
-            loss_scale=None,
+            loss_scale=self._loss_scale,
             optimizers=optimizers,
             scalers=[],
             recording=self._recording,
