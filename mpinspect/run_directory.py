@@ -11,10 +11,11 @@ from typing import Any
 from mpinspect.analysis import analyse
 from mpinspect.analysis.run import ModelPart, RunReport
 from mpinspect.kernel_profile import read_trace
+from mpinspect.launch.record import FILE_NAME as RECORD
 from mpinspect.session_file import FILE_NAME, SessionError, read_session
 from mpinspect.trace_file import TraceError
 
-RECORD, TRACE, REPORT = "run.json", "trace.json.gz", "report.json"
+TRACE, REPORT = "trace.json.gz", "report.json"
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:

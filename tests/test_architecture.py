@@ -42,7 +42,7 @@ ALLOWED = {
     "recorder": {"analysis", "capture", "session", "session_sinks", "version"},
     "inspector": {"analysis", "capture", "session", "session_sinks", "version"},
     "integrations": {"analysis", "capture", "inspector", "session"},
-    "run_directory": {"analysis", "kernel_profile", "session_file", "trace_file"},
+    "run_directory": {"analysis", "kernel_profile", "launch", "session_file", "trace_file"},
     "launch": {
         *("analysis", "capture", "inspector", "kernel_profile", "matmuls", "reports", "session", "session_file"),
         *("shape_lint", "version"),
