@@ -29,6 +29,9 @@ KINDS = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT, ACTIVATION, WEIGHT, UPDATE)
 #: The kinds that a loss scale multiplies.
 GRADIENT_KINDS = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT)
 
+#: What events have beside these kinds: the loss before and after a scaler multiplied it.
+LOSSES = ("loss", "scaled_loss")
+
 #: Windows that a run of any length is coarsened to: an eighth of the run, the block by which drift is told, has 8 or more.
 WINDOW_LIMIT = 128
 #: Histograms that these hold together, at about 1.5 kB of memory each: twice as many load in about a second.
@@ -140,7 +143,7 @@ class Event:
         step, micro_batch: counted from 0.
         phase: "forward" or "backward".
         module: dotted path of the module in which it arose, as far as the tensors seen can tell ("" is the model itself).
-        what: the kind of tensor in which it was first seen.
+        what: the kind of tensor in which it was first seen, or one of LOSSES.
         tensor: name of that tensor (a module's or a parameter's dotted path).
         value: "inf" or "nan" (NaN if both).
         loss_scale: the scale of that step's backward; None if unknown or not yet known (forward).
@@ -165,6 +168,11 @@ class Event:
     forward_finite: bool | None = None
     gradients_finite: bool | None = None
     explanation: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it arose, in words: the module's path, or what the empty path stands for."""
+        return self.module or ("the loss" if self.what in LOSSES else "the model itself")
 
 
 class ScaleChange(NamedTuple):

@@ -715,3 +715,36 @@ def test_lists_of_modules_are_never_called_and_no_reason_for_a_note() -> None:
             optimizer.step()
     assert inspector.session().notes == ()
     assert inspector.session().progress.steps == 3
+
+
+def test_tensors_of_no_module_updated_by_hand_make_a_step_a_backward() -> None:
+    """No forward is seen of them and no optimizer steps: the backwards tell, and micro-batches stay together."""
+    for micro_batches in (1, 3):
+        weights = nn.ParameterList([nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2))])
+        with Inspector(weights) as inspector:
+            for _ in range(10):
+                for _ in range(micro_batches):
+                    (torch.ones(3, 4) @ weights[0] + weights[1]).square().mean().backward()
+                for weight in weights:
+                    weight.data -= 1e-3 * weight.grad
+                    weight.grad = None
+        session = inspector.session()
+        assert (session.progress.steps, session.progress.backwards) == (10, 10 * micro_batches)
+        assert session.totals()[TensorKey("0", "weight_gradient")].samples == 10 * micro_batches
+
+
+def test_a_step_that_is_broken_off_is_no_step() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            if step < 3:
+                optimizer.step()
+    session = inspector.session()
+    assert (session.progress.steps, session.progress.sampled_steps, session.progress.backwards) == (3, 3, 4)
+    assert session.totals()[TensorKey("weight", "weight_gradient")].samples == 3
+    with Inspector(model) as only:
+        model(torch.ones(2, 4)).sum().backward()
+    assert only.session().totals()[TensorKey("weight", "weight_gradient")].samples == 1

@@ -275,9 +275,47 @@ def test_a_scaled_loss_that_overflows() -> None:
     model = nn.Linear(4, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     with Inspector(model) as inspector:
-        scaler.scale(model(torch.ones(2, 4)).square().mean() + 4).backward()
+        scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e3).backward()
     event = inspector.session().events[0]
-    assert (event.phase, event.what, event.forward_finite) == ("forward", "scaled_loss", True)
+    assert (event.phase, event.what, event.forward_finite) == ("backward", "scaled_loss", True)
+    assert event.explanation == "the loss was finite, and multiplied by the loss scale it was not"
+
+
+def test_a_loss_that_overflows_before_it_is_scaled() -> None:
+    model = nn.Linear(4, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Inspector(model) as inspector:
+        scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e30 * 1e30).backward()
+    event = inspector.session().events[0]
+    assert (event.phase, event.what, event.forward_finite) == ("forward", "loss", False)
+    assert "loss function" in event.explanation
+
+
+def test_an_infinite_scaled_loss_with_finite_gradients_is_nothing() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with Inspector(model) as inspector:
+        scaler.scale(model(torch.ones(2, 4)).mean() + 1000).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    session = inspector.session()
+    assert (session.progress.steps, session.progress.skipped_steps, session.events) == (1, 0, ())
+
+
+def test_a_scale_that_is_found_by_skipping_does_no_harm() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with Inspector(model) as inspector:
+        for _ in range(12):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e3).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    report = inspector.report()
+    assert report.session.progress.skipped_steps >= 4
+    assert {finding.severity for finding in report.findings if finding.id == "non-finite-event"} == {"info"}
 
 
 class _Interrupted(Exception):
@@ -366,3 +404,31 @@ def test_the_cause_is_told_before_its_consequences() -> None:
     assert findings[0].severity == "error"
     assert "The backward was not finite" in findings[0].message
     assert "step 2" in findings[0].message
+
+
+def test_a_forward_that_breaks_does_not_blame_the_weights_its_step_then_broke() -> None:
+    """relu + log: the infinity arises in the model's own code; only its gradients make the weights NaN."""
+
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+            return self.decoder(torch.log(torch.relu(self.encoder(x)) + shift))
+
+    torch.manual_seed(0)
+    model = Logs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    finite = []
+    with Inspector(model) as inspector:
+        for step in range(5):
+            finite.append(all(bool(weight.isfinite().all()) for weight in model.parameters()))
+            optimizer.zero_grad()
+            model(torch.randn(8, 4), 0.0 if step == 3 else 1.0).sum().backward()
+            optimizer.step()
+    assert finite == [True] * 4 + [False]
+    event = inspector.session().events[0]
+    assert (event.step, event.phase, event.module) == (3, "forward", "")
+    assert "itself is not finite" not in event.explanation
+    assert "before 'decoder', whose input was not finite already" in event.explanation

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import sessions
 
+from mpinspect.analysis.report import TimeBlock
 from mpinspect.reports import text
 from mpinspect.reports.table import percent, power_of_two
 
@@ -32,7 +33,7 @@ def test_the_first_event_comes_before_everything_else():
 
 def test_the_loss_scale_and_its_window():
     rendered = text.render(sessions.report_by_hand(sessions.word_model()), 200)
-    assert "Suggested loss scale: 8192 (2^13); window 128 (2^7) .. 1048576 (2^20); headroom 7 powers of two" in rendered
+    assert "Suggested loss scale: 8192 (2^13); window 2^7 .. 2^20; headroom 7 powers of two" in rendered
 
 
 def test_doubt_no_need_and_no_advice_are_three_things():
@@ -44,7 +45,7 @@ def test_doubt_no_need_and_no_advice_are_three_things():
 
     assert "Scale 1 will do; window" in heading(needed=False, recommended=1.0)
     assert "8192 (2^13) (if one is needed: not known)" in heading(needed=None)
-    assert "no scale serves all: 2^30 is needed, 1048576 (2^20) the largest" in heading(lowest=2.0**30)
+    assert "no scale serves all: 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
     none = text.render(dataclasses.replace(report, loss_scale=sessions.no_advice("Because.")), 200)
     assert "No loss scale can be suggested.\n  Because." in none
     assert "Suggested" not in none
@@ -115,3 +116,26 @@ def test_a_share_is_never_rounded_to_none_or_all(share, words):
 )
 def test_a_scale_in_words(scale, words):
     assert power_of_two(scale) == words
+
+
+def test_backwards_are_said_where_there_is_not_one_a_step():
+    progress = sessions.everything().progress
+    for backwards, words in ((500, "40 sampled, 2 skipped;"), (2000, "40 sampled, 2 skipped, 2,000 backwards;")):
+        progress = dataclasses.replace(progress, backwards=backwards)
+        rendered = text.render(
+            sessions.report_by_hand(dataclasses.replace(sessions.everything(), progress=progress)), 200
+        )
+        assert words in rendered
+
+
+def test_a_window_that_moves_by_one_power_is_noise():
+    report = sessions.report_by_hand(sessions.word_model())
+
+    def moving(*highest):
+        blocks = tuple(TimeBlock(step, step, 3, high) for step, high in enumerate(highest))
+        return text.render(
+            dataclasses.replace(report, loss_scale=dataclasses.replace(report.loss_scale, blocks=blocks)), 200
+        )
+
+    assert "over time" not in moving(18, 19, 18)
+    assert "The window over time: step 0 2^3 .. 2^18; step 1 2^3 .. 2^20" in moving(18, 20)

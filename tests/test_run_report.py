@@ -50,7 +50,7 @@ def test_what_is_not_known_is_left_out_and_what_matters_is_added():
     event = Event(7, 2, "forward", "", "activation", "", "nan")
     assert first_line(event) == "step 7, micro-batch 2, forward, the model itself, first NaN"
     assert first_line(dataclasses.replace(INF, forward_finite=False, skipped=True, loss_scale=2.0**-20)) == (
-        "step 412, backward, decoder.3.attn, first inf, scale 9.5367431640625e-07, forward not finite, step skipped"
+        "step 412, backward, decoder.3.attn, first inf, scale 2^-20, forward not finite, step skipped"
     )
 
 
@@ -162,3 +162,23 @@ def test_in_brief_stands_last():
     assert "a.py -x: ended" in last
     assert "Suggested loss scale" in last
     assert "files  runs/a" in last
+
+
+def test_of_many_models_the_gravest_are_shown_in_full_and_the_rest_in_a_line():
+    parts = [ModelPart(f"Fold-{number}", ranges()) for number in range(8)]
+    parts[6] = ModelPart("Fold-6", broken(dataclasses.replace(INF, skipped=False)))
+    report = RunReport("folds.py", "ended", tuple(parts))
+    text = run_text.render(report, 140)
+    shown = [line.split()[1] for line in text.splitlines() if line.startswith("ranges: ")]
+    assert len(shown) == 4
+    assert "Fold-6" in shown
+    assert "4 more models: below in brief; in full in report.md" in text
+    assert all(f"Fold-{number}  " in text[text.index("In brief") :] for number in range(8))
+    assert sum(line.startswith("## WordModel against") for line in run_markdown.render(report).splitlines()) == 8
+
+
+def test_scales_that_nobody_writes_out_are_powers_of_two():
+    assert "scale 2^127" in first_line(dataclasses.replace(INF, loss_scale=2.0**127))
+    assert "scale 1000," in first_line(dataclasses.replace(INF, loss_scale=1000.0))
+    lost = dataclasses.replace(INF, module="", what="scaled_loss")
+    assert first_line(lost).startswith("step 412, backward, the loss, first inf")

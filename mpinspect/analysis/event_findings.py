@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.wording import some
-from mpinspect.session import ACTIVATION, GRADIENT_KINDS, Event, Session, TensorKey, TensorWindow
+from mpinspect.session import ACTIVATION, GRADIENT_KINDS, LOSSES, Event, Session, TensorKey, TensorWindow
 
 #: A dynamic scaler that skips more than one step in ten is no longer probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
@@ -76,8 +76,11 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
     steps = sorted({event.step for event in events})
     stepped = [event for event in events if event.skipped is False]
-    evidence = {**_evidence(first), "steps": len(steps), "skipped_steps": len({e.step for e in events if e.skipped})}
-    begin = f"The backward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}"
+    # Between sampled steps a skip may be all that is known of one.
+    skipped = max(len({event.step for event in events if event.skipped}), session.progress.skipped_steps)
+    count = max(len(steps), skipped)
+    evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
+    begin = f"The backward was not finite in {_steps(count)}: first in step {first.step}, where {_what(first)}"
     if stepped:
         return Finding(
             _ID,
@@ -97,12 +100,12 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             evidence,
             "Use a scaler that skips such steps (torch.amp.GradScaler).",
         )
-    if _keeps_skipping(steps, session):
+    if _keeps_skipping(steps, skipped, session):
         return Finding(
             _ID,
             "warning",
             first.module,
-            f"{begin}; {len(steps)} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
+            f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
             " explains.",
             evidence,
             "Take the loss scale recommended here; if the scale is static, it is too large. NaNs at small scales are no"
@@ -117,14 +120,17 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
     )
 
 
-def _keeps_skipping(steps: Sequence[int], session: Session) -> bool:
-    """Whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over."""
+def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:
+    """Whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over.
+
+    ``steps``: those that were seen not to be finite; ``skipped``: how many were skipped in all.
+    """
     opening = next((index for index, step in enumerate(steps) if step != index), len(steps))
-    later, rest = len(steps) - opening, session.progress.steps - opening
-    if rest <= 0:
+    if skipped >= session.progress.steps:
         scales = [event.loss_scale for event in session.events]
         # Every step so far was skipped: hopeless where the scale does not fall.
-        return len(steps) >= FEWEST_SKIPS and len(set(scales)) == 1
+        return skipped >= FEWEST_SKIPS and len(set(scales)) == 1
+    later, rest = skipped - opening, session.progress.steps - opening
     return later >= FEWEST_SKIPS and later > SKIPPED_TOLERANCE * rest
 
 
@@ -151,7 +157,12 @@ def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
 
 def _what(event: Event) -> str:
     value = "an inf" if event.value == "inf" else "a NaN"
-    return f"the {event.what.replace('_', ' ')} of {event.module or 'the model'!r} held {value}"
+    what = event.what.replace("_", " ")
+    return (
+        f"the {what} held {value}"
+        if event.what in LOSSES
+        else f"the {what} of {event.module or 'the model'!r} held {value}"
+    )
 
 
 def _known_cause(event: Event) -> str:

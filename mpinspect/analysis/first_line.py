@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mpinspect.session import Event
@@ -14,14 +15,21 @@ def first_line(event: Event) -> str:
     parts = [f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")
-    parts += [event.phase, event.module or "the model itself", f"first {_VALUES.get(event.value, event.value)}"]
+    parts += [event.phase, event.place, f"first {_VALUES.get(event.value, event.value)}"]
     if event.loss_scale is not None:
-        parts.append(f"scale {event.loss_scale:.15g}")
+        parts.append(f"scale {_scale(event.loss_scale)}")
     if event.phase == "backward" and event.forward_finite is not None:
         parts.append("forward finite" if event.forward_finite else "forward not finite")
     if event.skipped:
         parts.append("step skipped")
     return ", ".join(parts)
+
+
+def _scale(scale: float) -> str:
+    """A number that one has heard of, or the power of two that it is."""
+    mantissa, exponent = math.frexp(scale)
+    is_known = mantissa != 0.5 or 0 <= exponent - 1 <= 24
+    return f"{scale:.15g}" if is_known else f"2^{exponent - 1}"
 
 
 def gravest(events: Sequence[Event]) -> Event | None:

@@ -123,6 +123,9 @@ class Capture(Guarded):
         #: Whether full backward hooks of others wrap some module's inputs.
         self._wrapped_inputs = False
         self._weight_state: tuple[int, list[float] | None] | None = None
+        #: Events whose weights were looked at, and those that were not finite before this step's optimizer moved them.
+        self._weights_looked_at = 0
+        self._broken_before_step: list[str] | None = None
         #: Kinds and watch while it rests.
         self._rested: tuple[frozenset[str], Watch | None] | None = None
         self.attached = False
@@ -150,7 +153,7 @@ class Capture(Guarded):
         self._handles.remove_all()
         self._updates.forget()
         if self.clock.begun:
-            # Broken off before an optimizer stepped, or a backward of another network passed through: counted, but no step.
+            # Broken off before an optimizer stepped, or a backward of another network passed through: no step.
             self._end_step(finished=not self.clock.waits_for_optimizer)
         self.collect(wait=True)
         self._say_what_was_missed()
@@ -432,8 +435,12 @@ class Capture(Guarded):
 
     def _backward(self, dtype: torch.dtype) -> BackwardScale:
         """A backward is at work: its scale."""
-        self.clock.backward()
         scale, is_new = self._scale.now(dtype)
+        # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
+        told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
+        if told_by_backwards and self.clock.backward_again(self._updated):
+            self._end_step()
+        self.clock.backward()
         if is_new and self._watch is not None:
             self._watch.backward_scale(scale)
         return scale
@@ -441,10 +448,12 @@ class Capture(Guarded):
     # -- scalers ------------------------------------------------------------------------------------------------
 
     @guarded
-    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """A GradScaler scaled a loss: its backward, should it reach this model, runs under that scale."""
         losses = self._scale.loss_scaled(scaler, scaled)
         if self._watch is not None and self.clock.begun:
+            for loss in tensors_in(given):
+                self._watch.loss(loss, self.clock.micro_batch)
             for loss in losses:
                 self._watch.scaled_loss(loss, self.clock.micro_batch)
 
@@ -492,6 +501,7 @@ class Capture(Guarded):
         if self.clock.optimizer_again(optimizer):
             self._end_step()
         self._in_optimizer_step.add(id(optimizer))
+        self._look_at_weights_before_they_move()
         found_inf = getattr(optimizer, "found_inf", None)
         if self._watch is not None and isinstance(found_inf, torch.Tensor):
             self._watch.stepped_with(found_inf)
@@ -516,6 +526,10 @@ class Capture(Guarded):
     def _end_step(self, *, finished: bool = True) -> None:
         """Send the step's counts off, judge the steps that have arrived, and begin the next."""
         step, sampled = self.clock.step, self._sampled
+        if not finished and self._recording.progress.sampled_steps:
+            # What is left over is no sample of a whole step; but better than nothing where there is none.
+            self._tally.drop_step()
+            sampled = False
         if sampled:
             self._send_counts(step)
         if self._watch is not None:
@@ -524,7 +538,7 @@ class Capture(Guarded):
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
         steps = self.clock.step if finished else step
-        self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled and finished)
+        self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
         if self.attached:
             self._begin_step()
 
@@ -542,20 +556,35 @@ class Capture(Guarded):
 
     def _tell(self, event: Event) -> None:
         """Pass an event on; where a forward broke, say if the module's weights were broken already."""
-        if event.phase == "forward" and len(self._recording.events) < _MOST_EVENTS_LOOKED_INTO:
+        if event.phase == "forward" and self._weights_looked_at < _MOST_EVENTS_LOOKED_INTO:
+            self._weights_looked_at += 1
             event = self._with_broken_weights(event)
         self._recording.event(event)
 
+    def _look_at_weights_before_they_move(self) -> None:
+        """Where the forward broke: a step on such gradients breaks every weight, and afterwards nobody could tell."""
+        if self._watch is None or self._weights_looked_at >= _MOST_EVENTS_LOOKED_INTO:
+            return
+        if self._broken_before_step is None and self._watch.forward_broke():
+            self._broken_before_step = self._broken_weights()
+
+    def _broken_weights(self) -> list[str]:
+        """Names of the weights that are not finite. Waits for a GPU."""
+        return [watched.name for watched in self._parameters if _is_broken(local_part(watched.parameter).detach())]
+
     def _with_broken_weights(self, event: Event) -> Event:
+        """The event, its explanation naming a weight of the module that was not finite before the forward, if that is known."""
         inside = f"{event.module}." if event.module else ""
-        for watched in self._parameters:
-            weight = local_part(watched.parameter).detach()
-            if watched.name.startswith(inside) and weight.is_floating_point() and not bool(weight.isfinite().all()):
-                reason = (
-                    f"{watched.name!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
-                )
-                return replace(event, explanation=reason)
-        return event
+        broken = self._broken_before_step
+        # Or nobody stepped since the forward ran.
+        unmoved = event.skipped or (event.skipped is None and self.clock.has_optimizers)
+        if broken is None and event.step == self.clock.step and unmoved:
+            broken = self._broken_weights()
+        name = next((name for name in broken or () if name.startswith(inside)), None)
+        if name is None:
+            return event
+        reason = f"{name!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
+        return replace(event, explanation=reason)
 
     def _begin_step(self) -> None:
         self._sampled = bool(self._kinds) and self.clock.sampled
@@ -563,6 +592,7 @@ class Capture(Guarded):
         self._quiet = not self._sampled and self._watch is None and self.clock.has_optimizers
         self._in_scaler_step.clear()
         self._in_optimizer_step.clear()
+        self._broken_before_step = None
         self._narrow, self._any_output = "float32", False
         self._counted_layers.clear()
         if any(_can_be_hooked(watched.parameter) for watched in self._later):
@@ -594,6 +624,10 @@ class Capture(Guarded):
 def _is_never_called(module: torch.nn.Module) -> bool:
     """Whether it has no forward: lists and dicts of modules or parameters."""
     return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
+
+
+def _is_broken(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and not bool(weight.isfinite().all())
 
 
 def _can_be_hooked(parameter: torch.Tensor) -> bool:

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.session import ACTIVATION_GRADIENT, LOSSES, WEIGHT_GRADIENT
 
 FORWARD, BACKWARD = "forward", "backward"
-#: What is seen of the loss itself, once a scaler has multiplied it.
-SCALED_LOSS = "scaled_loss"
+#: What is seen of the loss itself where a scaler multiplies it: before and after.
+LOSS, SCALED_LOSS = LOSSES
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Seen:
 
     Args:
         phase: FORWARD or BACKWARD.
-        what: a kind of tensor, or SCALED_LOSS.
+        what: a kind of tensor, LOSS or SCALED_LOSS.
         name: dotted path of the module or parameter.
         module: dotted path of the module.
         tensor: number of the tensor within the step; -1 for parameters and the loss.
@@ -93,6 +93,8 @@ def find_culprit(
             continue
         if look.phase == FORWARD:
             return _in_forward(look, seen, inputs, leaves)
+        if look.what == SCALED_LOSS:
+            return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
         if look.what == WEIGHT_GRADIENT:
             return Culprit(BACKWARD, look.module, look, "its weight gradient was the first that was not finite")
         return _in_backward(look, index, seen, stories)
@@ -100,8 +102,8 @@ def find_culprit(
 
 
 def _in_forward(look: Seen, seen: Sequence[Seen], inputs: dict[str, set[int]], leaves: set[str]) -> Culprit:
-    if look.what == SCALED_LOSS:
-        reason = "every output seen was finite and the scaled loss was not: the loss function, or loss times scale, overflowed"
+    if look.what == LOSS:
+        reason = "every output seen was finite and the loss was not: it arose in the loss function"
         return Culprit(FORWARD, "", look, reason)
     bad_inputs = {
         other.tensor for other in seen if other.is_input and other.phase == FORWARD and not other.finite
@@ -169,11 +171,11 @@ def _innermost(modules: Sequence[str]) -> list[str]:
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool:
-    """Whether every output seen was finite."""
-    return all(look.finite for look in seen if look.phase == FORWARD and look.what == ACTIVATION and not look.is_input)
+    """Whether every output seen was finite, and the loss."""
+    return all(look.finite for look in seen if look.phase == FORWARD and not look.is_input)
 
 
 def finite_gradients(seen: Sequence[Seen]) -> bool | None:
     """Whether every gradient seen was finite; None if none was seen."""
-    gradients = [look.finite for look in seen if look.phase == BACKWARD]
+    gradients = [look.finite for look in seen if look.phase == BACKWARD and look.what != SCALED_LOSS]
     return all(gradients) if gradients else None

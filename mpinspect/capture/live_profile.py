@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ class LiveProfile:
     Args:
         models: by name; of several the names lead the paths of their modules.
         path: where the trace is written (.json.gz); its directory is made.
+        unhookable: ids of modules that get no range: they are compiled, and would be once more when the hook goes.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], path: Path) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module], path: Path, *, unhookable: Collection[int] = ()) -> None:
         self.path = path
         self._models = models
+        self._unhookable = frozenset(unhookable)
         self._handles = HandleList()
         self._thread = threading.get_ident()
         self._open: list[Any] = []
@@ -114,7 +116,7 @@ class LiveProfile:
 
     def _hook(self) -> None:
         for path, module in self._paths():
-            if isinstance(module, torch.jit.ScriptModule):
+            if isinstance(module, torch.jit.ScriptModule) or id(module) in self._unhookable:
                 continue
             enter = ModelHook(module, functools.partial(self._enter, path))
             self._handles.add(module.register_forward_pre_hook(enter, prepend=True))

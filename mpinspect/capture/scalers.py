@@ -16,8 +16,8 @@ import torch
 class ScalerListener(Protocol):
     """What is told. The methods must not raise."""
 
-    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
-        """``scaler.scale(loss)`` returned ``scaled``."""
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """``scaler.scale(given)`` returned ``scaled``."""
 
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` is about to run."""
@@ -78,7 +78,7 @@ def _wrapped_scale(original: Any) -> Any:
         finally:
             _inside.discard((id(self), "scale"))
         for listener in tuple(_listeners):
-            listener.loss_scaled(self, scaled)
+            listener.loss_scaled(self, outputs, scaled)
         return scaled
 
     return scale

@@ -84,6 +84,16 @@ class StepClock:
             self.backwards += 1
         self._forward_since_backward, self._backward_since_forward = False, True
 
+    def backward_again(self, updated: Callable[[], bool]) -> bool:
+        """A backward begins that no forward was seen for. True if a step ended before it: the caller takes that step."""
+        if not self._backward_since_forward:
+            return False
+        if self.micro_batch >= _MOST_MICRO_BATCHES or updated():
+            return True
+        self.micro_batch += 1
+        self._backward_since_forward = False
+        return False
+
     def optimizer_again(self, optimizer: object) -> bool:
         """Whether this optimizer has stepped in the current step already: then that step is over before this one counts.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.capture import culprit
-from mpinspect.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen, TensorStory
+from mpinspect.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen, TensorStory
 from mpinspect.capture.loss_scale import BackwardScale
 from mpinspect.capture.tally import HostCopy
 from mpinspect.counting import layout
@@ -46,6 +46,7 @@ class _StepLog:
     step: int = 0
     looks: list[_Look] = field(default_factory=list)
     stories: list[TensorStory] = field(default_factory=list)
+    last_output: _Look | None = None
     inputs: dict[str, set[int]] = field(default_factory=dict)
     scale: BackwardScale | None = None
     skipped: bool | None = None
@@ -127,7 +128,7 @@ class Watch:
         self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
     ) -> None:
         """The forward's output (``row``: its counts, where it was counted already)."""
-        self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
+        self._log.last_output = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
 
     def input(self, module: str, tensor: torch.Tensor, number: int, micro_batch: int) -> None:
         """An input that no module was seen to make."""
@@ -151,9 +152,22 @@ class Watch:
         """A parameter's gradient."""
         self._look(BACKWARD, WEIGHT_GRADIENT, name, module, -1, micro_batch, gradient, row)
 
+    def loss(self, loss: torch.Tensor, micro_batch: int) -> None:
+        """The loss that a scaler is about to multiply."""
+        self._look(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
+
     def scaled_loss(self, loss: torch.Tensor, micro_batch: int) -> None:
-        """The loss, once a scaler has multiplied it."""
-        self._look(FORWARD, SCALED_LOSS, "loss", "", -1, micro_batch, loss, None)
+        """The loss, once a scaler has multiplied it: the backward begins with it."""
+        self._look(BACKWARD, SCALED_LOSS, "", "", -1, micro_batch, loss, None)
+
+    def forward_broke(self) -> bool | None:
+        """Whether the last output of this step is not finite, which mostly is so where anything before it was; None on a GPU."""
+        look = self._log.last_output
+        if look is None or look.value[0].device.type != "cpu":
+            return None
+        row = look.value[0].numpy() if len(look.value) == 1 else None
+        largest = _from_row(row) if row is not None else _from_extremes(*(value.double().numpy().item() for value in look.value))
+        return not math.isfinite(largest)
 
     def backward_scale(self, scale: BackwardScale) -> None:
         """The loss scale of this step's backward."""
@@ -206,8 +220,13 @@ class Watch:
             Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
             for look, value in zip(log.looks, largest, strict=True)
         ]
+        # Gradients do not depend on the loss's own value: an infinite one that left them finite is nothing.
+        loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
         suspicious = [
-            look for look in seen if look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless
+            look
+            for look in seen
+            if (look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless)
+            and (look.what != SCALED_LOSS or loss_matters)
         ]
         found = culprit.find_culprit(suspicious, log.stories, log.inputs, self._leaves)
         event = self._event(found, suspicious, log) if found is not None else None
@@ -276,10 +295,13 @@ class Watch:
         tensor: torch.Tensor,
         row: torch.Tensor | None,
         is_input: bool = False,
-    ) -> None:
+    ) -> _Look | None:
         value = (row,) if row is not None else extremes(tensor)
-        if value is not None:
-            self._log.looks.append(_Look(phase, what, name, module, number, micro_batch, value, is_input))
+        if value is None:
+            return None
+        look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
+        self._log.looks.append(look)
+        return look
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:

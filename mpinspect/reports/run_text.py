@@ -8,12 +8,16 @@ from rich.console import Console, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
+from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.rendering import RendersItself
-from mpinspect.analysis.run import RunReport
+from mpinspect.analysis.run import ModelPart, RunReport
 from mpinspect.reports import form
 from mpinspect.reports.page import Sections, html, plain_text, ruled_table, titled, to_console
 from mpinspect.reports.run_words import brief, module_table
 from mpinspect.reports.table import printable
+
+#: Models shown in full; of a sweep's many the others have a line each, and report.md has all.
+MAX_MODELS = 4
 
 
 def render(report: RunReport, width: int | None = None) -> str:
@@ -62,12 +66,22 @@ def _page(lines: list[RenderableType]) -> Sections:
 
 
 def _parts(report: RunReport) -> Iterator[tuple[str, RendersItself]]:
-    for part in report.parts:
+    for part in _shown(report):
         yield f"ranges: {printable(part.name)}", part.ranges
     if report.shapes is not None:
         yield "shapes of one step's matrix products", report.shapes
     if report.kernels is not None:
         yield "kernels of one profiled step", report.kernels
+
+
+def _shown(report: RunReport) -> list[ModelPart]:
+    """The models shown in full, in their order: of many those with the gravest findings."""
+    by_gravity = sorted(report.parts, key=lambda part: -_gravity(part))
+    return [part for part in report.parts if part in by_gravity[:MAX_MODELS]]
+
+
+def _gravity(part: ModelPart) -> int:
+    return max((SEVERITIES.index(finding.severity) for finding in part.ranges.findings), default=-1)
 
 
 def _rule(title: str) -> Rule:
@@ -86,6 +100,9 @@ def _closing(report: RunReport) -> Iterator[RenderableType]:
         yield from titled("Module by module", [table, *more])
     if report.saw:
         yield from titled("What was seen, and what was not", [Text(f"- {printable(words)}") for words in report.saw])
+    left = len(report.parts) - len(_shown(report))
+    if left:
+        yield Text(f"\n{left} more {'model' if left == 1 else 'models'}: below in brief; in full in report.md")
     lines = [Text.assemble((f"{subject}  ", "bold"), words) for subject, words in brief(report)]
     if report.log_dir:
         lines.append(Text.assemble(("files  ", "bold"), printable(report.log_dir)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpinspect.analysis.run import ModuleRow, RunReport, by_module
 from mpinspect.analysis.tensor_cores.words import duration
-from mpinspect.reports.scale_line import scale_line
+from mpinspect.reports.scale_line import scale_line, steps_and_samples
 from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent, printable, share
 
 #: Rows of the table of modules: those with most FLOPs; JSON has all.
@@ -27,10 +27,8 @@ def brief(report: RunReport) -> Iterator[tuple[str, str]]:
     """What the run came to, a line a subject: (subject, words)."""
     yield "script", f"{printable(report.command)}: {printable(report.outcome)}"
     for part in report.parts:
-        steps = part.ranges.session.progress
-        counted = f"{steps.steps:,} steps, {steps.sampled_steps:,} sampled"
-        skipped = f", {steps.skipped_steps:,} skipped" if steps.skipped_steps else ""
-        yield printable(part.name), f"{counted}{skipped}. {scale_line(part.ranges.loss_scale)}"
+        counted = steps_and_samples(part.ranges.session.progress)
+        yield printable(part.name), f"{counted}. {scale_line(part.ranges.loss_scale)}"
     if report.shapes is not None:
         yield "shapes", _shapes(report)
     if report.kernels is not None:

@@ -1,24 +1,48 @@
-"""The advice on the loss scale in one line."""
+"""A run in one line: its steps, and the advice on its loss scale."""
 
 from __future__ import annotations
 
+import math
+
 from mpinspect.analysis.report import LossScaleAdvice
-from mpinspect.reports.table import power_of_two
+from mpinspect.reports.table import UNKNOWN, power_of_two
+from mpinspect.session import Progress
+
+
+def steps_and_samples(progress: Progress, state: str = "") -> str:
+    """As in "1,000 steps, 100 sampled, 3 skipped, 4,000 backwards", the last where there is not one a step.
+
+    Args:
+        state: what stands behind "steps".
+    """
+    words = [f"{_count(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
+    if progress.skipped_steps:
+        words.append(f"{progress.skipped_steps:,} skipped")
+    if progress.backwards > progress.steps + 1:
+        words.append(f"{progress.backwards:,} backwards")
+    return ", ".join(words)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def scale_line(advice: LossScaleAdvice) -> str:
     """The scale, its window and the headroom; that there is none where none can be suggested."""
     if not advice.available:
         return "No loss scale can be suggested"
-    window = f"window {power_of_two(advice.lowest)} .. {power_of_two(advice.highest)}"
+    window = f"window {_power(advice.lowest)} .. {_power(advice.highest)}"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
-        window = (
-            f"no scale serves all: {power_of_two(advice.lowest)} is needed, {power_of_two(advice.highest)} the largest"
-        )
+        window = f"no scale serves all: {_power(advice.lowest)} is needed, {_power(advice.highest)} the largest"
     if advice.needed is False:
         return f"Scale 1 will do; {window}"
     doubt = "" if advice.needed else " (if one is needed: not known)"
     return f"Suggested loss scale: {power_of_two(advice.recommended)}{doubt}; {window}; {_headroom(advice)}"
+
+
+def _power(scale: float | None) -> str:
+    """The bare power of two: both ends of a window alike."""
+    return UNKNOWN if scale is None else f"2^{math.frexp(scale)[1] - 1}"
 
 
 def _headroom(advice: LossScaleAdvice) -> str:

@@ -15,10 +15,10 @@ from mpinspect.analysis.report import (
     TimeBlock,
 )
 from mpinspect.reports.page import findings, html, plain_text, titled, to_console
-from mpinspect.reports.scale_line import scale_line
+from mpinspect.reports.scale_line import scale_line, steps_and_samples
 from mpinspect.reports.table import percent, power_of_two, printable
 from mpinspect.reports.text_layers import layer_tables
-from mpinspect.session import Event
+from mpinspect.session import Event, Session
 
 #: Lines of lists that can be long.
 MAX_EVENTS = 5
@@ -64,9 +64,14 @@ def _capped(lines: list[Text], limit: int) -> list[Text]:
 def _headline(report: RangeReport) -> Iterator[Text]:
     session, progress = report.session, report.session.progress
     yield Text(f"{printable(session.info.model) or 'A model'} against {report.format}", style="bold")
-    skipped = f", {progress.skipped_steps:,} skipped" if progress.skipped_steps else ""
     state = "" if progress.ended else " so far"
-    yield Text(f"{progress.steps:,} steps{state}, {progress.sampled_steps:,} sampled{skipped}")
+    yield Text(f"{steps_and_samples(progress, state)}{_computed_in(session)}")
+
+
+def _computed_in(session: Session) -> str:
+    """The narrow formats that values were rounded to on their way, as under autocast."""
+    seen = {tensor.passed_through for window in session.windows for tensor in window.tensors.values()} - {"float32"}
+    return f"; values were rounded to {' and '.join(sorted(seen))}" if seen else ""
 
 
 # -- what broke -----------------------------------------------------------------------------------------------------
@@ -95,9 +100,9 @@ def _events(events: tuple[Event, ...]) -> Iterator[Text]:
 
 def _where(event: Event) -> str:
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
-    module = printable(event.module) or "the model itself"
     tensor = f" of {printable(event.tensor)}" if event.tensor not in ("", event.module) else ""
-    return f"step {event.step}{batch}, {event.phase}, {module}: {event.value} in the {event.what.replace('_', ' ')}{tensor}"
+    what = event.what.replace("_", " ")
+    return f"step {event.step}{batch}, {event.phase}, {printable(event.place)}: {event.value} in the {what}{tensor}"
 
 
 # -- the loss scale -------------------------------------------------------------------------------------------------
@@ -118,13 +123,26 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
     for pair in advice.conflicts[1:]:
         needs, limit = printable(pair.needs_large), printable(pair.needs_small)
         yield Text(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
-    if len({(block.log2_lowest, block.log2_highest) for block in advice.blocks}) > 1:
+    if _moves(advice.blocks):
         yield Text("The window over time: " + "; ".join(map(_block, advice.blocks)))
 
 
+def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
+    """Whether the window moves by more than a power of two, which is noise."""
+    if any(block.log2_lowest is None for block in blocks):
+        return True
+    ends = [
+        [end for block in blocks if (end := getattr(block, name)) is not None]
+        for name in ("log2_lowest", "log2_highest")
+    ]
+    return any(max(end) - min(end) > 1 for end in ends if end)
+
+
 def _block(block: TimeBlock) -> str:
-    window = f"2^{block.log2_lowest} .. 2^{block.log2_highest}"
-    return f"steps {block.first_step:,}-{block.last_step:,} {window if block.log2_lowest is not None else 'none'}"
+    window = f"2^{block.log2_lowest} .. 2^{block.log2_highest}" if block.log2_lowest is not None else "none"
+    if block.first_step == block.last_step:
+        return f"step {block.first_step:,} {window}"
+    return f"steps {block.first_step:,}-{block.last_step:,} {window}"
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class RunReport(RendersItself):
         kernels: of one profiled step; None likewise.
         saw: sentences: what was seen of the script, and what was not.
         log_dir: the run directory; "" where nothing is written.
+        broke_elsewhere: the first line of another process of the run that broke before this one; "" where none did.
     """
 
     kind: ClassVar[str] = "run"
@@ -48,6 +49,7 @@ class RunReport(RendersItself):
     kernels: KernelReport | None = None
     saw: tuple[str, ...] = ()
     log_dir: str = ""
+    broke_elsewhere: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -59,6 +61,8 @@ class RunReport(RendersItself):
     @property
     def first_line(self) -> str:
         """What broke first and was not caught by a loss scaler, in one line; "" where everything was finite."""
+        if self.broke_elsewhere:
+            return self.broke_elsewhere
         broken = [(event, part.name) for part in self.parts if (event := gravest(part.ranges.events)) is not None]
         if not broken:
             return ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mpinspect.capture.arrays.given import number, understand
+from mpinspect.capture.arrays.given import ArgumentError, Given, quoted, step_number, understand
 from mpinspect.capture.arrays.non_finite import NonFiniteWatch, owner
 from mpinspect.capture.arrays.numbering import StepNumbers
 from mpinspect.capture.arrays.open_step import OpenStep
@@ -58,12 +58,32 @@ class ArrayCapture:
         """Count an array, or every array of a nested one; see ``Recorder.observe``."""
         with self._guarded(name):
             if self._enter(step).sampled:
+                self._check_name(name)
                 given = understand(kind, loss_scale, passed_through)
-                if given.unknown:
-                    self._recording.scale_unknown(given.unknown)
+                self._check_scale(given)
                 for leaf, part in leaves(str(name), array):
                     with self._guarded(leaf, kind):
                         self._take(sample(TensorKey(leaf, kind), part, given))
+
+    def _check_name(self, name: Any) -> None:
+        """Numbers of layers are names too; of anything else it is said what becomes of it."""
+        if not isinstance(name, (str, int)):
+            kind = f"name of type {type(name).__name__}"
+            self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
+
+    def _check_scale(self, given: Given) -> None:
+        """Each way in which a scale can be unknown is said, not only the first."""
+        if given.unknown and self._recording.progress.scale_known:
+            self._faults.add(f"scale {given.unknown_kind}")
+            self._recording.scale_unknown(given.unknown)
+        elif given.unknown:
+            sentence = f"the loss scale is not known at step {self._numbers.number} either ({given.unknown})"
+            self._note_once(f"scale {given.unknown_kind}", sentence)
+
+    def _note_once(self, kind: str, sentence: str) -> None:
+        if kind not in self._faults:
+            self._faults.add(kind)
+            self._recording.note(sentence)
 
     def _take(self, taken: ArraySample) -> None:
         if self._step is None:
@@ -97,7 +117,7 @@ class ArrayCapture:
 
     def _enter(self, step: Any) -> OpenStep:
         """The step that something observed with this number belongs to."""
-        given = None if step is None else int(number(step))
+        given = step_number(step)
         if self._step is not None and self._numbers.belongs(given):
             self._numbers.stay(given)
             return self._step
@@ -176,6 +196,5 @@ class ArrayCapture:
             key = TensorKey(name, kind)
             if kind and key not in self._infos:
                 self._announce(key, note=f"not recorded: {reason}")
-            if reason not in self._faults:
-                self._faults.add(reason)
-                self._recording.note(f"{name!r} is not recorded ({reason}); the training is not affected")
+            what = error.kind if isinstance(error, ArgumentError) else reason
+            self._note_once(what, f"{name!r} is not recorded ({reason}); the training is not affected")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from mpinspect.capture.matmuls.parameters import Parameters
 from mpinspect.capture.matmuls.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.matmuls import Matmul, MatmulRecording
 
+#: The way of an operator through the mode.
+_OURS = ("mpinspect.capture.matmuls", "torch.utils._python_dispatch", "torch._ops")
 #: How far up the stack the code that copies a tensor is looked for.
 _FRAMES = 12
 
@@ -52,6 +56,7 @@ class LiveMatmuls:
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
         self._mode = _LiveMode(self._calls, parameters)
         self._left = False
+        self._thread = threading.get_ident()
 
     @property
     def in_optimizer(self) -> bool:
@@ -64,6 +69,7 @@ class LiveMatmuls:
 
     def begin(self) -> None:
         """Enter the mode and hook the modules."""
+        self._thread = threading.get_ident()
         self._calls.follow()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._mode.recording = True
@@ -97,7 +103,8 @@ class LiveMatmuls:
         """Record no more, and leave if that is possible now."""
         self._mode.recording = False
         self._calls.unfollow()
-        if not self.leave():
+        # Modes are a thread's own: where that has ended, so has its mode.
+        if not self.leave() and self._thread == threading.get_ident():
             self._mode.notes.append(
                 "the script entered a torch dispatch mode of its own while its step was recorded: some of it may be missing"
             )
@@ -131,8 +138,11 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward runs: a forward within it is a recomputation."""
-        return torch._C._current_graph_task_id() != -1
+        """Whether a backward runs something of Python: a forward within it is a recomputation.
+
+        What the engine calls itself is none, though gradients are on where a graph of the backward is made.
+        """
+        return torch._C._current_graph_task_id() != -1 and not _called_by_the_engine()
 
     @in_backward.setter
     def in_backward(self, value: bool) -> None: ...
@@ -235,6 +245,15 @@ class _LiveCalls(ModuleCalls):
         if self._evaluates_from == len(self._running):
             self._evaluates_from = 0
         self._leave(module, args, output)
+
+
+def _called_by_the_engine() -> bool:
+    """Whether no Python function stands between autograd's engine and the operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_OURS):
+        frame = frame.f_back
+    # On a GPU the engine has threads of its own.
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
