@@ -748,3 +748,28 @@ def test_a_step_that_is_broken_off_is_no_step() -> None:
     with Inspector(model) as only:
         model(torch.ones(2, 4)).sum().backward()
     assert only.session().totals()[TensorKey("weight", "weight_gradient")].samples == 1
+
+
+class Stateful(nn.Linear):
+    """A module that says itself what is pickled of it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "extra": 1}
+
+
+def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LSTM(2, 2), Stateful(2, 2))
+    own = model.register_forward_hook(print)
+    before, getters = pickle.dumps(model), [kind.__getstate__ for kind in (nn.Module, nn.RNNBase, Stateful)]
+    with Inspector(model), Inspector(model):
+        assert len(model[0]._forward_hooks) == 2
+        assert pickle.dumps(model) == before
+        copied = copy.deepcopy(model)
+        assert [len(module._forward_hooks) for module in copied.modules()] == [1, 0, 0, 0, 0]
+        saved = io.BytesIO()
+        torch.save(model[0], saved)
+        saved.seek(0)
+        with torch.serialization.safe_globals([nn.Linear]):
+            assert torch.equal(torch.load(saved, weights_only=True).weight, model[0].weight)
+    assert [kind.__getstate__ for kind in (nn.Module, nn.RNNBase, Stateful)] == getters
+    own.remove()

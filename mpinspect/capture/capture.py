@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpinspect.capture import optimizer_steps
+from mpinspect.capture import optimizer_steps, pickling
 from mpinspect.capture import scalers as scaler_watch
 from mpinspect.capture.backward_scale import ScaleOfBackward
 from mpinspect.capture.distributed import is_distributed, local_part
@@ -139,6 +139,7 @@ class Capture(Guarded):
         self.attached = True
         self._may_capture_graphs = torch.cuda.is_available()
         self._updated()
+        pickling.leave_hooks_out(self, (layer.module for layer in self._layers))
         self._hook_modules()
         self._hook_parameters(self._parameters)
         self._begin_step()
@@ -151,6 +152,7 @@ class Capture(Guarded):
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
         self._handles.remove_all()
+        pickling.stop(self)
         self._updates.forget()
         if self.clock.begun:
             # Broken off before an optimizer stepped, or a backward of another network passed through: no step.
@@ -180,6 +182,7 @@ class Capture(Guarded):
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
         self._handles.remove_all()
+        pickling.stop(self)
 
     @guarded
     def _say_what_was_missed(self) -> None:

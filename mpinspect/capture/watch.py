@@ -166,7 +166,11 @@ class Watch:
         if look is None or look.value[0].device.type != "cpu":
             return None
         row = look.value[0].numpy() if len(look.value) == 1 else None
-        largest = _from_row(row) if row is not None else _from_extremes(*(value.double().numpy().item() for value in look.value))
+        largest = (
+            _from_row(row)
+            if row is not None
+            else _from_extremes(*(value.double().numpy().item() for value in look.value))
+        )
         return not math.isfinite(largest)
 
     def backward_scale(self, scale: BackwardScale) -> None:
