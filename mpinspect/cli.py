@@ -64,9 +64,17 @@ def _run_theirs(options: argparse.Namespace) -> int:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     split = next((command.split for command in COMMANDS if [command.name] == list(words[:1])), None)
     if split is None:
-        return _parser().parse_args(words, argparse.Namespace(rest=None))
+        return _parsed(words, None)
     ours, theirs = split(words[1:])
-    return _parser().parse_args([words[0], *ours], argparse.Namespace(rest=theirs))
+    return _parsed([words[0], *ours], theirs)
+
+
+def _parsed(words: Sequence[str], rest: list[str] | None) -> argparse.Namespace:
+    options, unknown = _parser().parse_known_args(words, argparse.Namespace(rest=rest))
+    if unknown:
+        # By the command's own parser: its usage is the one that helps.
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         part = commands.add_parser(command.name, help=command.help, description=command.help, epilog=_EPILOG)
         command.add_options(part)
-        part.set_defaults(run=command.run)
+        part.set_defaults(run=command.run, parser=part)
     return parser
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mpinspect.analysis import analyse
-from mpinspect.analysis.first_line import first_line, gravest
+from mpinspect.analysis.first_line import first_line, what_broke
 from mpinspect.analysis.report import RangeReport
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
@@ -144,7 +144,7 @@ class Inspector:
         try:
             encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
             report = self.report()
-            broke = gravest(report.events)
+            broke = what_broke(report)
             text = f"{first_line(broke)}\n{report}" if broke is not None else str(report)
             # A layer's name that the terminal lacks is printed escaped.
             text = text.encode(encoding, "backslashreplace").decode(encoding)

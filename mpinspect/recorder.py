@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
+import os
 import platform
 import sys
 import threading
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpinspect.analysis import analyse
-from mpinspect.analysis.first_line import first_line, gravest
+from mpinspect.analysis.first_line import first_line, what_broke
 from mpinspect.analysis.report import RangeReport
 from mpinspect.capture.arrays.capture import ArrayCapture
 from mpinspect.capture.recording import Recording
@@ -66,8 +66,8 @@ class Recorder:
         for trouble in troubles:
             self._recording.note(trouble)
         if sinks:
-            # A script that forgets close() still gets its last second.
-            atexit.register(_close, weakref.ref(self))
+            # A script that forgets close() still gets its last second, and a recorder that it drops is closed.
+            weakref.finalize(self, _close, self._capture, self._recording, self._lock, os.getpid())
 
     # -- recording --------------------------------------------------------------------------------------------------
 
@@ -90,12 +90,12 @@ class Recorder:
         """Count an array. At sampled steps it waits for the device that the array lies on. Never raises an Exception.
 
         Args:
-            name: dotted path of the parameter (of the module, for the activation kinds).
+            name: dotted path of the parameter (of the module, for the activation kinds); what is no text is made one.
             array: of NumPy, TensorFlow, JAX, Paddle, MXNet, CuPy, torch or any other library with DLPack; also a dict, list or
                 pytree of arrays, whose keys are joined to the name by dots. None is passed over.
             kind: "weight_gradient", "activation_gradient", "activation", "weight" or "update".
-            step: number of the training step; a larger one than before ends the step before. None: the open step, which
-                ``next_step`` ends.
+            step: number of the training step, whole and below 2^63; a larger one than before ends the step before. None: the
+                open step, which ``next_step`` ends.
             loss_scale: what a gradient is still multiplied by: a number (or a scalar array), which is divided out; None if it
                 is not known. Other kinds are not multiplied by it.
             passed_through: format that the values were rounded to before they came ("float16", "bfloat16", ...), where the
@@ -115,10 +115,7 @@ class Recorder:
 
     def close(self) -> None:
         """End the open step and close the files. Twice does nothing."""
-        with self._lock:
-            if not self._recording.progress.ended:
-                self._capture.finish()
-                self._recording.close()
+        _close(self._capture, self._recording, self._lock)
 
     def __enter__(self) -> Recorder:
         return self
@@ -145,16 +142,20 @@ class Recorder:
         """The run broke, and may leave nothing else behind. Whatever fails here must not hide the user's exception."""
         with contextlib.suppress(Exception):
             report = self.report()
-            broke = gravest(report.events)
+            broke = what_broke(report)
             text = f"{first_line(broke)}\n{report}" if broke is not None else str(report)
             encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
 
 
-def _close(reference: weakref.ref[Recorder]) -> None:
-    recorder = reference()
-    if recorder is not None:
-        recorder.close()
+def _close(capture: ArrayCapture, recording: Recording, lock: threading.RLock, process: int | None = None) -> None:
+    """Twice does nothing. ``process``: the one whose files they are; in its forked children nothing is done."""
+    if process not in (None, os.getpid()):
+        return
+    with lock:
+        if not recording.progress.ended:
+            capture.finish()
+            recording.close()
 
 
 def _now() -> str:

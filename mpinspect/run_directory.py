@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from mpinspect.analysis import analyse
 from mpinspect.analysis.run import ModelPart, RunReport
+from mpinspect.analysis.tensor_cores import KernelReport
 from mpinspect.kernel_profile import read_trace
+from mpinspect.launch.elsewhere import process_name
 from mpinspect.launch.record import FILE_NAME as RECORD
+from mpinspect.launch.recorded import Recorded, read_record
 from mpinspect.session_file import FILE_NAME, SessionError, read_session
 from mpinspect.trace_file import TraceError
 
@@ -19,94 +22,139 @@ TRACE, REPORT = "trace.json.gz", "report.json"
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
-    """Whether ``mpinspect run`` wrote here: a process's directory, or that of several ranks."""
+    """Whether ``read_run`` can say something of it: a process's directory, that of several, or a folder of runs."""
     folder = Path(path)
-    return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder))
+    return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
 def read_run(path: str | PathLike[str]) -> RunReport:
     """The report of a run directory, also while the run goes on and after it was killed.
 
-    Shapes are not among it: they are in the ``report.md`` that the run wrote at its end, and the report says so.
+    What is damaged or missing is said in it, and the rest is read. Shapes are not among it: they are in the ``report.md``
+    that the run wrote at its end, and the report says so.
 
     Raises:
-        SessionError: nothing there can be read.
+        SessionError: nothing there can be read, or several runs are there.
         OSError: the directory can't be listed.
     """
     folder = Path(path)
     processes = _processes(folder)
     if not processes:
-        raise SessionError(f"{folder} holds neither a session nor a run of mpinspect run")
-    records = {name: _record(place) for name, place in processes.items()}
-    first = next(iter(records.values()))
+        raise SessionError(_nothing_in(folder))
     parts: list[ModelPart] = []
     saw: list[str] = []
-    for name, place in processes.items():
+    records = {name: read_record(place) for name, place in processes.items()}
+    first = next(iter(records.values()))
+    for name, record in records.items():
         lead = f"{name}: " if name else ""
-        for part in _models(place, name):
-            if isinstance(part, ModelPart):
-                parts.append(part)
+        if record is not first and record.outcome not in ("ended", first.outcome):
+            saw.append(f"{lead}{record.outcome}")
+        for found in _found(processes[name], name, record):
+            if isinstance(found, ModelPart):
+                parts.append(found)
             else:
-                saw.append(lead + part)
-        saw += [lead + str(sentence) for sentence in records[name].get("saw", ())]
-        if _has_shapes(place):
-            saw.append(f"{lead}shapes were recorded too: their report is in {place / 'report.md'}")
-    traces = [place / TRACE for place in processes.values() if (place / TRACE).exists()]
-    kernels = None
-    if traces:
-        try:
-            kernels = read_trace(traces)
-        except (TraceError, OSError) as error:
-            saw.append(f"the trace can't be read: {error}")
-    return RunReport(
-        command=str(first.get("command", folder.name)),
-        outcome=_outcome(first),
-        parts=tuple(parts),
-        kernels=kernels,
-        saw=tuple(saw),
-        log_dir=str(folder),
-    )
+                saw.append(lead + found)
+    kernels = _kernels(processes.values(), saw)
+    return RunReport(first.command or folder.name, first.outcome, tuple(parts), None, kernels, tuple(saw), str(folder))
+
+
+# -- which processes ------------------------------------------------------------------------------------------------------
 
 
 def _processes(folder: Path) -> dict[str, Path]:
-    """The directories that a process wrote its record to, by their name below ``folder`` ("" is that itself)."""
-    found = {"": folder} if (folder / RECORD).exists() else {}
-    below = sorted((path.parent for path in folder.glob(f"*/{RECORD}")), key=lambda path: _natural(path.name))
-    return found | {path.name: path for path in below}
+    """The directories that a process wrote to, by their name below ``folder`` ("" is that itself)."""
+    found = {"": folder} if _is_process(folder) else {}
+    below = [path for path in (*folder.glob("*"), *folder.glob("rank*/process-*")) if process_name(path)]
+    names = {path.relative_to(folder).as_posix(): path for path in below if _is_process(path)}
+    return found | {name: names[name] for name in sorted(names, key=_natural)}
 
 
-def _natural(name: str) -> tuple[str, int]:
+def _is_process(place: Path) -> bool:
+    return (place / RECORD).exists() or any(place.glob(f"*/{FILE_NAME}"))
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Names of the whole runs that lie in a folder."""
+    return sorted(path.parent.name for path in folder.glob(f"*/{RECORD}") if not process_name(path.parent))
+
+
+def _nothing_in(folder: Path) -> str:
+    runs = [str(folder / name) for name in _runs_in(folder)]
+    if runs:
+        return f"{folder} is a folder of {len(runs)} runs: {', '.join(runs[:5])}{', ...' if runs[5:] else ''}. Give one of them."
+    return f"{folder} holds neither a session nor a run of mpinspect run"
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
     """rank2 before rank10."""
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0)
+    stems = [(part, part.rstrip("0123456789")) for part in name.split("/")]
+    return [(stem, int(part[len(stem) :] or 0)) for part, stem in stems]
 
 
-def _record(place: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((place / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
+# -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _outcome(record: dict[str, Any]) -> str:
-    outcome = str(record.get("outcome", "unknown"))
-    return "running still, or killed" if outcome == "running" else outcome
-
-
-def _models(place: Path, process: str) -> Iterator[ModelPart | str]:
-    """A process's models; a sentence instead of one that can't be read."""
-    for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=lambda path: path.stat().st_ctime):
+def _found(place: Path, process: str, record: Recorded) -> Iterator[ModelPart | str]:
+    """A process's models, and sentences: of what can't be read, and of what the process saw."""
+    report = _report(place)
+    where = f"; {place / 'report.md'} and {REPORT} hold the whole" if report else ""
+    names = []
+    for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
         name = session_file.parent.name
+        names.append(name)
         try:
-            yield ModelPart(f"{process}/{name}" if process else name, analyse(read_session(session_file)))
+            session = read_session(session_file)
+            yield ModelPart(f"{process}/{name}" if process else name, analyse(session))
         except (SessionError, OSError) as error:
-            yield f"{name} can't be read: {error}"
+            yield f"{name} can't be read: {str(error).rstrip('.')}{where}"
+            continue
+        if report and not session.progress.ended:
+            yield f"the session file of {name} is damaged or cut off{where}"
+    for name in record.models:
+        if name not in names:
+            yield f"{name} was recorded, and its session file is gone{where}"
+    if record.trouble:
+        yield record.trouble
+    yield from _seen(place, record, report, names)
 
 
-def _has_shapes(place: Path) -> bool:
+def _seen(place: Path, record: Recorded, report: dict[str, Any], names: list[str]) -> Iterator[str]:
+    """What was seen besides, by the record; by the report where that is damaged."""
+    written = report.get("saw")
+    yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
+    if not (place / RECORD).exists() and not process_name(place):
+        yield f"what lies in {place} is shown as one run: {', '.join(names)}"
+        others = _runs_in(place)
+        if others:
+            yield f"runs of their own in there are left out: {', '.join(others)}"
+    elif not record.ended and not report:
+        yield "no report was written so far: what was seen besides the models' sessions is not known"
+    if report.get("shapes") is not None:
+        yield f"shapes were recorded too: their report is in {place / 'report.md'}"
+
+
+def _made(path: Path) -> float:
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
+
+
+def _report(place: Path) -> dict[str, Any]:
+    """The report that the run wrote at its end; nothing where there is none to be read."""
     try:
         report = json.loads((place / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(report, dict) and report.get("shapes") is not None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
+    traces = [place / TRACE for place in places if (place / TRACE).exists()]
+    if not traces:
+        return None
+    try:
+        return read_trace(traces)
+    except (TraceError, OSError) as error:
+        saw.append(f"the trace can't be read: {error}")
+        return None

@@ -472,6 +472,83 @@ def test_what_cannot_be_recorded_is_said_once(arguments: dict[str, object]) -> N
     assert str(recorder.report())
 
 
+def notes_of(*observed: dict[str, object]) -> list[str]:
+    """What a recorder that is handed these says."""
+    recorder = Recorder()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for arguments in observed:
+            recorder.observe(**{"name": "x", "array": np.ones(3), **arguments})
+    assert [str(warning.message) for warning in told] == list(recorder.session().notes)
+    return [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "blame"),
+    [
+        ({"loss_scale": "big"}, "loss_scale='big' is no number"),
+        ({"step": "a"}, "step='a' is no step number"),
+        ({"step": 1.5}, "step=1.5 is no step number"),
+        ({"step": math.inf}, "step=inf is no step number"),
+        ({"step": 10**30}, "a step is a whole number below 2^63"),
+        ({"step": -(10**30)}, "a step is a whole number below 2^63"),
+        ({"kind": ["weight"]}, "kind=['weight'] is none of "),
+        ({"passed_through": {}}, "passed_through={} is none of "),
+        ({"name": None}, "name=None is no text: it is recorded under 'None'"),
+    ],
+)
+def test_the_argument_is_blamed_and_not_the_array(arguments: dict[str, object], blame: str) -> None:
+    (note,) = notes_of(arguments, arguments)
+    assert blame in note
+    assert "array" not in note
+
+
+def test_each_kind_of_nonsense_is_said_once() -> None:
+    scales = [{"loss_scale": scale} for scale in ("a", "b", None, math.nan, -1.0, -2.0, 0.0, math.inf, 3 + 4j)]
+    notes = notes_of(*scales, *scales, {"step": "a"}, {"step": "b"}, {"step": object()}, {"step": object()})
+    blamed = [
+        "'a'",
+        "loss_scale=None",
+        "was nan",
+        "was -1.0",
+        "was 0.0",
+        "was inf",
+        "(3+4j)",
+        "step='a'",
+        "step=<object",
+    ]
+    assert [word in note for word, note in zip(blamed, notes, strict=True)] == [True] * len(blamed)
+
+
+def test_step_numbers_are_exact() -> None:
+    recorder = Recorder()
+    for step in (
+        2**60,
+        2**60 + 1,
+        np.int64(2**60 + 2),
+        np.array(2**60 + 3),
+        torch.tensor(2**60 + 4),
+        2.0**61,
+        2**63 - 1,
+    ):
+        recorder.observe("x", np.ones(1), step=step)
+    session = recorder.session()
+    assert session.progress.steps == 2**63 - 2**60
+    assert session.notes == ()
+
+
+def test_a_recorder_that_is_dropped_is_closed(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.observe("x", np.ones(3), step=0)
+    with warnings.catch_warnings():
+        # Of files that nobody closed.
+        warnings.simplefilter("error")
+        del recorder
+    session = Session.load(tmp_path)
+    assert session.progress.ended
+    assert session.progress.sampled_steps == 1
+
+
 def test_warnings_as_errors_do_not_stop_the_loop() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import sessions
@@ -18,7 +22,9 @@ def make_run(place, *models: str, **record):
     for model in models:
         (place / model).mkdir()
         sessions.word_model().save(place / model)
-    (place / "run.json").write_text(json.dumps({"command": "train.py -x", "outcome": "ended"} | record))
+    (place / "run.json").write_text(
+        json.dumps({"command": "train.py -x", "outcome": "ended", "saw": [], "models": []} | record)
+    )
     return place
 
 
@@ -40,8 +46,99 @@ def test_ranks_are_parts_in_their_order(tmp_path):
     assert report.saw == ("rank0: seen", "rank2: seen", "rank10: seen")
 
 
+def running(process, **record):
+    return {"outcome": "running", "host": platform.node(), "process": process} | record
+
+
+def pid_of_nobody():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return ended.pid
+
+
 def test_a_run_that_did_not_end_says_so(tmp_path):
-    assert read_run(make_run(tmp_path / "run", "Net", outcome="running")).outcome == "running still, or killed"
+    report = read_run(make_run(tmp_path / "run", "Net", **running(os.getpid())))
+    assert report.outcome == "running still, or killed"
+    assert any("no report was written so far" in sentence for sentence in report.saw)
+
+
+def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path):
+    gone = pid_of_nobody()
+    report = read_run(make_run(tmp_path / "here", "Net", **running(gone)))
+    assert report.outcome == "ended without a report (killed, or it crashed)"
+    # Of another machine's processes nothing is known.
+    assert "running still" in read_run(make_run(tmp_path / "there", "Net", **running(gone, host="another"))).outcome
+    for number, process in enumerate((None, "12", True, 0, -1, 10**30, 1.5)):
+        assert "running still" in read_run(make_run(tmp_path / str(number), **running(process))).outcome
+
+
+def test_a_cut_off_session_points_to_the_report(tmp_path):
+    run = make_run(tmp_path / "run", "Net", "Empty", models=[{"name": "Gone", "log_dir": "elsewhere/Gone"}])
+    for name, kept in (("Net", -40), ("Empty", 3)):
+        file = run / name / FILE_NAME
+        file.write_bytes(file.read_bytes()[:kept])
+    assert not any("hold the whole" in sentence for sentence in read_run(run).saw)
+    (run / "report.json").write_text(json.dumps({"saw": ["2 models were inspected"]}))
+    saw = read_run(run).saw
+    whole = [sentence for sentence in saw if f"{run / 'report.md'} and report.json hold the whole" in sentence]
+    assert {sentence.split()[0] for sentence in whole} == {"the", "Empty", "Gone"}
+    # run.json has no "saw" here: the report remembers.
+    assert "2 models were inspected" in saw
+
+
+@pytest.mark.parametrize("record", ["", "{", "[]", "3", "null", '"text"', "[" * 100_000, b"\xff\xfe", "{}"])
+def test_a_damaged_record_is_said_and_the_models_are_read(record, tmp_path, capsys):
+    run = make_run(tmp_path / "run", "Net")
+    (run / "run.json").write_bytes(record if isinstance(record, bytes) else record.encode())
+    report = read_run(run)
+    assert [part.name for part in report.parts] == ["Net"]
+    assert any(sentence.startswith("run.json is damaged") for sentence in report.saw)
+    assert (report.command, report.outcome) == ("run", "unknown")
+    assert main(["report", str(run)]) == 0
+    assert "run.json is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, [None], [3], "text", [[]]])
+def test_a_record_of_odd_types_is_said(value, tmp_path):
+    names = ("command", "outcome", "saw", "models", "process", "host", "status")
+    run = make_run(tmp_path / "run", "Net", **dict.fromkeys(names, value))
+    report = read_run(run)
+    assert [part.name for part in report.parts] == ["Net"]
+    assert any(sentence.startswith("run.json is damaged: ") for sentence in report.saw)
+    assert all(isinstance(sentence, str) for sentence in report.saw)
+
+
+def test_without_its_record_a_run_is_read_and_it_is_said(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "Critic", "Net")
+    (run / "run.json").unlink()
+    make_run(run / "another")
+    assert is_run_directory(run)
+    report = read_run(run)
+    assert {part.name for part in report.parts} == {"Critic", "Net"}
+    assert any(sentence.startswith("run.json is missing") for sentence in report.saw)
+    assert any("is shown as one run: " in sentence for sentence in report.saw)
+    assert "runs of their own in there are left out: another" in report.saw
+    assert main(["report", str(run)]) == 0
+    assert "run.json is missing" in capsys.readouterr().out
+
+
+def test_a_folder_of_runs_is_no_run(tmp_path, capsys):
+    for name in ("train-1", "train-2"):
+        make_run(tmp_path / name, "Net")
+    assert main(["report", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "is a folder of 2 runs: " in err
+    assert str(tmp_path / "train-2") in err
+
+
+def test_a_rank_without_its_record_and_a_ranks_own_children(tmp_path):
+    make_run(tmp_path / "rank0", "Net", saw=[])
+    make_run(tmp_path / "rank0" / "process-0", "Net", saw=[], outcome="ValueError: 3")
+    (make_run(tmp_path / "rank1", "Net") / "run.json").unlink()
+    report = read_run(tmp_path)
+    assert [part.name for part in report.parts] == ["rank0/Net", "rank0/process-0/Net", "rank1/Net"]
+    assert "rank0/process-0: ValueError: 3" in report.saw
+    assert any(sentence.startswith("rank1: run.json is missing") for sentence in report.saw)
 
 
 def test_a_damaged_part_is_named_and_the_rest_is_read(tmp_path):

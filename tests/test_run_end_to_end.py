@@ -164,7 +164,7 @@ def test_ranks_of_torchrun(tmp_path):
     bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN)
     check(bare, inspected, "0.weight", "2.bias")
     for rank in ("rank0", "rank1"):
-        session = inspected.session(rank, "Sequential")
+        session = inspected.session(rank, "network")
         assert session.progress.steps == 20
         assert TensorKey("0.weight", WEIGHT_GRADIENT) in session.totals()
     # One rank speaks for both.
@@ -261,7 +261,7 @@ def test_a_script_with_an_inspector_of_its_own(tmp_path):
     assert bare.code == 0
     assert b"6 steps, 6 sampled" in inspected.out
     assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
-    assert inspected.session("Sequential").progress.steps == 6
+    assert inspected.session("model").progress.steps == 6
 
 
 def test_every_unmodified_script_is_tested():

@@ -17,6 +17,10 @@ from mpinspect.analysis.shapes import analyse_shapes
 from mpinspect.capture.matmuls.recording import record_matmuls
 from mpinspect.gpus import named
 from mpinspect.kernel_profile import read_trace
+from mpinspect.launch.joining import join
+from mpinspect.launch.options import LaunchOptions
+from mpinspect.launch.outcome import Outcome
+from mpinspect.launch.seen import Parts, Seen
 
 
 @pytest.fixture(autouse=True)
@@ -151,9 +155,15 @@ def test_checkpointing_is_recomputation(tmp_path, reentrant):
     assert again == ({"0", "1"} if reentrant else {"0"})
 
 
+class Generator(nn.Sequential): ...
+
+
+class Critic(nn.Sequential): ...
+
+
 def test_a_gan_is_recorded_under_the_names_of_its_networks(tmp_path):
     with watched(tmp_path, lint=True, kernels=True) as run:
-        nets = [nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(2, 1))]
+        nets = [Generator(nn.Linear(3, 2)), Critic(nn.Linear(2, 1))]
         optimizers = [torch.optim.Adam(each.parameters()) for each in nets]
         for _ in range(6):
             fake = nets[0](torch.randn(5, 3))
@@ -161,7 +171,7 @@ def test_a_gan_is_recorded_under_the_names_of_its_networks(tmp_path):
             optimizers[1].step()
             nets[1](fake).mean().backward()
             optimizers[0].step()
-    assert {one.module for one in run.parts.matmuls.matmuls} == {"Sequential.0", "Sequential-2.0"}
+    assert {one.module for one in run.parts.matmuls.matmuls} == {"Generator.0", "Critic.0"}
     assert run.parts.trace is not None
 
 
@@ -247,6 +257,51 @@ def test_too_few_steps_are_said(tmp_path):
     assert _get_current_dispatch_mode() is None
 
 
+def test_loops_without_an_optimizer_are_told_why_no_step_was_looked_at(tmp_path):
+    with watched(tmp_path, lint=True, kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        for _ in range(6):
+            model(torch.randn(5, 4)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    assert run.steps() == 6
+    assert run.seen.notes == [
+        f"{option} goes by the steps of torch's optimizers, and this script made none"
+        for option in ("--lint", "--kernels")
+    ]
+
+
+def test_the_backward_of_a_gradient_penalty_is_no_forward(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            x = torch.randn(5, 4, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (slope.square().sum() - 1).square().backward()
+            optimizer.step()
+    forwards = [(one.module, one.calls, one.recomputed) for one in run.parts.matmuls.matmuls if one.role == "forward"]
+    assert forwards == [("0", 1, False), ("2", 1, False)]
+
+
+def test_a_model_that_is_compiled_within_the_recorded_step(tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with watched(tmp_path, lint=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer, steps=1)
+        model.compile(backend="eager")
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        assert _get_current_dispatch_mode() is None
+        train(model, optimizer, steps=3)
+    torch._dynamo.reset()
+    assert run.parts.matmuls is None
+    assert "was compiled within the step" in " ".join(run.seen.notes)
+
+
 def test_copies_made_within_the_recorded_steps(tmp_path):
     with watched(tmp_path, lint=True, kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
@@ -308,3 +363,33 @@ def test_ours_makes_way_for_a_profile_that_begins_meanwhile(tmp_path, steps, kin
         assert any("addmm" in event.key for event in theirs.key_averages())
     assert run.parts.trace is None
     assert "began to profile itself" in " ".join(run.seen.notes)
+
+
+def test_a_profile_without_a_gpu_is_no_finding(tmp_path):
+    with watched(tmp_path, kernels=True) as run:
+        model = nn.Sequential(nn.Linear(4, 2))
+        train(model, torch.optim.SGD(model.parameters()), steps=5)
+    options = LaunchOptions("train.py", kernels=True)
+    report = join(run.parts, run.seen, Outcome("ended", 0), options, tmp_path)
+    assert report.kernels is None
+    said = [sentence for sentence in report.saw if "no GPU was at work" in sentence]
+    assert len(said) == 1
+    assert not any("could not be analysed" in sentence for sentence in report.saw)
+
+
+def test_a_profile_of_a_gpu_whose_kernels_are_missing_is_kept(tmp_path):
+    import json
+
+    launch = {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": "cudaLaunchKernel",
+        "ts": 1,
+        "dur": 1,
+        "args": {"correlation": 1},
+    }
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [launch]}))
+    parts = Parts(trace=tmp_path / "trace.json")
+    options = LaunchOptions("train.py", kernels=True)
+    report = join(parts, Seen(), Outcome("ended", 0), options, tmp_path)
+    assert "no-kernels" in {finding.id for finding in report.kernels.findings}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from watched_training import train, watched
 
-from mpinspect.launch.models import graph
+from mpinspect.launch.models import graph, variables
 from mpinspect.launch.models.owners import Holders, living_modules, parameter_ids, unwrapped
 
 
@@ -17,6 +21,9 @@ def ids(*modules: nn.Module) -> set[int]:
 
 def targets(wanted: set[int], called: nn.Module | None = None) -> list[nn.Module]:
     return Holders(wanted, living_modules()).targets(called)
+
+
+class Net(nn.Sequential): ...
 
 
 class Whole(nn.Module):
@@ -114,7 +121,7 @@ def test_leaves_of_a_graph():
 
 def test_names_are_those_of_a_root_that_is_never_called(tmp_path):
     with watched(tmp_path) as run:
-        whole = Whole(net=nn.Sequential(nn.Linear(4, 2)))
+        whole = Whole(net=Net(nn.Linear(4, 2)))
         optimizer = torch.optim.SGD(whole.parameters())
         train(whole.net, optimizer)
     assert (run.names, run.gradients()) == (["Whole"], {"net.0.weight", "net.0.bias"})
@@ -122,15 +129,15 @@ def test_names_are_those_of_a_root_that_is_never_called(tmp_path):
 
 def test_a_frozen_backbone(tmp_path):
     with watched(tmp_path) as run:
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        model = Net(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         model[0].requires_grad_(False)
         train(model, torch.optim.SGD(model[2].parameters()))
-    assert (run.names, run.gradients(), run.steps()) == (["Sequential"], {"2.weight", "2.bias"}, 3)
+    assert (run.names, run.gradients(), run.steps()) == (["Net"], {"2.weight", "2.bias"}, 3)
 
 
 def test_a_student_and_its_teacher(tmp_path):
     with watched(tmp_path) as run:
-        teacher, student = nn.Linear(4, 2), nn.Sequential(nn.Linear(4, 2))
+        teacher, student = nn.Linear(4, 2), Net(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(student.parameters())
         for _ in range(3):
             x = torch.randn(5, 4)
@@ -138,18 +145,18 @@ def test_a_student_and_its_teacher(tmp_path):
                 wanted = teacher(x)
             (student(x) - wanted).square().mean().backward()
             optimizer.step()
-    assert (run.names, run.gradients()) == (["Sequential"], {"0.weight", "0.bias"})
+    assert (run.names, run.gradients()) == (["Net"], {"0.weight", "0.bias"})
 
 
 def test_an_encoder_and_a_decoder_of_their_own(tmp_path):
     with watched(tmp_path) as run:
-        encoder, decoder = nn.Sequential(nn.Linear(4, 3)), nn.Sequential(nn.Linear(3, 4))
+        encoder, decoder = Net(nn.Linear(4, 3)), Net(nn.Linear(3, 4))
         optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()])
         for _ in range(3):
             decoder(encoder(torch.randn(5, 4))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert sorted(run.names) == ["Sequential", "Sequential-2"]
+    assert len(set(run.names)) == 2
     assert [run.steps(0), run.steps(1)] == [3, 3]
 
 
@@ -158,7 +165,7 @@ def test_a_distributed_wrapper(tmp_path, wrap_first):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with watched(tmp_path / "run") as run:
-            model = nn.Sequential(nn.Linear(4, 2))
+            model = Net(nn.Linear(4, 2))
             if wrap_first:
                 wrapped = nn.parallel.DistributedDataParallel(model)
                 optimizer = torch.optim.SGD(wrapped.parameters())
@@ -168,7 +175,7 @@ def test_a_distributed_wrapper(tmp_path, wrap_first):
             train(wrapped, optimizer)
     finally:
         torch.distributed.destroy_process_group()
-    assert (run.names, run.gradients(), run.steps()) == (["Sequential"], {"0.weight", "0.bias"}, 3)
+    assert (run.names, run.gradients(), run.steps()) == (["Net"], {"0.weight", "0.bias"}, 3)
 
 
 def test_sharpness_aware_minimisation(tmp_path):
@@ -183,9 +190,9 @@ def test_sharpness_aware_minimisation(tmp_path):
             self.base.step()
 
     with watched(tmp_path) as run:
-        model = nn.Sequential(nn.Linear(4, 2))
+        model = Net(nn.Linear(4, 2))
         train(model, Sam(model.parameters()), steps=4)
-    assert (run.names, run.seen.optimizers) == (["Sequential"], 2)
+    assert (run.names, run.seen.optimizers) == (["Net"], 2)
     assert run.steps() in (4, 8)
 
 
@@ -208,3 +215,152 @@ def test_a_model_whose_forward_method_is_called_directly(tmp_path):
             scaler.update()
     assert (run.names, run.gradients(), run.steps()) == (["Direct"], {"weight"}, 3)
     assert [change.scale for change in run.parts.models[0].session.progress.scales] == [4.0]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------------
+
+
+def names_in(script: str, tmp_path: Path) -> list[str]:
+    """Names of the models of a script, run as ``__main__`` would be: its variables are global."""
+    code = compile(textwrap.dedent(script), "train.py", "exec")
+    with watched(tmp_path) as run:
+        exec(code, {"__name__": "__main__", "torch": torch, "nn": nn, "train": train})
+    folders = {str(Path(model.log_dir).relative_to(tmp_path)) for model in run.parts.models}
+    assert folders == set(run.names)
+    assert run.seen.models == len(run.names)
+    return run.names
+
+
+GAN = """
+    for _ in range(2):
+        fake = {0}(torch.randn(5, 4))
+        {1}(fake.detach()).mean().backward()
+        o[1].step()
+        {1}(fake).mean().backward()
+        o[0].step()
+"""
+
+
+def gan(first: str, second: str) -> str:
+    return textwrap.dedent(GAN).format(first, second)
+
+
+def test_models_of_torchs_own_classes_are_called_as_the_script_calls_them(tmp_path):
+    script = """
+        G, D = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
+        both = [G, D]
+        o = [torch.optim.SGD(each.parameters(), 0.1) for each in both]
+    """
+    assert sorted(names_in(textwrap.dedent(script) + gan("G", "D"), tmp_path)) == ["D", "G"]
+
+
+def test_models_of_one_class_are_told_apart_by_their_variables(tmp_path):
+    script = """
+        class Mlp(nn.Sequential): ...
+        def optimizer_of(model):
+            return torch.optim.SGD(model.parameters(), 0.1)
+        def main():
+            G, D = Mlp(nn.Linear(4, 4)), Mlp(nn.Linear(4, 1))
+            o = [optimizer_of(G), optimizer_of(D)]
+    """
+    loop = textwrap.indent(gan("G", "D"), "    ")
+    assert sorted(names_in(textwrap.dedent(script) + loop + "\nmain()", tmp_path)) == ["D", "Mlp"]
+
+
+def test_models_that_an_object_holds_are_called_as_its_attributes(tmp_path):
+    script = """
+        class Gan:
+            def __init__(self):
+                self.generator, self.critic = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)
+                self.optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (self.generator, self.critic)]
+        gan = Gan()
+        o = gan.optimizers
+    """
+    script = textwrap.dedent(script) + gan("gan.generator", "gan.critic")
+    assert sorted(names_in(script, tmp_path)) == ["critic", "generator"]
+
+
+def test_models_in_a_list_have_its_name_and_their_place(tmp_path):
+    script = """
+        nets = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        o = []
+        for net in nets:
+            o.append(torch.optim.SGD(net.parameters(), 0.1))
+    """
+    assert sorted(names_in(textwrap.dedent(script) + gan("nets[0]", "nets[1]"), tmp_path)) == ["nets.0", "nets.1"]
+
+
+def test_parts_of_a_larger_model_have_their_path(tmp_path):
+    script = """
+        class ActorCritic(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.actor, self.critic = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 1)
+        agent = ActorCritic()
+        o = [torch.optim.SGD(agent.actor.parameters(), 0.1), torch.optim.SGD(agent.critic.parameters(), 0.1)]
+        parallel = nn.DataParallel(agent)
+    """
+    script = textwrap.dedent(script) + gan("agent.actor", "agent.critic")
+    assert sorted(names_in(script, tmp_path)) == ["ActorCritic.actor", "ActorCritic.critic"]
+
+
+def test_a_model_built_anew_has_the_next_number(tmp_path):
+    script = """
+        kept = []
+        for fold in range(3):
+            model = nn.Sequential(nn.Linear(4, 1))
+            train(model, torch.optim.SGD(model.parameters(), 0.1))
+            kept.append((fold, model))
+    """
+    assert names_in(script, tmp_path) == ["model", "model-2", "model-3"]
+
+
+def test_reading_a_scripts_variables_changes_none_and_keeps_nothing_alive():
+    def script() -> tuple[dict[str, object], dict[int, str], object]:
+        model = nn.Linear(2, 2)
+        found = variables.names_of({id(model)}, (nn.Module,))
+        gone = weakref.ref(model)
+        del model
+        return {}, found, gone()
+
+    def with_locals() -> dict[str, object]:
+        first = locals()
+        model = nn.Linear(2, 2)
+        variables.names_of({id(model)}, (nn.Module,))
+        return first
+
+    _, found, left = script()
+    assert (list(found.values()), left) == (["model"], None)
+    assert with_locals() == {}
+
+
+# -- parameters beside modules -----------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_beside_a_module_is_a_part_of_its_own(tmp_path):
+    with watched(tmp_path) as run:
+        model, temperature = Net(nn.Linear(4, 2)), nn.Parameter(torch.tensor(0.5))
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+        for _ in range(5):
+            (model(torch.randn(5, 4)) * temperature).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.names == ["Net", "Parameters"]
+    assert [run.steps(number) for number in range(2)] == [5, 5]
+    assert run.gradients(0) == {"0.weight", "0.bias"}
+    assert len(run.gradients(1)) == 1
+    session = run.parts.models[1].session
+    assert (session.info.model, run.seen.models, session.notes) == ("Parameters", 2, ())
+    assert {info.kind for info in session.watched} == {"weight_gradient"}
+
+
+def test_a_parameter_beside_two_networks(tmp_path):
+    script = """
+        image, text = nn.Linear(4, 3), nn.Linear(4, 3)
+        scale = nn.Parameter(torch.tensor(0.5))
+        optimizer = torch.optim.AdamW([*image.parameters(), *text.parameters(), scale])
+        for _ in range(3):
+            (image(torch.randn(5, 4)) * text(torch.randn(5, 4)) * scale).mean().backward()
+            optimizer.step()
+    """
+    assert sorted(names_in(script, tmp_path)) == ["Parameters", "image", "text"]

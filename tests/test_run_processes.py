@@ -12,9 +12,11 @@ import pytest
 from launched import RUN_DIR, bare, silent, watched, write
 
 from mpinspect.launch import spawned
+from mpinspect.launch.elsewhere import others_of, with_others
 from mpinspect.launch.ending import Ending
 from mpinspect.launch.imports import when_imported
 from mpinspect.launch.options import LaunchOptions
+from mpinspect.launch.outcome import outcome_of
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -85,9 +87,10 @@ def test_output_and_status_are_pythons(name, tmp_path):
 
 TRAINS = """
 import os, sys, torch
+class Net(torch.nn.Linear): ...
 def train(rank, steps=3):
     torch.manual_seed(rank)
-    model = torch.nn.Linear(4, 2)
+    model = Net(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -134,23 +137,29 @@ def compare(tmp_path, ending, *words):
 def test_spawned_processes_are_watched_each_in_a_directory_of_its_own(tmp_path):
     directory, err = compare(tmp_path, SPAWN)
     for number in range(2):
-        assert record(directory / f"process-{number}")["models"][0]["name"] == "Linear"
-        assert (directory / f"process-{number}" / "Linear" / "session.mpinspect").exists()
-    assert "2 processes were spawned and watched: each has a directory of its own" in record(directory)["saw"]
+        assert record(directory / f"process-{number}")["models"][0]["name"] == "Net"
+        assert (directory / f"process-{number}" / "Net" / "session.mpinspect").exists()
+    assert (
+        "2 processes were spawned and watched: each that trained has a directory of its own (process-0, ...)"
+        in record(directory)["saw"]
+    )
     # The first speaks for all.
-    assert err.count("Linear against float16") == 1
+    assert err.count("Net against float16") == 1
 
 
 def test_a_spawned_process_that_raises(tmp_path):
     directory, err = compare(tmp_path, SPAWN, "raise")
     assert record(directory)["outcome"].startswith("ProcessRaisedException: -- Process 1 terminated")
-    assert record(directory / "process-1")["outcome"] == "exit status 1"
+    child = record(directory / "process-1")
+    assert (child["outcome"], child["status"], child["by_error"]) == ("ValueError: 1", 1, True)
+    assert err.splitlines().count("mpinspect: process-1 ended by ValueError: 1") == 1
+    assert "process-1 ended by ValueError: 1" in record(directory)["saw"]
     assert "mpinspect/launch" not in err
 
 
 def test_a_forkservers_children(tmp_path):
     directory, _ = compare(tmp_path, FORKSERVER)
-    assert record(directory / "process-0")["models"][0]["name"] == "Linear"
+    assert record(directory / "process-0")["models"][0]["name"] == "Net"
     # The second trained nothing.
     assert not (directory / "process-1").exists()
 
@@ -158,7 +167,7 @@ def test_a_forkservers_children(tmp_path):
 def test_a_forked_child_is_counted_and_not_watched(tmp_path):
     directory, err = compare(tmp_path, FORK)
     assert record(directory)["saw"][1:] == ["1 process was forked; what it computed was not seen"]
-    assert err.count("Linear against float16") == 1
+    assert err.count("Net against float16") == 1
     assert not list(directory.glob("process-*"))
 
 
@@ -174,14 +183,15 @@ def test_ways_out_without_exit_handlers_are_reported_first(ending, outcome, tmp_
     directory, err = compare(tmp_path, ending)
     assert record(directory)["outcome"].startswith(outcome)
     assert (directory / "report.json").exists()
-    assert "Linear against float16" in err
+    assert "Net against float16" in err
 
 
 RANKS = """
 import torch
 from torch import distributed
+class Net(torch.nn.Linear): ...
 distributed.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+model = torch.nn.parallel.DistributedDataParallel(Net(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
@@ -198,7 +208,64 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     assert ended.returncode == 0, ended.stderr
     (directory,) = (folder / "runs").iterdir()
     assert [record(directory / f"rank{rank}")["rank"] for rank in range(2)] == [0, 1]
-    assert ended.stderr.count("mpinspect: recording into") == ended.stderr.count("Linear against float16") == 1
+    assert ended.stderr.count("mpinspect: recording into") == ended.stderr.count("Net against float16") == 1
+
+
+#: Two separate networks, one a rank, of which one breaks at the step that is given for its rank, if any.
+BREAKS = """
+import os, sys, torch
+breaks = sys.argv[1:][int(os.environ["RANK"])]
+class Net(torch.nn.Linear): ...
+model = Net(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.0)
+for step in range(5):
+    scale = float("inf") if str(step) == breaks else 1.0
+    (model(torch.ones(2, 4)) * scale).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in model.parameters(): parameter.data.fill_(1.0)
+if breaks == "error": raise ValueError("rank")
+"""
+
+
+def rank_after_rank(tmp_path, *steps):
+    """Rank 1 alone, then rank 0 alone, as one job; their stderr, rank 0's first."""
+    folder = tmp_path / "work"
+    write(folder, BREAKS)
+    env = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    second, first = (watched(folder, "train.py", *steps, env={**env, "RANK": rank}).err for rank in "10")
+    return first, second
+
+
+def test_a_rank_that_broke_earlier_leads_the_first_ranks_report(tmp_path):
+    first, second = rank_after_rank(tmp_path, "3", "1")
+    assert second.startswith("mpinspect: rank 1: step 1, ")
+    assert len(second.splitlines()) == 1
+    directory = tmp_path / RUN_DIR
+    lines = first.splitlines()
+    assert lines[0].startswith(f"mpinspect: recording into {directory} (")
+    assert lines[1].startswith("mpinspect: rank 0: step 3, ")
+    report = json.loads((directory / "rank0" / "report.json").read_text())
+    assert report["first_line"].startswith("rank1/Net: step 1, ")
+    assert "\nrank1/Net: step 1, " in first
+    assert report["saw"][0] == f"rank 1 broke earlier: {report['first_line'].removeprefix('rank1/Net: ')}"
+    assert report["log_dir"] == str(directory)
+
+
+def test_a_rank_that_broke_later_or_failed_does_not_lead(tmp_path):
+    rank_after_rank(tmp_path, "1", "3")
+    report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
+    assert report["first_line"].startswith("step 1, ")
+    assert not any(sentence.startswith("rank 1") for sentence in report["saw"])
+
+
+def test_a_rank_that_failed_is_named(tmp_path):
+    _, second = rank_after_rank(tmp_path, "none", "error")
+    report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
+    assert report["saw"][0] == "rank 1 ended by ValueError: rank"
+    assert report["first_line"] == ""
+    # Python's own traceback is there.
+    assert "mpinspect: " not in second
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -231,6 +298,32 @@ def test_a_report_is_made_once_and_by_nobody_after_a_fork(tmp_path, capfd):
     child.watch()
     assert not (tmp_path / "child").exists()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_child_that_an_exception_ends_leaves_a_trace_if_it_might_have_trained(tmp_path, capfd):
+    for number, torch_imported in enumerate((False, True)):
+        directory = tmp_path / f"process-{number}"
+        child = Ending(LaunchOptions("train.py"), directory, {}, speaks=False, leaves_no_trace=True)
+        child.seen.torch_imported = torch_imported
+        child.outcome = outcome_of(ValueError("early"))
+        child.finish()
+        assert directory.exists() == torch_imported
+    assert capfd.readouterr() == ("", "mpinspect: process-1 ended by ValueError: early\n")
+
+
+@pytest.mark.parametrize("record", ["", "[]", "null", '{"by_error": true}', '{"by_error": "yes", "outcome": 3}'])
+def test_what_another_process_left_may_be_anything(record, tmp_path):
+    from mpinspect.analysis.run import RunReport
+
+    for name in ("rank0", "rank1", "rank10", "rank2", "ranks", "process-x"):
+        (tmp_path / name / "Net").mkdir(parents=True)
+        (tmp_path / name / "Net" / "session.mpinspect").write_bytes(b"no session")
+        (tmp_path / name / "run.json").write_text(record)
+    others = others_of(tmp_path / "rank0", tmp_path)
+    assert [path.name for path in others] == ["rank1", "rank2", "rank10"]
+    report = with_others(RunReport("train.py", "ended"), others)
+    assert report.first_line == ""
+    assert len(report.saw) == (3 if "true" in record else 0)
 
 
 def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):

@@ -56,7 +56,7 @@ def test_what_is_not_known_is_left_out_and_what_matters_is_added():
 
 def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():
     assert gravest([PROBING, MASK, INF]) is INF
-    assert gravest([PROBING, MASK]) is PROBING
+    assert gravest([PROBING, MASK]) is None
     assert gravest([]) is None
     # A skipped step whose forward had failed already is no probing: no scale repairs it.
     hopeless = dataclasses.replace(PROBING, step=5, forward_finite=False)
@@ -182,3 +182,13 @@ def test_scales_that_nobody_writes_out_are_powers_of_two():
     assert "scale 1000," in first_line(dataclasses.replace(INF, loss_scale=1000.0))
     lost = dataclasses.replace(INF, module="", what="scaled_loss")
     assert first_line(lost).startswith("step 412, backward, the loss, first inf")
+
+
+def test_probing_alone_is_no_first_line_but_a_scale_that_never_fits_is():
+    probing = [dataclasses.replace(PROBING, step=step, loss_scale=2.0 ** (20 - step)) for step in range(3)]
+    assert RunReport("a.py", "ended", (ModelPart("Net", broken(*probing)),)).first_line == ""
+    stuck = tuple(dataclasses.replace(PROBING, step=step) for step in range(40))
+    progress = dataclasses.replace(sessions.word_model().progress, steps=40, skipped_steps=40)
+    report = analyse(dataclasses.replace(sessions.word_model(), events=stuck, progress=progress))
+    line = RunReport("a.py", "ended", (ModelPart("Net", report),)).first_line
+    assert line == "step 0, backward, decoder.3.attn, first inf, scale 65536, forward finite, step skipped"

@@ -311,6 +311,8 @@ def test_the_kinds_are_the_sessions():
         ["--kinds", "gradients", "a.py"],
         ["--gpu", "nothing", "a.py"],
         ["--fail-on", "typo", "a.py"],
+        ["--bogus", "a.py"],
+        ["--bogus=1", "a.py"],
     ],
 )
 def test_wrong_usage_is_status_2(words, capsys):
@@ -337,7 +339,9 @@ def test_the_run_directory_says_what_ran_and_how_it_ended(tmp_path):
     (directory,) = (tmp_path / "runs").iterdir()
     assert directory.name.startswith("train-20")
     assert ended.out == "out\n"
-    assert ended.err.startswith(f"mpinspect: recording into {directory}")
+    assert ended.err.splitlines()[0] == (
+        f"mpinspect: recording into runs/{directory.name} (mpinspect report reads it back, even if the run is killed)"
+    )
     assert {path.name for path in directory.iterdir()} == {"run.json", "report.md", "report.json"}
     record = json.loads((directory / "run.json").read_text())
     assert (record["command"], record["outcome"], record["status"]) == ("train.py 'a b'", "ValueError: one", 1)
@@ -353,17 +357,50 @@ def test_a_run_never_writes_into_another(tmp_path):
     assert f"{RUN_DIR} holds another run already: recording into" in ended.err
 
 
-def test_a_directory_that_can_not_be_made(tmp_path):
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_a_default_directory_that_can_not_be_made(rank, tmp_path):
     folder = tmp_path / "work"
-    write(folder, {"train.py": "print(1)", "file": ""})
+    write(folder, {"train.py": "print(1)", "runs": "a file"})
     (tmp_path / "temporary").mkdir()
-    ended = launched.run(
-        folder, [*launched.MPINSPECT, "--log-dir", "file/x", "train.py"], env={"TMPDIR": str(tmp_path / "temporary")}
-    )
+    ended = launched.run(folder, [*launched.MPINSPECT, "train.py"], env={"TMPDIR": str(tmp_path / "temporary"), **rank})
     assert (ended.status, ended.out) == (0, "1\n")
     (directory,) = (tmp_path / "temporary").iterdir()
     assert f"can't be used (Not a directory): recording into {directory} instead" in ended.err
-    assert (directory / "report.md").exists()
+    assert (directory / ("rank0" if rank else "") / "report.md").exists()
+
+
+@pytest.mark.parametrize(("wanted", "why"), [("file", "it is a file"), ("file/x", "Not a directory")])
+def test_a_directory_that_was_asked_for_and_can_not_be_made(wanted, why, tmp_path):
+    write(tmp_path, {"train.py": "print(1)", "file": "kept"})
+    ended = launched.run(tmp_path, [*launched.MPINSPECT, "--log-dir", wanted, "train.py"])
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == f"mpinspect: --log-dir {wanted} can't be used: {why}\n"
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("words", [["-m", "no.such.mod"], ["folder"]])
+def test_a_program_that_python_does_not_find(words, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, {"folder/train.py": ""})
+    alone, ended = bare(folder, *words), watched(folder, *words)
+    assert (ended.status, ended.out) == (alone.status, "")
+    lines = ended.err.splitlines()
+    assert lines[1:-1] == alone.err.splitlines()
+    assert lines[-1].startswith("mpinspect: the script could not be started: nothing was recorded (")
+    directory = tmp_path / RUN_DIR
+    assert [path.name for path in directory.iterdir()] == ["run.json"]
+    record = json.loads((directory / "run.json").read_text())
+    assert record["status"] == 1
+    assert record["outcome"].startswith("exit status 1: ")
+
+
+def test_a_module_that_exits_by_itself_was_started(tmp_path):
+    folder = tmp_path / "work"
+    write(
+        folder,
+        {"train.py": "import runpy, sys\nrunpy._run_module_as_main('beside')", "beside.py": "raise SystemExit(3)"},
+    )
+    assert "could not be started" not in watched(folder, "-m", "train").err
 
 
 def test_a_directory_that_the_script_removes(tmp_path):
@@ -399,9 +436,10 @@ import os, sys
 os.environ["OMP_NUM_THREADS"] = "1"
 import atexit, torch
 atexit.register(print, "handler")
+class Net(torch.nn.Linear): ...
 print(torch.get_num_threads())
 torch.manual_seed(0)
-model = torch.nn.Linear(8, 4, bias=False)
+model = Net(8, 4, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(4):
     loss = (model(torch.randn(2, 8)) * 1e-9).sum()
@@ -420,9 +458,9 @@ def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     env = {"OMP_NUM_THREADS": "2"}
     ended = watched(folder, "train.py", "0", env=env)
     assert (ended.status, ended.out) == (0, bare(folder, "train.py", "0", env=env).out)
-    assert "Linear against float16" in ended.err
-    assert (tmp_path / RUN_DIR / "Linear" / "session.mpinspect").exists()
-    assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["models"][0]["name"] == "Linear"
+    assert "Net against float16" in ended.err
+    assert (tmp_path / RUN_DIR / "Net" / "session.mpinspect").exists()
+    assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["models"][0]["name"] == "Net"
 
 
 @pytest.mark.parametrize(("what", "own", "status"), [("warning", 0, 1), ("tf32-off", 0, 0), ("warning", 3, 3)])
@@ -433,3 +471,11 @@ def test_fail_on(what, own, status, tmp_path):
     ended = watched(folder, "train.py", str(own), options=["--fail-on", what])
     assert (ended.status, ended.out.splitlines()[-1]) == (status, "handler")
     assert (folder / "open.txt").read_text() == "kept"
+
+
+def test_a_pattern_that_matches_nothing_is_said_first(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, TRAINS)
+    watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"])
+    saw = json.loads((tmp_path / RUN_DIR / "run.json").read_text())["saw"]
+    assert saw[0].startswith("the pattern 'encodre.*' matches no module")

@@ -16,11 +16,18 @@ from torch import nn
 from watched_training import train, watched
 
 import mpinspect
-from mpinspect.launch.models import inspecting, owners
+from mpinspect.launch.models import inspecting, owners, watching
+
+NO_BACKWARD = (
+    "no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func are not seen)"
+)
 
 
-def net(width: int = 4, hidden: int = 8) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+class Net(nn.Sequential): ...
+
+
+def net(width: int = 4, hidden: int = 8) -> Net:
+    return Net(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -36,11 +43,11 @@ def test_an_unmodified_loop_is_inspected(tmp_path):
     with watched(tmp_path) as run:
         model = net()
         train(model, torch.optim.Adam(model.parameters()), steps=30)
-    assert run.names == ["Sequential"]
+    assert run.names == ["Net"]
     assert run.gradients() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     progress = run.parts.models[0].session.progress
     assert (progress.steps, progress.backwards, progress.sampled_steps) == (30, 30, 12)
-    assert mpinspect.Session.load(tmp_path / "Sequential").progress.steps == 30
+    assert mpinspect.Session.load(tmp_path / "Net").progress.steps == 30
     assert hooks_of(model) == 0
     assert run.seen.sentences() == ["1 optimizer was made; 1 model was inspected"]
 
@@ -48,12 +55,12 @@ def test_an_unmodified_loop_is_inspected(tmp_path):
 def test_what_was_not_seen_is_said(tmp_path):
     with watched(tmp_path) as nothing:
         pass
-    assert nothing.seen.sentences() == ["no optimizer was made and no backward ran: there were no gradients to inspect"]
+    assert nothing.seen.sentences() == [f"no optimizer was made and {NO_BACKWARD}"]
     with watched(tmp_path) as made:
         model = net()
         optimizers = [torch.optim.SGD(model.parameters()), torch.optim.SGD(net().parameters())]
     assert len(optimizers) == 2
-    assert made.seen.sentences() == ["2 optimizers were made and no backward ran: there were no gradients to inspect"]
+    assert made.seen.sentences() == [f"2 optimizers were made and {NO_BACKWARD}"]
     assert hooks_of(model) == 0
 
 
@@ -103,7 +110,7 @@ def test_two_optimizers_of_one_model_share_an_inspector(tmp_path):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert (run.names, run.steps()) == (["Sequential"], 3)
+    assert (run.names, run.steps()) == (["Net"], 3)
 
 
 def test_accumulation_under_a_loss_scaler(tmp_path):
@@ -149,7 +156,7 @@ def test_a_loop_without_torch_optim(tmp_path):
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
-    assert (run.names, len(run.gradients())) == (["Sequential"], 4)
+    assert (run.names, len(run.gradients())) == (["Net"], 4)
     assert run.steps() == 5
 
 
@@ -198,7 +205,7 @@ def test_master_copies_of_the_weights(tmp_path):
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 master.grad, parameter.grad = parameter.grad.float(), None
             optimizer.step()
-    assert (run.names, len(run.gradients())) == (["Sequential"], 4)
+    assert (run.names, len(run.gradients())) == (["Net"], 4)
     assert "master copies" in " ".join(run.seen.notes)
 
 
@@ -215,7 +222,7 @@ def test_lbfgs_and_its_closure(tmp_path):
 
         for _ in range(3):
             optimizer.step(closure)
-    assert (run.names, run.steps()) == (["Sequential"], 3)
+    assert (run.names, run.steps()) == (["Net"], 3)
 
 
 def test_training_in_a_thread(tmp_path):
@@ -224,10 +231,18 @@ def test_training_in_a_thread(tmp_path):
         thread = threading.Thread(target=lambda: train(model, torch.optim.SGD(model.parameters())))
         thread.start()
         thread.join()
-    assert (run.names, run.steps()) == (["Sequential"], 3)
+    assert (run.names, run.steps()) == (["Net"], 3)
 
 
-def test_several_threads_at_once(tmp_path):
+def test_several_threads_at_once(tmp_path, monkeypatch):
+    def slowly(*given: object) -> object:
+        # Long enough for every thread to come here before the first has left.
+        together.wait(0.2)
+        return made(*given)
+
+    made = watching._Finding
+    monkeypatch.setattr(watching, "_Finding", slowly)
+    together = threading.Event()
     with watched(tmp_path) as run:
         models = [net() for _ in range(4)]
         threads = [
@@ -238,8 +253,34 @@ def test_several_threads_at_once(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(run.names) == 4
+    assert (len(set(run.names)), run.seen.models, run.seen.optimizers, run.seen.steps) == (4, 4, 4, 80)
+    assert [run.steps(number) for number in range(4)] == [20] * 4
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(run.names)
     assert [hooks_of(model) for model in models] == [0] * 4
+
+
+def test_an_optimizer_that_dies_while_another_thread_is_looked_at_keeps_nobody_waiting(tmp_path):
+    with watched(tmp_path) as run:
+        model = net()
+        optimizers = [torch.optim.SGD(model.parameters())]
+        train(model, optimizers[0])
+        turns, has_it, may_end = run.watcher._watching._turns, threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with turns.mine():
+                has_it.set()
+                may_end.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert has_it.wait(30)
+        optimizers.clear()
+        hooks = hooks_of(model)
+        may_end.set()
+        thread.join()
+        train(model, torch.optim.SGD(model.parameters()))
+    assert hooks > 0
+    assert (run.names, run.steps()) == (["Net"], 6)
 
 
 def test_an_optimizer_that_was_unpickled(tmp_path):
@@ -248,17 +289,88 @@ def test_an_optimizer_that_was_unpickled(tmp_path):
     with watched(tmp_path) as run:
         model, optimizer = pickle.loads(pickle.dumps((model, plain)))
         train(model, optimizer, steps=4)
-    assert run.names == ["Sequential"]
+    assert run.names == ["Net"]
 
 
-def test_a_compiled_model(tmp_path):
-    torch._dynamo.reset()
-    with watched(tmp_path) as run:
-        model = net()
+class Layer(nn.Module):
+    """With a forward of its own: torch.compile leaves those of torch.nn alone."""
+
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(given, made)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * 2
+
+
+class Branched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layer(4, 8), Layer(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def compiled_before(model: Branched, backend: object) -> object:
+    return torch.compile(model, backend=backend)
+
+
+def compiled_in_place(model: Branched, backend: object) -> object:
+    model.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def compiled_in_part(model: Branched, backend: object) -> object:
+    model.a.compile(backend=backend)
+    return model
+
+
+def compiled_function(model: Branched, backend: object) -> object:
+    return torch.compile(lambda x: model(x), backend=backend)
+
+
+WAYS = [compiled_before, compiled_in_place, compiled_in_part, compiled_function]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("steps_before", [None, 0, 2], ids=["first", "after-the-optimizer", "while-inspected"])
+def test_what_is_compiled_is_compiled_as_often_as_alone(tmp_path, way, steps_before):
+    from torch._dynamo.testing import CompileCounter
+
+    def training() -> int:
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        model = Branched()
+        call = way(model, counter) if steps_before is None else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(torch.compile(model, backend="eager"), optimizer, steps=4)
-    assert (run.names, run.steps(), len(run.gradients())) == (["Sequential"], 4, 4)
+        train(model, optimizer, steps=steps_before or 0)
+        call = call if steps_before is None else way(model, counter)
+        train(call, optimizer, steps=5)
+        return counter.frame_count
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        alone = training()
+        with watched(tmp_path, kernels=True) as run:
+            together = training()
     torch._dynamo.reset()
+    assert together == alone > 0
+    assert (run.names, run.steps(), len(run.gradients())) == (["Branched"], 5 + (steps_before or 0), 4)
+    assert any("inside torch.compile" in note for note in run.parts.models[0].session.notes)
+
+
+def test_the_part_that_is_not_compiled_is_seen_whole(tmp_path):
+    torch._dynamo.reset()
+    with watched(tmp_path, kernels=True) as run:
+        model = Branched()
+        model.a.compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, steps=6)
+        assert not any(module._forward_hooks for module in model.a.modules())
+    torch._dynamo.reset()
+    seen = {key.name for key in run.parts.models[0].session.totals() if key.kind == "activation_gradient"}
+    assert seen == {"b.linear"}
+    assert (run.steps(), len(run.gradients())) == (6, 4)
 
 
 def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path):
@@ -267,8 +379,8 @@ def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path):
             model = net()
             train(model, torch.optim.SGD(model.parameters()), steps=1)
     assert len(run.names) == 16
-    assert run.names[:2] == ["Sequential", "Sequential-2"]
-    assert "more than 16 models were trained: the later ones were not inspected" in run.seen.notes
+    assert run.names[:2] == ["Net", "Net-2"]
+    assert run.seen.notes == ["the first 16 models that were trained were inspected, and none after them"]
 
 
 def test_steps_ends_the_inspection_of_a_model(tmp_path):
@@ -297,7 +409,7 @@ def test_a_model_that_is_deleted_is_freed_at_once(tmp_path):
                 assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
-    assert run.names == ["Sequential", "Sequential-2", "Sequential-3"]
+    assert run.names == ["Net", "Net-2", "Net-3"]
     assert [run.steps(number) for number in range(3)] == [3, 3, 3]
 
 
@@ -321,7 +433,7 @@ def test_another_optimizer_for_the_same_model_continues_its_record(tmp_path):
         train(model, torch.optim.Adam(model.parameters()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer)
-    assert (run.names, run.steps(), between) == (["Sequential"], 9, 0)
+    assert (run.names, run.steps(), between) == (["Net"], 9, 0)
     assert hooks_of(model) == 0
 
 
@@ -354,7 +466,7 @@ def test_copies_and_pickles_made_meanwhile_take_nothing_of_ours_along(tmp_path):
             each(torch.randn(2, 4)).sum().backward()
     assert b"mpinspect.launch" not in file.getvalue()
     assert run.parts.models[0].session.progress.backwards == 3
-    assert run.names == ["Sequential"]
+    assert run.names == ["Net"]
 
 
 def test_warnings_that_are_errors_stop_nothing(tmp_path):
@@ -438,7 +550,7 @@ def test_scripting_exporting_and_tracing(tmp_path, trained):
     assert all(output.shape == expected.shape for output in outputs)
     # The first call ends the waiting of those that are armed.
     assert after == hooks if trained else hooks > 0
-    assert (run.names, len(run.gradients())) == (["Sequential"], 4)
+    assert (run.names, len(run.gradients())) == (["Net"], 4)
 
 
 def test_modules_that_the_collector_was_told_to_forget(tmp_path):
@@ -450,7 +562,7 @@ def test_modules_that_the_collector_was_told_to_forget(tmp_path):
     finally:
         gc.unfreeze()
         owners._frozen.clear()
-    assert (run.names, run.steps()) == (["Sequential"], 3)
+    assert (run.names, run.steps()) == (["Net"], 3)
 
 
 def test_a_fault_of_ours_is_noted_and_the_training_goes_on(tmp_path, monkeypatch):
@@ -480,11 +592,11 @@ def test_a_forked_child_is_left_alone(tmp_path):
         optimizer = torch.optim.SGD(model.parameters())
         train(model, optimizer)
         run.watcher.abandon()
-        size = (tmp_path / "Sequential" / "session.mpinspect").stat().st_size
+        size = (tmp_path / "Net" / "session.mpinspect").stat().st_size
         train(model, optimizer)
     assert run.parts.models == []
     assert hooks_of(model) == 0
-    assert (tmp_path / "Sequential" / "session.mpinspect").stat().st_size == size
+    assert (tmp_path / "Net" / "session.mpinspect").stat().st_size == size
     while inspecting._inherited:
         inspecting._inherited.pop().close()
 

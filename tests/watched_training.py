@@ -57,7 +57,7 @@ def watched(directory: Path, **options: object) -> Iterator[Watched]:
 
 
 def _replaced() -> tuple[object, ...]:
-    return (torch.optim.Optimizer.__init__, torch.autograd.backward, torch.jit.script, gc.freeze)
+    return (torch.optim.Optimizer.__init__, torch.autograd.backward, torch.jit.script, torch.compile, gc.freeze)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, width: int = 4) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpinspect.session import Event
+
+if TYPE_CHECKING:
+    from mpinspect.analysis.report import RangeReport
 
 _VALUES = {"inf": "inf", "nan": "NaN"}
 
@@ -32,17 +36,24 @@ def _scale(scale: float) -> str:
     return f"{scale:.15g}" if is_known else f"2^{exponent - 1}"
 
 
+def what_broke(report: RangeReport) -> Event | None:
+    """The event that a run failed by; None where nothing did harm."""
+    alarming = any(finding.id == "non-finite-event" and finding.severity != "info" for finding in report.findings)
+    # A scale that never lets a step through: each skip alone looks like probing.
+    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
+
+
 def gravest(events: Sequence[Event]) -> Event | None:
-    """The event that a run failed by: the first that no loss scaler caught and that did harm; else the first; None without any.
+    """The first event that no loss scaler caught and that did harm; None without one.
 
     A dynamic loss scale is found by overflowing: a skipped step with a finite forward is how it probes. A forward that is not
     finite while every gradient is, as with a mask of infinities, does no harm.
     """
-    harmful = (event for event in events if not _is_probing(event) and not _is_harmless(event))
-    return next(harmful, events[0] if events else None)
+    return next((event for event in events if not _is_probing(event) and not _is_harmless(event)), None)
 
 
 def _is_probing(event: Event) -> bool:
+    """Whether a loss scaler caught it, as it does when it has grown too large."""
     return bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False
 
 

@@ -51,6 +51,7 @@ class LiveProfile:
         self._yielded = False
         self._put_back: Callable[[], None] | None = None
         self._steps = 0
+        self._names_modules = True
 
     def begin(self) -> None:
         """Start the profiler. Waits for the GPU.
@@ -76,7 +77,8 @@ class LiveProfile:
         with _quietly():
             profiling._wait()
             self._profiler.step()
-        self._hook()
+        if self._names_modules:
+            self._hook()
         return False
 
     def end(self, stopped: str = "") -> str:
@@ -95,6 +97,11 @@ class LiveProfile:
         except Exception as error:
             return f"it could not be written to {self.path}: {error}"
         return ""
+
+    def leave_modules(self) -> None:
+        """Something is about to be compiled: take the hooks off, and name no more modules in this step."""
+        self._names_modules = False
+        self._handles.remove_all()
 
     def abandon(self) -> None:
         """This is a forked child: the profiler is the parent's."""

@@ -48,7 +48,8 @@ def unlisten(listener: StepListener) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _is_nested(optimizer):
+    # Traced by torch.compile, this is nothing: a step inside of a compiled function is not seen.
+    if torch.compiler.is_compiling() or _is_nested(optimizer):
         return
     _under_way.add((id(optimizer), "before"))
     try:
@@ -59,7 +60,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _is_nested(optimizer):
+    if torch.compiler.is_compiling() or _is_nested(optimizer):
         return
     _under_way.add((id(optimizer), "after"))
     try:

@@ -75,7 +75,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    from mpinspect.launch import launch
+    from mpinspect.launch import UnusableDirectoryError, launch
 
     if not options.is_module and not Path(options.script).exists():
         # Python's own sentence and status.
@@ -98,7 +98,10 @@ def run(options: argparse.Namespace) -> int:
         loss_scale=options.loss_scale,
         fail_on=tuple(options.fail_on),
     )
-    report = launch(asked)
+    try:
+        report = launch(asked)
+    except UnusableDirectoryError as error:
+        raise UnusableError(error) from error
     return OK if report is None else status(report.findings, asked.fail_on)
 
 

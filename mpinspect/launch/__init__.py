@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from mpinspect.launch import leaving, processes, script
-from mpinspect.launch.directory import claim
+from mpinspect.launch.directory import UnusableDirectoryError, claim, shown
 from mpinspect.launch.ending import Ending
 from mpinspect.launch.imports import when_imported
 from mpinspect.launch.options import LaunchOptions
@@ -20,7 +20,7 @@ from mpinspect.launch.stderr import say
 if TYPE_CHECKING:
     from mpinspect.analysis.run import RunReport
 
-__all__ = ["LaunchOptions", "launch"]
+__all__ = ["LaunchOptions", "UnusableDirectoryError", "launch"]
 
 #: Programs that start the training in processes of their own, by how they are called.
 _LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch"))
@@ -34,6 +34,7 @@ def launch(options: LaunchOptions) -> RunReport | None:
         this is the report (None if it could not be made).
 
     Raises:
+        UnusableDirectoryError: the run directory that was asked for can't be made; the script has not begun.
         BaseException: whatever ends the script passes through: SystemExit and KeyboardInterrupt do what they do in Python.
     """
     ending = None
@@ -41,6 +42,8 @@ def launch(options: LaunchOptions) -> RunReport | None:
         run = script.load(options)
         ending = _begin(options)
         run()
+    except UnusableDirectoryError:
+        raise
     except BaseException as error:
         _left_by(error, ending)
         if ending is None or not options.fail_on or ending.outcome.status != 0:
@@ -55,8 +58,8 @@ def _begin(options: LaunchOptions) -> Ending | None:
     try:
         rank = Rank.of_environment()
         record = first_record(options, rank)
-        directory, trouble = claim(options, rank, record)
-        ending = Ending(options, directory, record, speaks=rank.number == 0)
+        whole, trouble = claim(options, rank, record)
+        ending = Ending(options, whole / rank.folder, record, speaks=rank.number == 0, whole=whole)
         if trouble:
             ending.seen.note(trouble)
         if PurePath(options.target).name in _LAUNCHERS:
@@ -65,11 +68,14 @@ def _begin(options: LaunchOptions) -> Ending | None:
         atexit.register(ending.finish)
         processes.follow(ending)
         when_imported("torch", ending.watch)
+    except UnusableDirectoryError:
+        raise
     except Exception as error:
         say(f"the script runs unwatched: {brief(error)}")
         return None
     if rank.number == 0:
-        say(f"{trouble or f'recording into {directory}'}; if the run is killed, mpinspect report {directory} reads it")
+        where = trouble or f"recording into {shown(whole)}"
+        say(f"{where} (mpinspect report reads it back, even if the run is killed)")
     return ending
 
 
@@ -88,6 +94,7 @@ def _left_by(error: BaseException, ending: Ending | None) -> None:
             leaving.show_without_our_frames(script.forget_file)
         if ending is not None:
             ending.outcome = outcome_of(error)
+            ending.started = not script.was_not_found(error)
     except Exception as fault:
         say(f"mpinspect failed as the script ended: {brief(fault)}")
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import datetime
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpinspect.launch.options import LaunchOptions
 from mpinspect.launch.rank import Rank
 from mpinspect.launch.record import FILE_NAME, job_of, write_first
+
+
+class UnusableDirectoryError(Exception):
+    """The directory that was asked for can't be made: one sentence."""
+
 
 #: How many sibling names are tried where one holds another run already.
 _SIBLINGS = 1000
@@ -22,9 +28,11 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
         record: what the first run.json holds; its "job" tells the ranks of one job from another's.
 
     Returns:
-        Its absolute path, and a sentence if it is not the one that was asked for; else "".
+        Absolute path of the whole job's directory, which is that of this process where there are no ranks; and a sentence if
+        it is not the one that was to be; else "".
 
     Raises:
+        UnusableDirectoryError: the one that was asked for can't be made.
         OSError: not even a temporary directory can be made.
     """
     wanted = Path(options.log_dir) if options.log_dir else Path("runs") / _name(options, rank)
@@ -32,14 +40,24 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
         wanted = wanted.absolute()
         path, is_another = _claim_free(wanted, rank, record)
     except OSError as error:
+        why = "it is a file" if wanted.is_file() else error.strerror or str(error)
+        if options.log_dir:
+            raise UnusableDirectoryError(f"--log-dir {options.log_dir} can't be used: {why}") from error
         import tempfile
 
         path = Path(tempfile.mkdtemp(prefix="mpinspect-"))
-        write_first(path, record)
-        return path, f"{wanted} can't be used ({error.strerror or error}): recording into {path} instead"
+        write_first(path / rank.folder, record)
+        return path, f"{shown(wanted)} can't be used ({why}): recording into {shown(path)} instead"
     if is_another and options.log_dir is not None:
-        return path, f"{wanted} holds another run already: recording into {path}"
+        return path, f"{shown(wanted)} holds another run already: recording into {shown(path)}"
     return path, ""
+
+
+def shown(path: Path) -> str:
+    """A path as the user would write it: relative to the working directory where it lies below that."""
+    with suppress(OSError, ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def _name(options: LaunchOptions, rank: Rank) -> str:
@@ -50,12 +68,11 @@ def _name(options: LaunchOptions, rank: Rank) -> str:
 
 
 def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path, bool]:
-    """The wanted directory, or the next name beside it that no other run has taken; and whether it is another."""
+    """The wanted directory of the whole job, or the next free name beside it; and whether it is another."""
     for number in range(1, _SIBLINGS):
         base = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        path = base if rank.of < 2 else base / f"rank{rank.number}"
-        if not _is_foreign(base, rank) and write_first(path, record):
-            return path, number > 1
+        if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
+            return base, number > 1
     raise OSError(f"{_SIBLINGS} names beside it are taken")
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpinspect.launch.directory import shown
+from mpinspect.launch.elsewhere import others_of, process_name, with_others
 from mpinspect.launch.joining import join
 from mpinspect.launch.options import LaunchOptions
 from mpinspect.launch.outcome import STOPPED, Outcome, brief
-from mpinspect.launch.record import now, write_record
-from mpinspect.launch.seen import Parts, RecordedModel, Seen
+from mpinspect.launch.record import FILE_NAME, write_record
+from mpinspect.launch.saving import how_it_ended, save
+from mpinspect.launch.seen import Parts, Seen
 from mpinspect.launch.stderr import say, write
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
 #: Who calls os._exit wants to be gone: a report that waits for a GPU which will not answer must not keep it.
 _LAST_WORDS_S = 20.0
+#: A session's note that the run's own report repeats: whoever gave a pattern thinks that it holds.
+_UNMATCHED = re.compile(r"the pattern .* matches no ", re.DOTALL)
 
 
 class Ending:
@@ -33,6 +40,7 @@ class Ending:
         directory: the run directory, absolute.
         record: what run.json says of the start.
         speaks: whether the report goes to stderr; else one line where something broke.
+        whole: directory of the whole run, where this process is one of several ranks.
         leaves_no_trace: whether nothing is said and written of a process that trained nothing, such as a pool's worker.
     """
 
@@ -43,6 +51,7 @@ class Ending:
         record: dict[str, Any],
         *,
         speaks: bool,
+        whole: Path | None = None,
         leaves_no_trace: bool = False,
     ) -> None:
         self.options = options
@@ -50,8 +59,15 @@ class Ending:
         self.speaks = speaks
         self.seen = Seen()
         self.outcome = Outcome()
+        #: Whether the script's first line was reached, as far as is known.
+        self.started = True
         #: Made by finish().
         self.report: RunReport | None = None
+        self._whole = whole or directory
+        #: Among several processes every line says whose it is.
+        name = process_name(directory) if whole not in (None, directory) or leaves_no_trace else ""
+        self._lead = f"{name}: " if name else ""
+        self._said: set[str] = set()
         self._record = record
         self._leaves_no_trace = leaves_no_trace
         self._watcher: Watcher | None = None
@@ -69,7 +85,7 @@ class Ending:
         try:
             from mpinspect.launch.watcher import Watcher
 
-            self._watcher = Watcher(self.options, self.directory, say)
+            self._watcher = Watcher(self.options, self.directory, self._say)
             self.seen = _merged(self._watcher.sightings, self.seen)
             self._watcher.install()
         except Exception as error:
@@ -95,9 +111,9 @@ class Ending:
         try:
             self._finish(flush)
         except KeyboardInterrupt:
-            say(f"stopped before the report was complete: mpinspect report {self.directory} reads what was recorded")
+            self._say(f"stopped before the report was complete: mpinspect report {self._whole} reads what was recorded")
         except Exception as error:
-            say(f"the report could not be made ({brief(error)}); what was recorded is in {self.directory}")
+            self._say(f"the report could not be made ({brief(error)}); what was recorded is in {self.directory}")
         if self.outcome == STOPPED:
             _die_by_interrupt()
 
@@ -118,36 +134,55 @@ class Ending:
     def _finish(self, flush: bool) -> None:
         parts = Parts() if self._watcher is None else self._watcher.finish()
         self.seen.other_frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
-        if self._leaves_no_trace and not parts.models and not self.seen.backwards:
+        if self._leaves_no_trace and not parts.models and not self.seen.backwards and not self._failed_with_torch:
             return
-        report = self.report = join(parts, self.seen, self.outcome, self.options, self.directory)
+        if not self.started:
+            self._never_started()
+            return
+        report = self.report = self._joined(parts)
         if flush:
             with suppress(Exception):
                 sys.stdout.flush()
+        if self._leaves_no_trace and self.outcome.by_error:
+            say(f"{process_name(self.directory) or self.directory.name} ended by {self.outcome.words}")
         if self.speaks:
             write(f"\n{report}\n")
-        elif report.first_line:
-            say(f"{self.directory.name}: {report.first_line}")
+        elif report.first_line and report.first_line not in self._said:
+            self._say(report.first_line)
         try:
-            self._save(report, parts)
+            save(self.directory, report, parts, self._record, self.outcome)
         except OSError as error:
-            say(f"the report can't be written to {self.directory}: {error.strerror or error}")
+            self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
 
-    def _save(self, report: RunReport, parts: Parts) -> None:
-        for model in parts.models:
-            _save_again(model)
-        report.save(self.directory / "report.md")
-        report.save(self.directory / "report.json")
-        write_record(self.directory, self._record | self._last_record(report, parts))
+    @property
+    def _failed_with_torch(self) -> bool:
+        """Whether an exception ended what may have been about to train."""
+        return self.outcome.by_error and self.seen.torch_imported
 
-    def _last_record(self, report: RunReport, parts: Parts) -> dict[str, Any]:
-        return {
-            "ended": now(),
-            "outcome": self.outcome.words,
-            "status": self.outcome.status,
-            "models": [{"name": model.name, "log_dir": model.log_dir} for model in parts.models],
-            "saw": list(report.saw),
-        }
+    def _joined(self, parts: Parts) -> RunReport:
+        """The report, of which the other processes' part is looked up by the one that speaks."""
+        report = join(parts, self.seen, self.outcome, self.options, self._whole)
+        unmatched = [note for model in parts.models for note in model.session.notes if _UNMATCHED.match(note)]
+        report = replace(report, saw=tuple(dict.fromkeys([*unmatched, *report.saw])))
+        if not self.speaks:
+            return report
+        try:
+            return with_others(report, others_of(self.directory, self._whole))
+        except Exception as error:
+            return replace(report, saw=(*report.saw, f"the other processes could not be looked into: {brief(error)}"))
+
+    def _never_started(self) -> None:
+        """Python has said why."""
+        if self.speaks:
+            kept = shown(self.directory / FILE_NAME)
+            say(f"the script could not be started: nothing was recorded ({kept} keeps what was tried)")
+        with suppress(OSError):
+            write_record(self.directory, self._record | how_it_ended(self.outcome))
+
+    def _say(self, sentence: str) -> None:
+        """One line of this process's on stderr."""
+        self._said.add(sentence)
+        say(self._lead + sentence)
 
 
 def _die_by_interrupt() -> None:
@@ -155,15 +190,6 @@ def _die_by_interrupt() -> None:
     forget. So it comes through once more."""
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")
-
-
-def _save_again(model: RecordedModel) -> None:
-    """Where the script removed the session's file while it was written."""
-    from mpinspect.session_file import FILE_NAME
-
-    if model.log_dir is not None and not (Path(model.log_dir) / FILE_NAME).exists():
-        Path(model.log_dir).mkdir(parents=True, exist_ok=True)
-        model.session.save(model.log_dir)
 
 
 def _merged(watched: Seen, before: Seen) -> Seen:

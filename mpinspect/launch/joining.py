@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from mpinspect.analysis.run import ModelPart, RunReport
     from mpinspect.analysis.shapes import ShapeReport
     from mpinspect.analysis.tensor_cores import KernelReport
+    from mpinspect.analysis.tensor_cores.records import RankReport
+
+_NO_GPU = (
+    "--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in "
+    "trace.json.gz"
+)
 
 Made = TypeVar("Made")
 
@@ -70,4 +76,14 @@ def _kernels(parts: Parts, gpu: str | None, shapes: ShapeReport | None) -> Kerne
         return None
     from mpinspect.kernel_profile import read_trace
 
-    return read_trace(parts.trace, gpu=gpu, shapes=shapes)
+    report = read_trace(parts.trace, gpu=gpu, shapes=shapes)
+    if not any(_has_gpu_work(rank) for rank in report.ranks):
+        parts.notes.append(_NO_GPU)
+        return None
+    return report
+
+
+def _has_gpu_work(rank: RankReport) -> bool:
+    """Whether there is anything to say of a GPU, be it that its kernels could not be traced."""
+    on_gpu = rank.shares.calls or rank.launches or any(device.span_us > 0 for device in rank.devices)
+    return bool(on_gpu or rank.cut_short)

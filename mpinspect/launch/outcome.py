@@ -12,10 +12,12 @@ class Outcome:
     Args:
         words: "ended", "exit status 3", "RuntimeError: ...", "stopped by Ctrl-C".
         status: the exit status; None where a signal ends the process, or another program has taken its place.
+        by_error: whether an exception ended it that nothing caught.
     """
 
     words: str = "ended"
     status: int | None = 0
+    by_error: bool = False
 
 
 #: Of a message's characters that are quoted.
@@ -29,7 +31,7 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, KeyboardInterrupt):
         return STOPPED
     if not isinstance(error, SystemExit):
-        return Outcome(brief(error), 1)
+        return Outcome(brief(error), 1, by_error=True)
     code = error.code
     if code is None or isinstance(code, int):
         # The system keeps eight bits.

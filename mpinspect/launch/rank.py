@@ -20,6 +20,11 @@ class Rank:
     of: int = 1
     job: str = ""
 
+    @property
+    def folder(self) -> str:
+        """Of its own in the job's directory; "" where there is no job."""
+        return f"rank{self.number}" if self.of > 1 else ""
+
     @classmethod
     def of_environment(cls) -> Rank:
         """By RANK and WORLD_SIZE, as torchrun and its like set them before the script begins."""

@@ -31,6 +31,7 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
         "ended": None,
         "outcome": "running",
         "status": None,
+        "by_error": False,
         "process": os.getpid(),
         "host": platform.node(),
         "rank": rank.number,

@@ -121,6 +121,17 @@ def forget_file() -> None:
         main.pop("__cached__", None)
 
 
+def was_not_found(error: BaseException) -> bool:
+    """Whether Python gave up before the first line: there is no such module, or no ``__main__`` in the directory."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not isinstance(error, SystemExit):
+        return False
+    last = trace.tb_frame
+    return last.f_globals.get("__name__") == "runpy" and last.f_code.co_name == "_run_module_as_main"
+
+
 def _is_importable(target: str) -> bool:
     """Whether it is a directory or a zip file."""
     from pkgutil import get_importer

@@ -19,7 +19,8 @@ class RecordedModel:
     """One model of the script that was inspected.
 
     Attributes:
-        name: its class name, "-2" and so on behind it where the script has several.
+        name: its class, its path in a larger model ("ActorCritic.actor") or what the script calls it; "-2" and so on
+            behind it where there are several.
         session: what was recorded of it.
         log_dir: the directory of its session file and TensorBoard log; None where none could be written.
     """
@@ -87,14 +88,22 @@ class Seen:
     def _of_torch(self) -> list[str]:
         if not self.torch_imported:
             return ["torch was never imported: there was nothing to inspect"]
+        if self.watched_children and not (self.optimizers or self.models or self.backwards):
+            # It had others do the training.
+            return []
         made = _count(self.optimizers, "optimizer was", "optimizers were") + " made"
+        if self.models and not self.backwards:
+            return [f"{made}; {_count(self.models, 'model was', 'models were')} called, and no backward ran"]
         if self.models:
             return [f"{made}; {_count(self.models, 'model was', 'models were')} inspected"]
         forwards = _count(self.forwards_without_gradient, "forward", "forwards")
         if not self.backwards and self.forwards_without_gradient:
             return [f"{made}, and {forwards} ran without a backward: this script trained nothing that could be seen"]
         if not self.backwards:
-            return [f"{made} and no backward ran: there were no gradients to inspect"]
+            return [
+                f"{made} and no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func "
+                "are not seen)"
+            ]
         backwards = _count(self.backwards, "backward", "backwards")
         return [f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"]
 
@@ -114,7 +123,9 @@ class Seen:
             sentences.append(f"{was} forked; what {what} computed was not seen")
         if self.watched_children:
             was, _ = _was(self.watched_children)
-            sentences.append(f"{was} spawned and watched: each has a directory of its own")
+            sentences.append(
+                f"{was} spawned and watched: each that trained has a directory of its own (process-0, ...)"
+            )
         if unwatched > 0:
             was, what = _was(unwatched)
             sentences.append(f"{was} spawned and not watched; what {what} computed was not seen")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.launch.outcome import outcome_of
+from mpinspect.launch.outcome import Outcome, outcome_of
 
 if TYPE_CHECKING:
     from mpinspect.launch.ending import Ending
@@ -77,5 +78,14 @@ def _end(ending: Ending) -> None:
     # Where the process's function has raised, this runs in the finally around it.
     error = sys.exc_info()[1]
     if error is not None:
-        ending.outcome = outcome_of(error)
+        ending.outcome = _outcome(error)
     ending.finish()
+
+
+def _outcome(error: BaseException) -> Outcome:
+    """torch.multiprocessing keeps a function's exception for the parent, and exits: what it came from is the one to name."""
+    outcome = outcome_of(error)
+    cause = error.__context__
+    if isinstance(error, SystemExit) and outcome.status and isinstance(cause, Exception):
+        return replace(outcome_of(cause), status=outcome.status)
+    return outcome

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mpinspect.analysis.finding import SEVERITIES, Finding
-from mpinspect.analysis.first_line import first_line, gravest
+from mpinspect.analysis.first_line import first_line, what_broke
 from mpinspect.analysis.rendering import RendersItself
 
 if TYPE_CHECKING:
@@ -63,11 +63,9 @@ class RunReport(RendersItself):
         """What broke first and was not caught by a loss scaler, in one line; "" where everything was finite."""
         if self.broke_elsewhere:
             return self.broke_elsewhere
-        broken = [(event, part.name) for part in self.parts if (event := gravest(part.ranges.events)) is not None]
+        broken = [(event, part.name) for part in self.parts if (event := what_broke(part.ranges)) is not None]
         if not broken:
             return ""
-        # Of several models each has its own count of steps: the gravest of them all, then the earliest.
-        first = gravest([event for event, _ in sorted(broken, key=lambda pair: pair[0].step)])
-        name = next(name for event, name in broken if event is first)
-        assert first is not None
+        # Of several models each has its own count of steps.
+        first, name = min(broken, key=lambda pair: pair[0].step)
         return first_line(first) if len(self.parts) == 1 else f"{name}: {first_line(first)}"

@@ -25,7 +25,7 @@ from mpinspect.capture.matmuls.sizes import allowed_tf32, named_sizes, tied_embe
 from mpinspect.matmuls import Matmul, MatmulRecording
 
 #: The way of an operator through the mode.
-_OURS = ("mpinspect.capture.matmuls", "torch.utils._python_dispatch", "torch._ops")
+_OURS = ("mpinspect.capture.matmuls", "torch.utils._python_dispatch", "torch._ops", "torch._compile", "torch._dynamo")
 #: How far up the stack the code that copies a tensor is looked for.
 _FRAMES = 12
 

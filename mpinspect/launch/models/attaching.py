@@ -8,56 +8,25 @@ the hooks go.
 from __future__ import annotations
 
 import functools
-import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from mpinspect.capture.guard import Guarded, guarded
-from mpinspect.capture.hooks import HandleList, ModelHook
+from mpinspect.capture.hooks import ModelHook
+from mpinspect.launch.models import variables
+from mpinspect.launch.models.compiled import Compiled
 from mpinspect.launch.models.inspected import InspectedModels
-from mpinspect.launch.models.owners import Holders, living_modules
+from mpinspect.launch.models.naming import Label, label
+from mpinspect.launch.models.owners import Holders, living_modules, unwrapped
+from mpinspect.launch.models.pending import PendingOptimizer, weakly
+from mpinspect.launch.models.turns import Turns
 from mpinspect.launch.seen import Seen
 
 #: Searches for modules may take this many seconds in all, or that share of the run.
 _SEARCH_S, _SEARCH_SHARE = 2.0, 0.01
-
-
-class PendingOptimizer:
-    """An optimizer whose model has not been called yet.
-
-    Args:
-        optimizer: held weakly.
-        parameters: ids of what it steps.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self.parameters = parameters
-        self.hooks = HandleList()
-        self.done = False
-        #: Whether any module holds its parameters.
-        self.has_modules = False
-        #: What to inspect if the module of this id is the first that is called; under None: without any call.
-        self.targets: dict[int | None, list[weakref.ref[torch.nn.Module]]] = {}
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, if it is still alive."""
-        return self._optimizer()
-
-    def models(self, called: int | None) -> list[torch.nn.Module]:
-        """What to inspect, as far as it is still alive."""
-        references = self.targets.get(called, self.targets.get(None, []))
-        return [module for reference in references if (module := reference()) is not None]
-
-    def settle(self) -> None:
-        """Nothing is to be waited for any more."""
-        self.done = True
-        self.hooks.remove_all()
 
 
 class Attaching(Guarded):
@@ -66,17 +35,22 @@ class Attaching(Guarded):
     Args:
         models: takes them.
         seen: the counts.
+        turns: the lock around all of it.
+        compiled: what no hook may be put on.
         attached: called after a model was attached.
     """
 
-    def __init__(self, models: InspectedModels, seen: Seen, attached: Callable[[], None]) -> None:
+    def __init__(
+        self, models: InspectedModels, seen: Seen, turns: Turns, compiled: Compiled, attached: Callable[[], None]
+    ) -> None:
         super().__init__(seen.note)
         self.models = models
         self.active = True
         self.pending: list[PendingOptimizer] = []
         self._seen = seen
         self._attached = attached
-        self._lock = threading.RLock()
+        self._turns = turns
+        self._compiled = compiled
         self._began = time.monotonic()
         self._searched_s = 0.0
 
@@ -84,13 +58,16 @@ class Attaching(Guarded):
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer was made: look for its modules, and wait for the first call of one."""
         parameters = optimizer_parameters(optimizer)
-        with self._lock:
+        with self._turns.mine():
             self.pending = [each for each in self.pending if not each.done and each.optimizer is not None]
             known = self.models.holding(parameters)
             if known is not None:
                 model = known.inspector.model
                 if model is not None:
-                    self._inspect(model, [optimizer])
+                    self._inspect(model, [optimizer], known.label)
+                return
+            if self.models.is_full:
+                self.models.note_that_it_is_full()
                 return
             waiting = PendingOptimizer(optimizer, parameters)
             self.pending.append(waiting)
@@ -99,7 +76,7 @@ class Attaching(Guarded):
     @guarded
     def attach(self, waiting: PendingOptimizer, models: Sequence[torch.nn.Module]) -> None:
         """Inspect these models, which a pending optimizer steps, with whatever other optimizer steps the same."""
-        with self._lock:
+        with self._turns.mine():
             if waiting.done or not models:
                 return
             waiting.settle()
@@ -108,7 +85,23 @@ class Attaching(Guarded):
                 same = [each for each in self.pending if not each.done and each.parameters <= holders.held(model)]
                 for each in same:
                     each.settle()
-                self._inspect(model, _distinct([waiting, *same]))
+                known = next((each.labels[id(model)] for each in (waiting, *same) if id(model) in each.labels), Label())
+                self._inspect(model, _distinct([waiting, *same]), known)
+            rest = waiting.rest_of_it()
+            if rest is not None:
+                self.pending.append(rest)
+                self._attached()
+
+    def attach_without_call(self, waiting: PendingOptimizer) -> None:
+        """A backward reaches what this optimizer steps, and none of its modules was seen to be called."""
+        called = next((id(root) for root in self._compiled.roots() if id(root) in waiting.targets), None)
+        self.attach(waiting, waiting.models(called) or [waiting.own_parameters()])
+
+    def leave_compiled(self) -> None:
+        """Something was compiled: take the hooks off it."""
+        for waiting in self.pending:
+            modules = [module for models in waiting.held if (module := models()) is not None]
+            waiting.unhook(self._compiled.among(modules))
 
     def give_up(self) -> None:
         """Take every hook off that is still waiting."""
@@ -117,13 +110,13 @@ class Attaching(Guarded):
             each.settle()
         self.pending.clear()
 
-    def inspect_without_optimizer(self, model: torch.nn.Module) -> None:
+    def inspect_without_optimizer(self, model: torch.nn.Module, known: Label) -> None:
         """A model that a backward reaches, and that no torch optimizer is known for."""
-        with self._lock:
-            self._inspect(model, [])
+        with self._turns.mine():
+            self._inspect(model, [], known)
 
-    def _inspect(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.models.inspect(model, optimizers)
+    def _inspect(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], known: Label) -> None:
+        self.models.inspect(model, optimizers, known)
         self._attached()
 
     def _find_modules(self, waiting: PendingOptimizer) -> None:
@@ -133,21 +126,35 @@ class Attaching(Guarded):
             return
         holders = Holders(waiting.parameters, living_modules())
         waiting.has_modules = bool(holders.modules)
+        waiting.loose = waiting.parameters - holders.found()
+        waiting.variables = script_names(holders, waiting.loose)
         if waiting.has_modules:
             self._wait_for_a_call(waiting, holders)
         self._searched_s += time.monotonic() - began
 
     def _wait_for_a_call(self, waiting: PendingOptimizer, holders: Holders) -> None:
-        waiting.targets[None] = _weakly(holders.targets(None))
+        waiting.held = weakly(holders.modules)
+        compiled = self._compiled.among(holders.modules)
+        self._note_targets(waiting, None, holders.targets(None), holders)
         for module in holders.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             if holders.holds_all(module):
-                waiting.targets[id(module)] = _weakly(holders.targets(module))
+                self._note_targets(waiting, id(module), holders.targets(module), holders)
+            if id(module) in compiled:
+                continue
             called = functools.partial(self._called, waiting, id(module), holders.is_top(module))
             # First of all hooks: sharding's own may exchange the parameters.
             handle = module.register_forward_pre_hook(ModelHook(module, called), prepend=True)
-            waiting.hooks.add(handle)
+            waiting.hooks[id(module)] = handle
+
+    def _note_targets(
+        self, waiting: PendingOptimizer, called: int | None, targets: Sequence[torch.nn.Module], holders: Holders
+    ) -> None:
+        waiting.targets[called] = weakly(targets)
+        for target in targets:
+            if id(target) not in waiting.labels:
+                waiting.labels[id(target)] = label(target, holders, waiting.variables)
 
     @guarded
     def _called(self, waiting: PendingOptimizer, module: int, is_top: bool, *_: Any) -> None:
@@ -161,6 +168,13 @@ class Attaching(Guarded):
         self.attach(waiting, waiting.models(module))
 
 
+def script_names(holders: Holders, others: Collection[int]) -> dict[int, str]:
+    """What the script calls the modules and some other objects, by id; a module has its wrapper's name if it has none."""
+    inside = {id(module): id(unwrapped(module)) for module in holders.modules}
+    found = variables.names_of(inside.keys() | set(others), (torch.nn.Module, torch.Tensor))
+    return {inside.get(key, key): name for key, name in found.items()} | found
+
+
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Ids of what an optimizer steps."""
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -170,7 +184,3 @@ def _distinct(waiting: Sequence[PendingOptimizer]) -> list[torch.optim.Optimizer
     """The living ones, of those with the very same parameters the last: one of them wraps the others and need not step itself."""
     latest = {each.parameters: optimizer for each in waiting if (optimizer := each.optimizer) is not None}
     return list(latest.values())
-
-
-def _weakly(modules: Sequence[torch.nn.Module]) -> list[weakref.ref[torch.nn.Module]]:
-    return [weakref.ref(module) for module in modules]

@@ -15,8 +15,9 @@ import torch
 
 from mpinspect.capture.guard import Guarded, guarded
 from mpinspect.launch.models import graph
-from mpinspect.launch.models.attaching import Attaching
-from mpinspect.launch.models.owners import Holders, LooseParameters, living_modules
+from mpinspect.launch.models.attaching import Attaching, script_names
+from mpinspect.launch.models.naming import Label, label
+from mpinspect.launch.models.owners import Holders, Parameters, living_modules
 from mpinspect.launch.seen import Seen
 
 #: Graphs that are searched in vain, after which a backward is only counted until another optimizer is made.
@@ -73,8 +74,7 @@ class Backwards(Guarded):
         waiting = [each for each in self._attaching.pending if not each.done and each.optimizer is not None]
         reached = [each for each in waiting if not each.parameters.isdisjoint(leaves)]
         for each in reached:
-            models = each.models(None) or [_loose(each.optimizer)]
-            self._attaching.attach(each, models)
+            self._attaching.attach_without_call(each)
         inspected = self._attaching.models.holding(leaves) if leaves else None
         if reached or inspected is not None or any(each.has_modules for each in waiting):
             return
@@ -90,8 +90,9 @@ class Backwards(Guarded):
             )
             self._attaching.attach(waiting[0], tops)
             return
+        known = script_names(holders, ()) if tops else {}
         for model in tops:
-            self._attaching.inspect_without_optimizer(model)
+            self._attaching.inspect_without_optimizer(model, label(model, holders, known))
         if not tops and not waiting:
             self._attach_to_lasting(leaves)
 
@@ -107,19 +108,14 @@ class Backwards(Guarded):
             self._seen.note(
                 f"{len(lasting)} parameters are in no module and have numbers for names: {_shapes(lasting)}"
             )
-            self._attaching.inspect_without_optimizer(LooseParameters(lasting))
+            self._attaching.inspect_without_optimizer(Parameters(lasting), Label())
 
     def _tell_scales(self, capture: Any, tensors: Any) -> None:
         starts = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for reference, scaler in self._scaled:
             scaled = reference()
             if scaled is not None and any(scaled is start for start in starts):
-                capture.loss_scaled(scaler, scaled)
-
-
-def _loose(optimizer: torch.optim.Optimizer | None) -> LooseParameters:
-    groups = [] if optimizer is None else optimizer.param_groups
-    return LooseParameters(parameter for group in groups for parameter in group["params"])
+                capture.loss_scaled(scaler, (), scaled)
 
 
 def _shapes(tensors: list[torch.Tensor]) -> str:

@@ -9,14 +9,20 @@ from typing import Any
 
 import torch
 
-from mpinspect.analysis.first_line import first_line
+from mpinspect.analysis.first_line import first_line, gravest
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
 from mpinspect.capture.recording import Sink
 from mpinspect.capture.steps import Schedule
 from mpinspect.inspector import Inspector
+from mpinspect.launch.models.owners import Parameters
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.session import Event, Progress, TensorInfo, Window
+from mpinspect.session import WEIGHT_GRADIENT, Event, Progress, TensorInfo, Window
+
+_COMPILED = (
+    "hooks do not run inside torch.compile: of the modules that are compiled only weight gradients were counted and watched. "
+    "Run the script uncompiled to see their activations"
+)
 
 #: Sinks of recordings that a forked child inherited. Closing them there would write the parent's files a second time.
 _inherited: list[Sink] = []
@@ -31,6 +37,7 @@ class LaunchedInspector(Inspector):
         optimizers: those known to step the model.
         log_dir: of its session file and TensorBoard log.
         say: writes a line to stderr.
+        unhookable: ids of modules that no hook may be put on: they are compiled, and would be once more when it goes.
     """
 
     def __init__(
@@ -40,12 +47,14 @@ class LaunchedInspector(Inspector):
         optimizers: Sequence[torch.optim.Optimizer],
         log_dir: Path | None,
         say: Callable[[str], None],
+        unhookable: Collection[int] = (),
     ) -> None:
         self._first_event = _FirstEvent(say)
         self._model = weakref.ref(model)
         self._loss_scale = options.loss_scale
         self._selection = model_layers.Selection(options.include, options.exclude)
-        chosen: dict[str, Any] = {} if options.kinds is None else {"capture": options.kinds}
+        kinds = _kinds(model, options.kinds)
+        chosen: dict[str, Any] = {} if kinds is None else {"capture": kinds}
         super().__init__(
             model,
             optimizers=list(optimizers),
@@ -58,6 +67,8 @@ class LaunchedInspector(Inspector):
             **chosen,
         )
         self._schedule = Schedule(every=options.every, dense=options.dense)
+        if unhookable:
+            self._capture = self._on(model, optimizers, unhookable)
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -92,16 +103,27 @@ class LaunchedInspector(Inspector):
         self._capture = self._made((), (), ())
         self._continue(clock)
 
-    def resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def resume(self, optimizers: Sequence[torch.optim.Optimizer], unhookable: Collection[int]) -> None:
         """Put the hooks back on the model, which is alive and has an optimizer again; steps are counted on."""
         model = self.model
         if model is None or self.attached:
             return
         clock = self._capture.clock
-        layers = model_layers.find_layers(model, self._selection)
-        self._capture = self._made(layers, model_layers.find_parameters(model, self._selection), optimizers)
+        self._capture = self._on(model, optimizers, unhookable)
         self._continue(clock)
         self._capture.attach()
+
+    def unhook(self, modules: Collection[int]) -> None:
+        """Take the hooks off these modules, by id: they have just been compiled."""
+        capture = self._capture
+        leave = [(module, hook) for module, hook in capture._hook_ids if id(module) in modules]
+        if not leave:
+            return
+        capture._hook_ids = [(module, hook) for module, hook in capture._hook_ids if id(module) not in modules]
+        for module, hook in leave:
+            module._forward_hooks.pop(hook, None)
+            module._forward_hooks_with_kwargs.pop(hook, None)
+        self.note(_COMPILED)
 
     def rest(self, resting: bool) -> None:
         """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
@@ -120,6 +142,15 @@ class LaunchedInspector(Inspector):
         """This is a forked child: neither hooks nor files are ours any more. Touches no GPU, flushes nothing."""
         self._capture.abandon()
         _inherited.extend(self._recording.abandon())
+
+    def _on(
+        self, model: torch.nn.Module, optimizers: Collection[torch.optim.Optimizer], unhookable: Collection[int]
+    ) -> Capture:
+        found = model_layers.find_layers(model, self._selection)
+        layers = [layer for layer in found if id(layer.module) not in unhookable]
+        if len(layers) < len(found):
+            self.note(_COMPILED)
+        return self._made(layers, model_layers.find_parameters(model, self._selection), optimizers)
 
     def _made(self, layers: Any, parameters: Any, optimizers: Collection[torch.optim.Optimizer]) -> Capture:
         return Capture(
@@ -145,17 +176,24 @@ class LaunchedInspector(Inspector):
         return [*opened, self._first_event]
 
 
+def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str] | None:
+    """Parameters of no module have no output: nothing is promised of one."""
+    if not isinstance(model, Parameters):
+        return asked
+    return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in model_layers.PARAMETER_KINDS]
+
+
 class _FirstEvent:
-    """Says the first event as it happens, and the first that was not caught by a loss scaler if that is another."""
+    """Says the first event that does harm, as it happens; not how a loss scaler probes."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said = 0
+        self._said = False
 
     def event(self, event: Event) -> None:
-        if self._said == 0 or (self._said == 1 and not event.skipped):
+        if not self._said and gravest([event]) is not None:
+            self._said = True
             self._say(first_line(event))
-            self._said += 1 if event.skipped else 2
 
     def watched(self, infos: Sequence[TensorInfo]) -> None: ...
 

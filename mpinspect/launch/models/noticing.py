@@ -34,8 +34,11 @@ class Listener(Protocol):
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()`` has run."""
 
-    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
-        """``scaler.scale(loss)`` returned ``scaled``."""
+    def module_compiled(self, given: object) -> None:
+        """``torch.compile(given)`` has run."""
+
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """``scaler.scale(given)`` returned ``scaled``."""
 
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` is about to run."""
@@ -57,6 +60,7 @@ class Noticing:
         self._replaced = [
             _replace(torch.optim.Optimizer, "__init__", self._noticed_optimizer),
             _replace(gc, "freeze", _remembered_modules),
+            _replace(torch, "compile", self._noticed_compile),
             *(_replace(torch.jit, name, _without_our_hooks) for name in ("script", "trace", "trace_module")),
         ]
         self.watch_backwards(True)
@@ -92,6 +96,19 @@ class Noticing:
             self._listener.optimizer_made(optimizer)
 
         return __init__
+
+    def _noticed_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``module.compile()`` comes here too."""
+
+        @functools.wraps(original)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            given = args[0] if args else kwargs.get("model")
+            if given is not None and not kwargs.get("disable", False):
+                self._listener.module_compiled(given)
+            return result
+
+        return compile
 
     def _noticed_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpinspect.capture.guard import Guarded, guarded
+from mpinspect.launch.models.compiled import Compiled
 from mpinspect.launch.models.inspected import InspectedModels
+from mpinspect.launch.models.owners import submodules
 from mpinspect.launch.options import LaunchOptions
 from mpinspect.launch.seen import Seen
 
@@ -32,9 +35,12 @@ class OneStep(Guarded):
         directory: where the trace is written.
         models: those inspected.
         seen: takes the notes.
+        compiled: what no hook may be put on.
     """
 
-    def __init__(self, options: LaunchOptions, directory: Path, models: InspectedModels, seen: Seen) -> None:
+    def __init__(
+        self, options: LaunchOptions, directory: Path, models: InspectedModels, seen: Seen, compiled: Compiled
+    ) -> None:
         super().__init__(seen.note)
         self.matmuls: MatmulRecording | None = None
         self.trace: Path | None = None
@@ -43,9 +49,12 @@ class OneStep(Guarded):
         self._directory = directory
         self._models = models
         self._seen = seen
+        self._compiled = compiled
+        #: That whose step is looked at: modes and profiles are a thread's own.
+        self._thread: int | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        #: Whether an optimizer stepped since a scaler's step began.
-        self._stepped = True
+        #: Threads on which no optimizer has stepped since a scaler's step began.
+        self._unstepped: set[int] = set()
         #: How often each optimizer stepped, by id, before one was chosen.
         self._steps: Counter[int] = Counter()
         self._products: LiveMatmuls | None = None
@@ -56,16 +65,16 @@ class OneStep(Guarded):
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: what it multiplies is no product of the model."""
-        if self._products is not None:
+        if self._products is not None and self._is_its_thread:
             self._products.in_optimizer = True
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
-        self._stepped = True
+        self._unstepped.discard(threading.get_ident())
         if self._lingering is not None and self._lingering.leave():
             self._lingering = None
-        if not self._is_needed:
+        if not self._is_needed or not self._is_its_thread:
             return
         if self._products is not None:
             self._products.in_optimizer = False
@@ -73,13 +82,19 @@ class OneStep(Guarded):
 
     def scaler_steps(self) -> None:
         """``scaler.step(optimizer)`` is about to run."""
-        self._stepped = False
+        self._unstepped.add(threading.get_ident())
 
     @guarded
     def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """A scaler's step is over; where it skipped the optimizer's, a training step has ended all the same."""
-        if not self._stepped and self._is_needed:
+        skipped = threading.get_ident() in self._unstepped
+        self._unstepped.discard(threading.get_ident())
+        if skipped and self._is_needed and self._is_its_thread:
             self._step_ended(optimizer)
+
+    @property
+    def _is_its_thread(self) -> bool:
+        return self._thread in (None, threading.get_ident())
 
     @property
     def _is_needed(self) -> bool:
@@ -90,13 +105,27 @@ class OneStep(Guarded):
         if self._products is not None:
             self._finish_products("the script ended within the step whose matrix products were recorded")
         elif self._wants_matmuls and self._models.all:
-            self._seen.note("the script made too few steps for one to be recorded for --lint: 2 are needed")
+            self._too_few("--lint", "for one to be recorded for --lint: 2 are needed")
         if self._profile is not None:
             self._finish_profile("the script ended before the profiled step did")
         elif self._wants_trace and self._models.all:
-            self._seen.note(
-                "the script made too few steps for one to be profiled for --kernels: 3 are needed, 4 with --lint"
-            )
+            self._too_few("--kernels", "for one to be profiled for --kernels: 3 are needed, 4 with --lint")
+
+    def _too_few(self, option: str, wanted: str) -> None:
+        if self._seen.steps:
+            self._seen.note(f"the script made too few steps {wanted}")
+        else:
+            self._seen.note(f"{option} goes by the steps of torch's optimizers, and this script made none")
+
+    def leave_compiled(self) -> None:
+        """Something was compiled: no hook of ours may be on it."""
+        if self._products is not None:
+            products, self._products = self._products, None
+            products.end("")
+            self._lingering = None if products.leave() else products
+            self._seen.note("--lint recorded no step: a model was compiled within the step that was to be recorded")
+        if self._profile is not None:
+            self._profile.leave_modules()
 
     def abandon(self) -> None:
         """This is a forked child, maybe in the middle of a step."""
@@ -115,6 +144,7 @@ class OneStep(Guarded):
         if self._models.stepped_by(optimizer) is None or not self._ends_a_round(optimizer):
             return
         self._optimizer = weakref.ref(optimizer)
+        self._thread = threading.get_ident()
         if self._wants_matmuls:
             self._begin_products()
         elif self._wants_trace:
@@ -161,7 +191,9 @@ class OneStep(Guarded):
         if reason:
             self._seen.note(f"--kernels profiled no step: {reason}")
             return
-        profile = LiveProfile(self._models.attached(), self._directory / "trace.json.gz")
+        models = self._models.attached()
+        parts = [part for model in models.values() for part in submodules(model)]
+        profile = LiveProfile(models, self._directory / "trace.json.gz", unhookable=self._compiled.among(parts))
         profile.begin()
         self._profile = profile
         self._models.rest(True)

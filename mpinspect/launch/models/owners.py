@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -41,14 +41,21 @@ def remember_before_freezing() -> None:
     _frozen[:] = [weakref.ref(module) for module in living_modules()]
 
 
-class LooseParameters(nn.Module):
-    """Parameters that no module holds, under their numbers: a module that is never called."""
+class Parameters(nn.Module):
+    """Parameters that no module holds: a module that is never called.
 
-    def __init__(self, parameters: Iterable[Any]) -> None:
+    Args:
+        parameters: leaf tensors.
+        variables: what the script calls some of them, by id; the others have their numbers for names.
+    """
+
+    def __init__(self, parameters: Iterable[Any], variables: Mapping[int, str] | None = None) -> None:
         super().__init__()
         for number, parameter in enumerate(parameters):
+            name = (variables or {}).get(id(parameter), "")
+            known = name.isidentifier() and name not in self._parameters
             # Not register_parameter, which takes nn.Parameter only: a plain leaf tensor is trained just as well.
-            self._parameters[str(number)] = parameter
+            self._parameters[name if known else str(number)] = parameter
 
 
 class Holders:
@@ -81,7 +88,12 @@ class Holders:
 
     def holds_all(self, module: nn.Module) -> bool:
         """Whether every wanted parameter that any module holds is in this one."""
-        return self._found() <= self.held(module)
+        return self.found() <= self.held(module)
+
+    def outermost(self, module: nn.Module) -> list[nn.Module]:
+        """Of the modules around this one, itself among them, those that no other holds."""
+        around = [self._modules[key] for key in self._upwards([id(module)]) if key in self._modules]
+        return [each for each in around if self.is_top(each)]
 
     def held(self, module: nn.Module) -> frozenset[int]:
         """Ids of all parameters of a module, wanted or not, its submodules' among them."""
@@ -103,7 +115,8 @@ class Holders:
             return [unwrapped(self._climbed(min(whole, key=lambda module: len(list(submodules(module))))))]
         return self._tops()
 
-    def _found(self) -> frozenset[int]:
+    def found(self) -> frozenset[int]:
+        """Ids of the wanted parameters that any module holds."""
         return frozenset(key for module in self.modules for key in _own_parameters(module)) & self._wanted
 
     def _climbed(self, module: nn.Module) -> nn.Module:
@@ -123,7 +136,7 @@ class Holders:
         """Modules without a parent that together hold what is wanted; those with most of it first."""
         tops = sorted(filter(self.is_top, self.modules), key=lambda each: -len(self.held(each) & self._wanted))
         chosen: list[nn.Module] = []
-        missing = set(self._found())
+        missing = set(self.found())
         for module in tops:
             if not missing.isdisjoint(self.held(module)):
                 chosen.append(unwrapped(module))
@@ -171,8 +184,13 @@ def submodules(module: nn.Module) -> Iterator[nn.Module]:
                 waiting.append(child)
 
 
+def named_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules right below this one, with the names that it has for them."""
+    return [(name, child) for name, child in _entry(module, "_modules").items() if issubclass(type(child), nn.Module)]
+
+
 def _children(module: nn.Module) -> list[nn.Module]:
-    return [child for child in _entry(module, "_modules").values() if issubclass(type(child), nn.Module)]
+    return [child for _, child in named_children(module)]
 
 
 def _own_parameters(module: nn.Module) -> list[int]:

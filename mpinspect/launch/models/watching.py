@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpinspect.capture.guard import Guarded, guarded
+from mpinspect.launch.models.compiled import Compiled
 from mpinspect.launch.models.noticing import Noticing
+from mpinspect.launch.models.turns import Turns
 from mpinspect.launch.options import LaunchOptions
 from mpinspect.launch.seen import Parts, Seen
 
@@ -37,6 +39,8 @@ class Watching(Guarded):
         self._seen = seen
         self._active = False
         self._known: set[int] = set()
+        self._turns = Turns()
+        self._compiled = Compiled()
         self._noticing = Noticing(self)
         self._finding: _Finding | None = None
 
@@ -48,17 +52,18 @@ class Watching(Guarded):
     def finish(self) -> Parts:
         """Leave everything as it was, and hand over."""
         self._active = False
-        self._noticing.remove()
-        if self._finding is None:
-            return Parts()
-        self._finding.attaching.give_up()
-        self._finding.one_step.give_up()
-        models = self._finding.models
-        models.end()
-        self._seen.backwards = max(self._seen.backwards, sum(each.inspector.backwards for each in models.all))
-        return Parts(
-            [each.record() for each in models.all], self._finding.one_step.matmuls, self._finding.one_step.trace
-        )
+        with self._turns.mine():
+            self._noticing.remove()
+            if self._finding is None:
+                return Parts()
+            self._finding.attaching.give_up()
+            self._finding.one_step.give_up()
+            models = self._finding.models
+            models.end()
+            self._seen.backwards = max(self._seen.backwards, sum(each.inspector.backwards for each in models.all))
+            records = models.records()
+        self._seen.models = len(records)
+        return Parts(records, self._finding.one_step.matmuls, self._finding.one_step.trace)
 
     def abandon(self) -> None:
         """This is a forked child. No lock is taken: another thread of the parent may have held it."""
@@ -76,23 +81,25 @@ class Watching(Guarded):
         """An optimizer's ``__init__`` has run."""
         if not self._active or not isinstance(getattr(optimizer, "param_groups", None), list):
             return
-        self._seen.optimizers += 1
-        self._known.add(id(optimizer))
-        finding = self._found()
-        finding.models.release_if_due()
-        finding.attaching.add(optimizer)
-        finding.backwards.search_again()
-        self._noticing.watch_backwards(not finding.backwards.settled)
+        with self._turns.mine():
+            self._seen.optimizers += 1
+            self._known.add(id(optimizer))
+            finding = self._found()
+            finding.models.release_if_due()
+            finding.attaching.add(optimizer)
+            finding.backwards.search_again()
+            self._noticing.watch_backwards(not finding.backwards.settled)
 
     @guarded
     def backward_begins(self, tensors: Any) -> None:
         """A backward is about to run."""
         if not self._active:
             return
-        self._seen.backwards += 1
-        finding = self._found()
-        finding.backwards.begins(tensors)
-        finding.models.stop_after_enough_steps()
+        with self._turns.mine():
+            self._seen.backwards += 1
+            finding = self._found()
+            finding.backwards.begins(tensors)
+            finding.models.stop_after_enough_steps(None)
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,20 +112,34 @@ class Watching(Guarded):
         """``optimizer.step()`` has run."""
         if not self._active:
             return
-        self._seen.steps += 1
-        if id(optimizer) not in self._known:
-            # It was unpickled or copied, so that its __init__ did not run.
-            self.optimizer_made(optimizer)
-        finding = self._found()
-        finding.models.release_if_due()
-        finding.models.stop_after_enough_steps()
-        finding.one_step.optimizer_stepped(optimizer)
+        with self._turns.mine():
+            self._seen.steps += 1
+            if id(optimizer) not in self._known:
+                # It was unpickled or copied, so that its __init__ did not run.
+                self.optimizer_made(optimizer)
+            finding = self._found()
+            finding.models.release_if_due()
+            finding.models.stop_after_enough_steps(optimizer)
+            finding.one_step.optimizer_stepped(optimizer)
 
     @guarded
-    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
-        """``scaler.scale(loss)`` returned ``scaled``."""
+    def module_compiled(self, given: object) -> None:
+        """``torch.compile(given)`` has run."""
+        if not self._active:
+            return
+        with self._turns.mine():
+            self._compiled.add(given)
+            if self._finding is not None:
+                self._finding.attaching.leave_compiled()
+                self._finding.models.leave_compiled()
+                self._finding.one_step.leave_compiled()
+
+    @guarded
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """``scaler.scale(given)`` returned ``scaled``."""
         if self._active and self._finding is not None and not self._finding.backwards.settled:
-            self._finding.backwards.scaled(scaler, scaled)
+            with self._turns.mine():
+                self._finding.backwards.scaled(scaler, scaled)
 
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` is about to run."""
@@ -129,17 +150,19 @@ class Watching(Guarded):
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` has returned."""
         if self._active and self._finding is not None:
-            self._finding.one_step.scaler_stepped(optimizer)
+            with self._turns.mine():
+                self._finding.one_step.scaler_stepped(optimizer)
 
     def _found(self) -> _Finding:
         if self._finding is None:
             with warnings.catch_warnings():
                 # What libraries have to say when they are imported is not for the script, whose warnings may be errors.
                 warnings.simplefilter("ignore")
-                self._finding = _Finding(self._options, self._directory, self._say, self._seen, self._attached)
+                self._finding = _Finding(self._options, self._directory, self._say, self._seen, self)
         return self._finding
 
-    def _attached(self) -> None:
+    def attached(self) -> None:
+        """A model was attached to."""
         self._noticing.listen_last()
         finding = self._found()
         by_hand = any(not each.had_optimizers for each in finding.models.all)
@@ -161,14 +184,15 @@ class _Finding:
         directory: Path,
         say: Callable[[str], None],
         seen: Seen,
-        attached: Callable[[], None],
+        watching: Watching,
     ) -> None:
         from mpinspect.launch.models.attaching import Attaching
         from mpinspect.launch.models.backwards import Backwards
         from mpinspect.launch.models.inspected import InspectedModels
         from mpinspect.launch.models.one_step import OneStep
 
-        self.models = InspectedModels(options, directory, say, seen)
-        self.attaching = Attaching(self.models, seen, attached)
+        turns, compiled = watching._turns, watching._compiled
+        self.models = InspectedModels(options, directory, say, seen, turns, compiled)
+        self.attaching = Attaching(self.models, seen, turns, compiled, watching.attached)
         self.backwards = Backwards(self.attaching, seen)
-        self.one_step = OneStep(options, directory, self.models, seen)
+        self.one_step = OneStep(options, directory, self.models, seen, compiled)
