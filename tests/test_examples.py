@@ -215,7 +215,7 @@ def test_lightning_digits_needs_no_scale_in_fp32(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     printed = run_example("lightning_digits.py", monkeypatch, capsys, "--steps=5", "--precision=32-true")
-    assert "5 steps, 5 sampled\n" in printed
+    assert "5 steps, 5 sampled, 10 backwards\n" in printed
     assert "Scale 1 will do" in printed
     assert "loss scale " not in printed.splitlines()[-1]
     assert not list(tmp_path.iterdir())

@@ -237,7 +237,7 @@ def without_inspector(script: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "steps", "part", "layers"),
     [
-        ("digits_cnn", 30, "Sequential", ("conv1.weight", "head.bias", "norm2.weight")),
+        ("digits_cnn", 30, "model", ("conv1.weight", "head.bias", "norm2.weight")),
         ("transformers_gpt2", 10, "GPT2LMHeadModel", ("transformer.h.1.mlp.c_fc.weight", "transformer.h.1.ln_1")),
         ("talk_network", 20, "Linear", ("weight", "bias")),
     ],
