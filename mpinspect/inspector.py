@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import platform
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +11,14 @@ from typing import Any
 import torch
 
 from mpinspect.analysis import analyse
-from mpinspect.analysis.first_line import first_line, what_broke
 from mpinspect.analysis.report import RangeReport
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
 from mpinspect.capture.optimizers import plain_optimizer
 from mpinspect.capture.recording import MpinspectWarning, Recording, Sink, warn
 from mpinspect.capture.steps import Schedule
-from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session
+from mpinspect.last_words import print_report
+from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -74,12 +71,12 @@ class Inspector:
         watch: bool = True,
     ) -> None:
         schedule = every if isinstance(every, Schedule) else Schedule(every)
-        _require(model, schedule, loss_scale)
+        _require(model, loss_scale)
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
-        info = RunInfo(type(model).__name__, _now(), kinds, schedule.every, watch, _versions())
+        info = RunInfo(type(model).__name__, now(), kinds, schedule.every, watch, _versions())
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         self._recording = Recording(info, self._sinks(sinks), tell=self._tell)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
@@ -125,7 +122,7 @@ class Inspector:
     ) -> None:
         self.detach()
         if kind is not None and not _went_well(error):
-            self._report_to_stderr()
+            print_report(self.report)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -139,21 +136,6 @@ class Inspector:
         """What the counts say: ranges by layer, findings, the suggested loss scale. While attached it waits for the GPU."""
         return analyse(self.session())
 
-    def _report_to_stderr(self) -> None:
-        """The run broke, and may leave nothing else behind. Whatever fails here must not hide the user's exception."""
-        try:
-            encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-            report = self.report()
-            broke = what_broke(report)
-            text = f"{first_line(broke)}\n{report}" if broke is not None else str(report)
-            # A layer's name that the terminal lacks is printed escaped.
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
-            if sys.stderr is not None:
-                print(text, file=sys.stderr)
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                print(f"mpinspect could not print its report: {error!r}", file=sys.stderr)
-
     # -- inside, and for those who make an inspector of their own ----------------------------------------------
 
     def _tell(self, note: str) -> None:
@@ -165,12 +147,9 @@ class Inspector:
         return opened
 
 
-def _require(model: object, schedule: Schedule, loss_scale: object) -> None:
+def _require(model: object, loss_scale: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
-    every = schedule.every
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every={every!r}: give a whole number of steps, 1 or more (1 samples every step)")
     if loss_scale is None or callable(loss_scale):
         return
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
@@ -222,10 +201,6 @@ def _misgivings(parameters: list[model_layers.WatchedParameter], selection: mode
 
 def _went_well(error: BaseException | None) -> bool:
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

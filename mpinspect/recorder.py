@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import os
 import platform
 import sys
@@ -16,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from mpinspect.analysis import analyse
-from mpinspect.analysis.first_line import first_line, what_broke
 from mpinspect.analysis.report import RangeReport
 from mpinspect.capture.arrays.capture import ArrayCapture
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule
-from mpinspect.session import KINDS, WEIGHT_GRADIENT, RunInfo, Session
+from mpinspect.last_words import print_report
+from mpinspect.session import KINDS, WEIGHT_GRADIENT, RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
 from mpinspect.version import __version__
 
@@ -55,9 +53,7 @@ class Recorder:
     def __init__(self, log_dir: str | Path | None = None, *, model: str = "", every: int | Schedule = 1) -> None:
         schedule = every if isinstance(every, Schedule) else Schedule(every)
         each = schedule.every
-        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-            raise ValueError(f"every={each!r}: give a whole number of steps, 1 or more (1 samples every step)")
-        info = RunInfo(str(model), _now(), KINDS, each, watch=each == 1, versions=_versions())
+        info = RunInfo(str(model), now(), KINDS, each, watch=each == 1, versions=_versions())
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         self._recording = Recording(info, sinks)
         self._capture = ArrayCapture(self._recording, schedule)
@@ -125,7 +121,7 @@ class Recorder:
     ) -> None:
         self.close()
         if kind is not None and not isinstance(error, (GeneratorExit, SystemExit)):
-            self._report_to_stderr()
+            print_report(self.report)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -138,15 +134,6 @@ class Recorder:
         """What the counts say: ranges by layer, findings, the suggested loss scale."""
         return analyse(self.session())
 
-    def _report_to_stderr(self) -> None:
-        """The run broke, and may leave nothing else behind. Whatever fails here must not hide the user's exception."""
-        with contextlib.suppress(Exception):
-            report = self.report()
-            broke = what_broke(report)
-            text = f"{first_line(broke)}\n{report}" if broke is not None else str(report)
-            encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-            print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
-
 
 def _close(capture: ArrayCapture, recording: Recording, lock: threading.RLock, process: int | None = None) -> None:
     """Twice does nothing. ``process``: the one whose files they are; in its forked children nothing is done."""
@@ -156,10 +143,6 @@ def _close(capture: ArrayCapture, recording: Recording, lock: threading.RLock, p
         if not recording.progress.ended:
             capture.finish()
             recording.close()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

@@ -12,13 +12,12 @@ from mpinspect.analysis import analyse
 from mpinspect.analysis.run import ModelPart, RunReport
 from mpinspect.analysis.tensor_cores import KernelReport
 from mpinspect.kernel_profile import read_trace
-from mpinspect.launch.elsewhere import process_name
+from mpinspect.launch.elsewhere import in_order, process_name
 from mpinspect.launch.record import FILE_NAME as RECORD
+from mpinspect.launch.record import REPORTS, TRACE
 from mpinspect.launch.recorded import Recorded, read_record
 from mpinspect.session_file import FILE_NAME, SessionError, read_session
 from mpinspect.trace_file import TraceError
-
-TRACE, REPORT = "trace.json.gz", "report.json"
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
@@ -66,7 +65,7 @@ def _processes(folder: Path) -> dict[str, Path]:
     found = {"": folder} if _is_process(folder) else {}
     below = [path for path in (*folder.glob("*"), *folder.glob("rank*/process-*")) if process_name(path)]
     names = {path.relative_to(folder).as_posix(): path for path in below if _is_process(path)}
-    return found | {name: names[name] for name in sorted(names, key=_natural)}
+    return found | {name: names[name] for name in sorted(names, key=in_order)}
 
 
 def _is_process(place: Path) -> bool:
@@ -85,19 +84,13 @@ def _nothing_in(folder: Path) -> str:
     return f"{folder} holds neither a session nor a run of mpinspect run"
 
 
-def _natural(name: str) -> list[tuple[str, int]]:
-    """rank2 before rank10."""
-    stems = [(part, part.rstrip("0123456789")) for part in name.split("/")]
-    return [(stem, int(part[len(stem) :] or 0)) for part, stem in stems]
-
-
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
 def _found(place: Path, process: str, record: Recorded) -> Iterator[ModelPart | str]:
     """A process's models, and sentences: of what can't be read, and of what the process saw."""
     report = _report(place)
-    where = f"; {place / 'report.md'} and {REPORT} hold the whole" if report else ""
+    where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
     for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
         name = session_file.parent.name
@@ -130,7 +123,7 @@ def _seen(place: Path, record: Recorded, report: dict[str, Any], names: list[str
     elif not record.ended and not report:
         yield "no report was written so far: what was seen besides the models' sessions is not known"
     if report.get("shapes") is not None:
-        yield f"shapes were recorded too: their report is in {place / 'report.md'}"
+        yield f"shapes were recorded too: their report is in {place / REPORTS[0]}"
 
 
 def _made(path: Path) -> float:
@@ -143,7 +136,7 @@ def _made(path: Path) -> float:
 def _report(place: Path) -> dict[str, Any]:
     """The report that the run wrote at its end; nothing where there is none to be read."""
     try:
-        report = json.loads((place / REPORT).read_text(encoding="utf-8"))
+        report = json.loads((place / REPORTS[1]).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return report if isinstance(report, dict) else {}
@@ -154,7 +147,9 @@ def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
     if not traces:
         return None
     try:
-        return read_trace(traces)
+        report = read_trace(traces)
     except (TraceError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
+    # Where there was no GPU the run has said so.
+    return report if any(rank.has_gpu_work for rank in report.ranks) else None

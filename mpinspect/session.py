@@ -6,6 +6,7 @@ data without torch: what is counted are the *unscaled* values (the loss scale of
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -259,6 +260,11 @@ class Session:
         from mpinspect.session_file import save_session
 
         return save_session(self, path)
+
+
+def now() -> str:
+    """The time that ``RunInfo.started`` holds: UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:

@@ -176,6 +176,15 @@ class Capture(Guarded):
             (self._kinds, self._watch), self._rested = self._rested, None
         self._begin_step()
 
+    def unhook(self, modules: Collection[int]) -> bool:
+        """Take the hooks off these modules, by id; whether there were any. Their parameters stay hooked."""
+        leave = [(module, hook) for module, hook in self._hook_ids if id(module) in modules]
+        self._hook_ids = [(module, hook) for module, hook in self._hook_ids if id(module) not in modules]
+        for module, hook in leave:
+            module._forward_hooks.pop(hook, None)
+            module._forward_hooks_with_kwargs.pop(hook, None)
+        return bool(leave)
+
     def abandon(self) -> None:
         """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""
         self.attached, self._quiet = False, True

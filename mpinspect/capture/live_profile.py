@@ -62,9 +62,9 @@ class LiveProfile:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _quietly():
-            profiling._wait()
+            profiling.wait_for_gpu()
             self._profiler = profile(
-                activities=profiling._activities(), schedule=_keep_the_second, record_shapes=True, acc_events=True
+                activities=profiling.activities(), schedule=_keep_the_second, record_shapes=True, acc_events=True
             )
             self._profiler.start()
         self._put_back = _make_way(self._give_way)
@@ -75,7 +75,7 @@ class LiveProfile:
         if self._profiler is None or self._steps == 2:
             return True
         with _quietly():
-            profiling._wait()
+            profiling.wait_for_gpu()
             self._profiler.step()
         if self._names_modules:
             self._hook()
@@ -113,7 +113,7 @@ class LiveProfile:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             with _quietly():
-                profiling._wait()
+                profiling.wait_for_gpu()
                 profiler.stop()
         return profiler
 

@@ -37,7 +37,7 @@ def record_trace(
     with ranges.installed():
         for _ in range(warmup):
             step()
-        _wait()
+        wait_for_gpu()
         _record(step, path, ranges)
     if not ranges.saw_model:
         return ("model= was given, and step called none of its modules: no kernel is its own",)
@@ -46,7 +46,7 @@ def record_trace(
 
 def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> None:
     with profile(
-        activities=_activities(),
+        activities=activities(),
         schedule=_keep_the_last,
         on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
         record_shapes=True,
@@ -54,12 +54,12 @@ def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> Non
     ) as profiler:
         for _ in range(_SETTLING):
             step()
-            _wait()
+            wait_for_gpu()
             profiler.step()
         ranges.settle()
         ranges.recording = True
         step()
-        _wait()
+        wait_for_gpu()
         ranges.recording = False
         profiler.step()
 
@@ -70,14 +70,14 @@ def _keep_the_last(number: int) -> ProfilerAction:
     return ProfilerAction.RECORD_AND_SAVE if number == _SETTLING else ProfilerAction.NONE
 
 
-def _activities() -> list[ProfilerActivity]:
+def activities() -> list[ProfilerActivity]:
     found = [ProfilerActivity.CPU]
     if ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
         found.append(ProfilerActivity.CUDA)
     return found
 
 
-def _wait() -> None:
+def wait_for_gpu() -> None:
     """Wait for the GPU, so that a step's kernels end in its window."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

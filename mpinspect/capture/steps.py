@@ -18,14 +18,28 @@ _MOST_MICRO_BATCHES = 256
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are sampled: each of the first ``dense`` ones, and every ``every``-th from the first on."""
+    """Which steps are sampled: each of the first ``dense`` ones, and every ``every``-th from the first on.
+
+    Raises:
+        ValueError: ``every`` is no whole number of 1 or more, ``dense`` none of 0 or more.
+    """
 
     every: int = 1
     dense: int = 0
 
+    def __post_init__(self) -> None:
+        if not _is_whole(self.every, 1):
+            raise ValueError(f"every={self.every!r}: give a whole number of steps, 1 or more (1 samples every step)")
+        if not _is_whole(self.dense, 0):
+            raise ValueError(f"dense={self.dense!r}: give a whole number of steps, 0 or more")
+
     def samples(self, step: int) -> bool:
         """Whether this step (from 0) is sampled."""
         return step < self.dense or step % self.every == 0
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class StepClock:

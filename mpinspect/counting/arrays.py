@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mpinspect.counting.binary import Binary
 from mpinspect.counting.encodings import NARROW_ENCODINGS, magnitudes
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, WIDE, ZEROS, RowLayout
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, WIDE, ZEROS, RowLayout
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
@@ -23,38 +24,19 @@ AnyArray = npt.NDArray[Any]
 #: Elements taken at a time: the temporaries of one chunk stay in the second-level cache.
 _CHUNK = 1 << 16
 _WIDE_NAMES = ("float32", "float64", "complex64", "complex128")
-#: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value.
-_NO_MINIMUM = 0x7FF << 52
-_REBIAS = 1023 - 127
 
 
 @dataclass(frozen=True)
-class _Binary:
-    """binary32 or binary64: its integer and floating dtypes, mantissa bits, bias, and the row that it fills."""
+class _Binary(Binary):
+    """binary32 or binary64 as NumPy holds it: the floating type and the integer type of its bits."""
 
-    integer: type[Any]
     floating: type[Any]
-    mantissa_bits: int
-    bias: int
-    layout: RowLayout
-
-    @property
-    def infinity(self) -> int:
-        return (2 * self.bias + 1) << self.mantissa_bits
-
-    @property
-    def mask(self) -> int:
-        """Everything but the sign."""
-        return self.infinity | ((1 << self.mantissa_bits) - 1)
-
-    @property
-    def keys(self) -> int:
-        """Zero, three for each exponent, infinity, NaN."""
-        return self.layout.length - 2
+    integer: type[Any]
 
 
-_BINARY32 = _Binary(np.int32, np.float32, 23, 127, NARROW)
-_BINARY64 = _Binary(np.int64, np.float64, 52, 1023, WIDE)
+_BINARY32 = _Binary(23, 127, NARROW, np.float32, np.int32)
+_BINARY64 = _Binary(52, 1023, WIDE, np.float64, np.int64)
+_REBIAS = _BINARY64.bias - _BINARY32.bias
 
 
 def count_array(array: AnyArray, divisor: float | None = None, dtype: str = "") -> IntArray:
@@ -120,13 +102,13 @@ def _flat(array: AnyArray) -> tuple[AnyArray, int]:
 
 def _count_values(values: AnyArray, divisor: float | None) -> IntArray:
     binary = _BINARY64 if values.dtype == np.float64 or divisor is not None else _BINARY32
-    counts = np.zeros(binary.keys, dtype=np.int64)
+    counts = np.zeros(binary.slots, dtype=np.int64)
     low, high = binary.infinity, 0
     for chunk in _chunks(values):
         if divisor is not None:
             chunk = _divided(_widened(chunk), divisor)
-        bits = chunk.view(binary.integer) & binary.integer(binary.mask)
-        counts += np.bincount(_keys(bits, binary), minlength=binary.keys)
+        bits = chunk.view(binary.integer) & binary.integer(binary.magnitude_mask)
+        counts += np.bincount(_keys(bits, binary), minlength=binary.slots)
         smallest, largest = _extremes(bits, binary)
         low, high = min(low, smallest), max(high, largest)
     return _row(counts, _float64_bits(low, binary), _float64_bits(high, binary), binary.layout)
@@ -178,8 +160,8 @@ def _widened(values: AnyArray) -> npt.NDArray[np.float64]:
     """float64 magnitudes by integers: a plain conversion takes float32's subnormals for zero in some modes."""
     if values.dtype == np.float64:
         return np.abs(values)
-    bits = values.view(np.int32).astype(np.int64) & _BINARY32.mask
-    wide = np.where(bits < _BINARY32.infinity, (bits << 29) + (_REBIAS << 52), (bits << 29) | _NO_MINIMUM)
+    bits = values.view(np.int32).astype(np.int64) & _BINARY32.magnitude_mask
+    wide = np.where(bits < _BINARY32.infinity, (bits << 29) + (_REBIAS << 52), (bits << 29) | NO_MINIMUM)
     small = bits < (1 << 23)
     floats: npt.NDArray[np.float64] = wide.view(np.float64)
     floats[small] = bits[small] * 2.0**-149
@@ -191,7 +173,7 @@ def _float64_bits(magnitude: int, binary: _Binary) -> int:
     if binary is _BINARY64:
         return magnitude
     if magnitude >= binary.infinity:
-        return _NO_MINIMUM
+        return NO_MINIMUM
     return int(_widened(np.array([magnitude], dtype=np.int32).view(np.float32)).view(np.int64)[0])
 
 
@@ -212,10 +194,10 @@ def _count_codes(flat: AnyArray, name: str, divisor: float | None) -> IntArray:
         values, layout = _divided(values, divisor), WIDE
     bits = values.view(np.int64)
     present = counts > 0
-    by_key = np.zeros(_BINARY64.keys, dtype=np.int64)
+    by_key = np.zeros(_BINARY64.slots, dtype=np.int64)
     np.add.at(by_key, _keys(bits[present], _BINARY64), counts[present])
-    finite = bits[present & (bits > 0) & (bits < _NO_MINIMUM)]
-    low, high = int(finite.min(initial=_NO_MINIMUM)), int(finite.max(initial=0))
+    finite = bits[present & (bits > 0) & (bits < NO_MINIMUM)]
+    low, high = int(finite.min(initial=NO_MINIMUM)), int(finite.max(initial=0))
     return _row(by_key, low, high, layout)
 
 

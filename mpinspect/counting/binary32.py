@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from mpinspect.counting.bits import BINARY32, HOST_CHUNK, NO_MINIMUM, extremes_on_host, float64_bits, slots_of
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS
+from mpinspect.counting.bits import BINARY32, HOST_CHUNK, extremes_on_host, float64_bits, slots_of
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
 
 # Bits cut off for the histogram: 4 mantissa bits stay, for neighbouring values of one exponent would otherwise wait for
 # each other's addition to the same counter. 2^12 counters of 8 bytes stay in the first-level cache.

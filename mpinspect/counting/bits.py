@@ -17,10 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mpinspect.counting.layout import MAX_BITS, MIN_BITS, NARROW, WIDE, RowLayout
-
-#: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value, so that rows merge by minimum.
-NO_MINIMUM = 0x7FF << 52
+from mpinspect.counting.binary import Binary
+from mpinspect.counting.layout import MAX_BITS, MIN_BITS, NARROW, NO_MINIMUM, WIDE
 
 #: Elements to take at a time where torch may use several threads: below the 32768 from which it splits an operation.
 #: Such a split costs more than it gains here, and stalls for milliseconds where other processes are busy.
@@ -34,44 +32,19 @@ _COPIES = 32
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """An IEEE 754 binary encoding as torch holds it.
+class Encoding(Binary):
+    """A binary encoding as torch holds it.
 
     Args:
         dtype, int_dtype: the floating dtype and the integer dtype of its bits.
-        mantissa_bits, bias: as the standard has them.
-        layout: the row that holds its exponents.
     """
 
     dtype: torch.dtype
     int_dtype: torch.dtype
-    mantissa_bits: int
-    bias: int
-    layout: RowLayout
-
-    @property
-    def infinity(self) -> int:
-        """Magnitude bits of infinity; everything above is NaN."""
-        return (2 * self.bias + 1) << self.mantissa_bits
-
-    @property
-    def magnitude_mask(self) -> int:
-        """All bits but the sign; also the largest integer of ``int_dtype``."""
-        return self.infinity | (self.min_normal - 1)
-
-    @property
-    def min_normal(self) -> int:
-        """Magnitude bits of the smallest normal value."""
-        return 1 << self.mantissa_bits
-
-    @property
-    def slots(self) -> int:
-        """Different results of ``slots_of``: zero, three per exponent, infinity, NaN."""
-        return self.layout.length - 2
 
 
-BINARY32 = Encoding(torch.float32, torch.int32, 23, 127, NARROW)
-BINARY64 = Encoding(torch.float64, torch.int64, 52, 1023, WIDE)
+BINARY32 = Encoding(23, 127, NARROW, torch.float32, torch.int32)
+BINARY64 = Encoding(52, 1023, WIDE, torch.float64, torch.int64)
 _REBIAS = BINARY64.bias - BINARY32.bias
 
 

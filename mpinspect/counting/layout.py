@@ -25,6 +25,8 @@ import numpy.typing as npt
 from mpinspect.exponents import ExponentHistogram
 
 ZEROS, INFS, NANS, MIN_BITS, MAX_BITS, HEADER = range(6)
+#: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value, so that rows merge by minimum.
+NO_MINIMUM = 0x7FF << 52
 
 
 @dataclass(frozen=True)

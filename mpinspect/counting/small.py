@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mpinspect.counting.bits import BINARY32, NO_MINIMUM, float64_bits
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS
+from mpinspect.counting.bits import BINARY32, float64_bits
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
 
 #: Up to here the operations' own overhead is most of the time.
 SMALL = 1 << 12

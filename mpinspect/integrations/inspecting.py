@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from mpinspect.analysis.report import RangeReport
 from mpinspect.capture.optimizers import plain_optimizer
 from mpinspect.capture.recording import warn
 from mpinspect.inspector import Inspector
+from mpinspect.last_words import print_report
 from mpinspect.session import Session
 
 #: ``log_dir`` of a callback: below the directory that the trainer writes to.
@@ -70,7 +70,7 @@ class InspectsTraining:
             try:
                 self._inspector().detach()
                 if self._speaks:
-                    _print(self.report())
+                    print_report(self.report)
             except Exception as error:
                 warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
 
@@ -150,10 +150,3 @@ class _Ending:
         callback = self._callback()
         if callback is not None:
             callback.detach()
-
-
-def _print(report: RangeReport) -> None:
-    if sys.stderr is None:
-        return
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    print(str(report).encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)

@@ -42,7 +42,9 @@ def process_name(directory: Path) -> str:
 def others_of(directory: Path, whole: Path) -> list[Path]:
     """Directories of the other ranks in ``whole``, and of the processes that this one spawned."""
     found = [*whole.glob("rank*"), *directory.glob("process-*")]
-    return sorted((path for path in found if path != directory and process_name(path)), key=_number)
+    return sorted(
+        (path for path in found if path != directory and process_name(path)), key=lambda path: in_order(path.name)
+    )
 
 
 def with_others(report: RunReport, others: Iterable[Path]) -> RunReport:
@@ -106,6 +108,7 @@ def _error(directory: Path) -> str:
     return ""
 
 
-def _number(path: Path) -> tuple[str, int]:
-    stem = path.name.rstrip("0123456789")
-    return stem, int(path.name[len(stem) :])
+def in_order(name: str) -> list[tuple[str, int]]:
+    """Sorts rank2 before rank10, and rank0/process-1 behind rank0."""
+    stems = [(part, part.rstrip("0123456789")) for part in name.split("/")]
+    return [(stem, int(part[len(stem) :] or 0)) for part, stem in stems]

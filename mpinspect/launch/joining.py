@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpinspect.launch.options import LaunchOptions
 from mpinspect.launch.outcome import Outcome, brief
+from mpinspect.launch.record import TRACE
 from mpinspect.launch.seen import Parts, RecordedModel, Seen
 
 if TYPE_CHECKING:
     from mpinspect.analysis.run import ModelPart, RunReport
     from mpinspect.analysis.shapes import ShapeReport
     from mpinspect.analysis.tensor_cores import KernelReport
-    from mpinspect.analysis.tensor_cores.records import RankReport
 
-_NO_GPU = (
-    "--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in "
-    "trace.json.gz"
-)
+NO_GPU = f"--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in {TRACE}"
 
 Made = TypeVar("Made")
 
@@ -77,13 +74,7 @@ def _kernels(parts: Parts, gpu: str | None, shapes: ShapeReport | None) -> Kerne
     from mpinspect.kernel_profile import read_trace
 
     report = read_trace(parts.trace, gpu=gpu, shapes=shapes)
-    if not any(_has_gpu_work(rank) for rank in report.ranks):
-        parts.notes.append(_NO_GPU)
+    if not any(rank.has_gpu_work for rank in report.ranks):
+        parts.notes.append(NO_GPU)
         return None
     return report
-
-
-def _has_gpu_work(rank: RankReport) -> bool:
-    """Whether there is anything to say of a GPU, be it that its kernels could not be traced."""
-    on_gpu = rank.shares.calls or rank.launches or any(device.span_us > 0 for device in rank.devices)
-    return bool(on_gpu or rank.cut_short)

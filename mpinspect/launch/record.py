@@ -15,6 +15,9 @@ from mpinspect.launch.rank import Rank
 from mpinspect.version import __version__
 
 FILE_NAME = "run.json"
+#: What else lies beside it: the report in two forms, and with --kernels the trace.
+REPORTS = ("report.md", "report.json")
+TRACE = "trace.json.gz"
 
 
 def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:

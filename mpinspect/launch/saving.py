@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpinspect.launch.outcome import Outcome
-from mpinspect.launch.record import now, write_record
+from mpinspect.launch.record import REPORTS, now, write_record
 from mpinspect.launch.seen import Parts, RecordedModel
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ def save(directory: Path, report: RunReport, parts: Parts, record: dict[str, Any
     """Write the report and the last run.json, whose first one held ``record``. Raises OSError."""
     for model in parts.models:
         _save_again(model)
-    report.save(directory / "report.md")
-    report.save(directory / "report.json")
+    for name in REPORTS:
+        report.save(directory / name)
     models = [{"name": model.name, "log_dir": model.log_dir} for model in parts.models]
     write_record(directory, record | how_it_ended(outcome) | {"models": models, "saw": list(report.saw)})
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
+
+from mpinspect import streams
 
 
 def say(sentence: str) -> None:
@@ -13,13 +14,4 @@ def say(sentence: str) -> None:
 
 def write(text: str) -> None:
     """Text on the stderr that the process was given, wherever the script has turned its own to."""
-    stream = sys.__stderr__
-    with contextlib.suppress(Exception):
-        if stream is not None:
-            stream.write(_printable(text, stream.encoding or "ascii"))
-            stream.flush()
-
-
-def _printable(text: str, encoding: str) -> str:
-    """A name that the encoding lacks is written escaped instead of ending the report."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    streams.write(sys.__stderr__, text)

@@ -186,3 +186,9 @@ class RankReport:
     devices: tuple[DeviceTime, ...]
     notes: tuple[str, ...] = ()
     cut_short: bool = False
+
+    @property
+    def has_gpu_work(self) -> bool:
+        """Whether there is anything to say of a GPU, be it that its kernels could not be traced."""
+        on_gpu = self.shares.calls or self.launches or any(device.span_us > 0 for device in self.devices)
+        return bool(on_gpu or self.cut_short)

@@ -16,6 +16,7 @@ import torch
 from mpinspect.capture.guard import Guarded, guarded
 from mpinspect.launch.models import graph
 from mpinspect.launch.models.attaching import Attaching, script_names
+from mpinspect.launch.models.inspecting import LaunchedInspector
 from mpinspect.launch.models.naming import Label, label
 from mpinspect.launch.models.owners import Holders, Parameters, living_modules
 from mpinspect.launch.seen import Seen
@@ -68,7 +69,7 @@ class Backwards(Guarded):
         self._attach_to(graph.leaves(tensors))
         for each in self._attaching.models.all:
             if each.inspector.attached and not before.get(id(each), False):
-                self._tell_scales(each.inspector._capture, tensors)
+                self._tell_scales(each.inspector, tensors)
 
     def _attach_to(self, leaves: Mapping[int, torch.Tensor]) -> None:
         waiting = [each for each in self._attaching.pending if not each.done and each.optimizer is not None]
@@ -110,12 +111,12 @@ class Backwards(Guarded):
             )
             self._attaching.inspect_without_optimizer(Parameters(lasting), Label())
 
-    def _tell_scales(self, capture: Any, tensors: Any) -> None:
+    def _tell_scales(self, inspector: LaunchedInspector, tensors: Any) -> None:
         starts = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for reference, scaler in self._scaled:
             scaled = reference()
             if scaled is not None and any(scaled is start for start in starts):
-                capture.loss_scaled(scaler, (), scaled)
+                inspector.loss_scaled(scaler, scaled)
 
 
 def _shapes(tensors: list[torch.Tensor]) -> str:

@@ -115,15 +115,12 @@ class LaunchedInspector(Inspector):
 
     def unhook(self, modules: Collection[int]) -> None:
         """Take the hooks off these modules, by id: they have just been compiled."""
-        capture = self._capture
-        leave = [(module, hook) for module, hook in capture._hook_ids if id(module) in modules]
-        if not leave:
-            return
-        capture._hook_ids = [(module, hook) for module, hook in capture._hook_ids if id(module) not in modules]
-        for module, hook in leave:
-            module._forward_hooks.pop(hook, None)
-            module._forward_hooks_with_kwargs.pop(hook, None)
-        self.note(_COMPILED)
+        if self._capture.unhook(modules):
+            self.note(_COMPILED)
+
+    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
+        """A scaler had scaled this loss, whose backward is about to run, when the inspector was not yet attached."""
+        self._capture.loss_scaled(scaler, (), scaled)
 
     def rest(self, resting: bool) -> None:
         """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""

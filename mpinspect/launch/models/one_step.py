@@ -15,6 +15,7 @@ from mpinspect.launch.models.compiled import Compiled
 from mpinspect.launch.models.inspected import InspectedModels
 from mpinspect.launch.models.owners import submodules
 from mpinspect.launch.options import LaunchOptions
+from mpinspect.launch.record import TRACE
 from mpinspect.launch.seen import Seen
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class OneStep(Guarded):
             return
         models = self._models.attached()
         parts = [part for model in models.values() for part in submodules(model)]
-        profile = LiveProfile(models, self._directory / "trace.json.gz", unhookable=self._compiled.among(parts))
+        profile = LiveProfile(models, self._directory / TRACE, unhookable=self._compiled.among(parts))
         profile.begin()
         self._profile = profile
         self._models.rest(True)
