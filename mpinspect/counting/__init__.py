@@ -46,6 +46,6 @@ def count_exponents(tensor: torch.Tensor | npt.NDArray[Any]) -> ExponentHistogra
     """
     if isinstance(tensor, (np.ndarray, np.generic)):
         return decode(count_array(np.asarray(tensor)))
-    from mpinspect.counting.reference import count
+    from mpinspect.counting.fastest import count
 
     return decode(count(tensor).cpu().numpy())

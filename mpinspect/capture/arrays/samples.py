@@ -89,7 +89,7 @@ def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ..
     """Row of counts, shape and dtype; torch's tensors are counted on their device."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        from mpinspect.counting.reference import count
+        from mpinspect.counting.fastest import count
 
         row: IntArray = count(array, divisor).cpu().numpy()
         return row, tuple(array.shape), str(array.dtype).removeprefix("torch.")

@@ -1,0 +1,258 @@
+"""Counting by numba's loops: the same integers as the torch way, whatever the bits, and a way out where numba fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mpinspect.counting import count_exponents, fastest, reference
+from mpinspect.counting.cpu import counter
+
+#: Integer dtype, mantissa bits and exponent bits.
+ENCODINGS = {
+    torch.float32: (np.uint32, 23, 8),
+    torch.float64: (np.uint64, 52, 11),
+    torch.float16: (np.uint16, 10, 5),
+    torch.bfloat16: (np.uint16, 7, 8),
+}
+SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+KINDS = ("any", "zeros", "subnormals", "infinities", "nans", "powers of two", "near the top", "narrow", "one outlier")
+
+
+def bits_of_kind(kind: str, size: int, dtype: torch.dtype, random: np.random.Generator) -> np.ndarray:
+    """Bit patterns of one kind, signs at random."""
+    word, mantissa_bits, exponent_bits = ENCODINGS[dtype]
+    ones = (1 << exponent_bits) - 1
+    mantissas = random.integers(0, 1 << mantissa_bits, size, dtype=np.uint64)
+    fields = random.integers(1, ones, size, dtype=np.uint64)
+    if kind == "any":
+        fields = random.integers(0, ones + 1, size, dtype=np.uint64)
+    elif kind == "zeros":
+        fields[:], mantissas[:] = 0, 0
+    elif kind == "subnormals":
+        # Of every length, for uniform ones nearly all have the highest bits set.
+        fields[:], mantissas = 0, mantissas >> random.integers(0, mantissa_bits, size, dtype=np.uint64)
+    elif kind in ("infinities", "nans"):
+        fields[:], mantissas = ones, np.maximum(mantissas, 1) if kind == "nans" else 0 * mantissas
+    elif kind == "powers of two":
+        mantissas[:] = 0
+    elif kind == "near the top":
+        top = (1 << mantissa_bits) - (1 << max(mantissa_bits - 11, 0))
+        mantissas = (top + random.integers(-3, 3, size)).astype(np.uint64) & np.uint64((1 << mantissa_bits) - 1)
+    else:
+        fields[:] = ones // 2 + random.integers(-4, 4, size)
+        if kind == "one outlier":
+            fields[:1] = 1
+    signs = random.integers(0, 2, size, dtype=np.uint64) << np.uint64(mantissa_bits + exponent_bits)
+    return (signs | (fields << np.uint64(mantissa_bits)) | mantissas).astype(word)
+
+
+def tensor_of(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(dtype)
+
+
+def expect_the_same(tensor: torch.Tensor) -> None:
+    """The fast way's row equals the torch way's in every field."""
+    row = fastest.count(tensor)
+    truth = reference.count(tensor)
+    assert row.dtype == truth.dtype
+    assert row.tolist() == truth.tolist()
+
+
+PARTS = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.one_of(st.integers(0, 600), st.sampled_from([4095, 4096, 4097]))),
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
+@given(parts=PARTS, seed=st.integers(0, 2**32 - 1), shuffled=st.booleans())
+@example(parts=[("near the top", 4096), ("powers of two", 4096)], seed=0, shuffled=True)
+@example(parts=[("zeros", 4096), ("one outlier", 4096), ("subnormals", 4096)], seed=1, shuffled=False)
+@settings(max_examples=60, deadline=None)
+def test_identical_integers(dtype: torch.dtype, parts: list[tuple[str, int]], seed: int, shuffled: bool) -> None:
+    random = np.random.default_rng(seed)
+    pieces = [bits_of_kind(kind, size, dtype, random) for kind, size in parts]
+    bits = np.concatenate([np.empty(0, ENCODINGS[dtype][0]), *pieces])
+    if shuffled:
+        random.shuffle(bits)
+    expect_the_same(tensor_of(bits, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_code(dtype: torch.dtype) -> None:
+    codes = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    expect_the_same(codes)
+    for code in codes[::97]:
+        expect_the_same(code)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_field_with_edge_mantissas(dtype: torch.dtype) -> None:
+    word, mantissa_bits, exponent_bits = ENCODINGS[dtype]
+    top = (1 << mantissa_bits) - (1 << (mantissa_bits - 11))
+    mantissas = np.array([0, 1, top - 1, top, (1 << mantissa_bits) - 1], np.uint64)
+    fields = np.arange(1 << exponent_bits, dtype=np.uint64)
+    bits = ((fields[:, None] << np.uint64(mantissa_bits)) | mantissas).astype(word)
+    expect_the_same(tensor_of(bits, dtype))
+    for row in bits:
+        expect_the_same(tensor_of(row, dtype))
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 4095, 4096, 4097, counter._CHUNK + 1, counter._POOL_FROM + 4097])
+def test_sizes_around_groups_blocks_and_chunks(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=generator)
+    values[-1] = 2.0**100
+    expect_the_same(values)
+    expect_the_same(values.masked_fill(torch.rand(size, generator=generator) < 0.5, 0))
+
+
+def test_more_exponents_than_are_compared() -> None:
+    """2,000 exponents to a block of float64, 250 to one of float32."""
+    random = np.random.default_rng(0)
+    wide = np.ldexp(random.uniform(1, 2, 20_000), random.integers(-1074, 1024, 20_000))
+    expect_the_same(torch.from_numpy(wide))
+    expect_the_same(torch.from_numpy(np.ldexp(random.uniform(1, 2, 20_000), random.integers(-149, 128, 20_000))).float())
+    expect_the_same(torch.from_numpy(np.ldexp(1.0, random.integers(-1074, 1024, 20_000))))
+
+
+@pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
+def test_strides_expansion_and_shape(dtype: torch.dtype) -> None:
+    values = torch.randn(60, 70, 3).to(dtype)
+    for view in (values.t() if values.dim() == 2 else values.permute(2, 0, 1), values[::2, 1::3], values[0, 0, 0]):
+        expect_the_same(view)
+    expect_the_same(values[:, :1].expand(-1, 9, -1))
+    expect_the_same(torch.randn(1).to(dtype).expand(700_000))
+    expect_the_same(torch.randn(900, 900).to(dtype)[:, :800])
+    expect_the_same(values[:0])
+
+
+def test_complex_sparse_and_narrow_tensors() -> None:
+    expect_the_same(torch.randn(50, dtype=torch.complex64).conj())
+    expect_the_same(torch.eye(9).to_sparse())
+    expect_the_same(torch.randn(300).to(torch.float8_e5m2))
+    expect_the_same(torch.nn.Parameter(torch.randn(10)))
+
+
+def test_a_divisor_goes_the_torch_way() -> None:
+    values = torch.randn(1000)
+    assert torch.equal(fastest.count(values, 3.0), reference.count(values, 3.0))
+
+
+def test_a_flush_denormals_mode_changes_nothing() -> None:
+    values = [tensor_of(bits_of_kind("subnormals", 5000, dtype, np.random.default_rng(0)), dtype) for dtype in ENCODINGS]
+    truths = [reference.count(tensor) for tensor in values]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        rows = [fastest.count(tensor) for tensor in values]
+    finally:
+        torch.set_flush_denormal(False)
+    for row, truth in zip(rows, truths, strict=True):
+        assert torch.equal(row, truth)
+
+
+def test_inference_tensors_inside_and_outside() -> None:
+    with torch.inference_mode():
+        values = torch.randn(1000)
+        expect_the_same(values)
+    expect_the_same(values)
+
+
+def test_the_tensor_is_not_changed() -> None:
+    values = torch.randn(10_000)
+    before = values.clone()
+    fastest.count(values)
+    assert torch.equal(values, before)
+
+
+def test_from_several_threads_at_once() -> None:
+    tensors = [torch.randn(counter._POOL_FROM + 1000 * seed) for seed in range(4)]
+    truths = [reference.count(tensor) for tensor in tensors]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        wrong.extend(index for _ in range(3) if not torch.equal(fastest.count(tensors[index]), truths[index]))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_in_a_forked_child() -> None:
+    values = torch.randn(counter._POOL_FROM)
+    truth = fastest.count(values)
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(fastest.count(values), truth) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# -- numba, there or not -------------------------------------------------------------------------------------------------
+
+COUNT_AND_TELL = """
+import sys, torch, mpinspect
+assert "numba" not in sys.modules, "importing mpinspect imports numba"
+from mpinspect.counting import fastest, reference
+troubles = fastest.warm_up()
+values = torch.randn(1000)
+assert torch.equal(fastest.count(values), reference.count(values))
+print("numba" in sys.modules, troubles)
+"""
+
+
+def told(code: str = COUNT_AND_TELL, *, path: Path | None = None, **environment: str) -> str:
+    """What the code prints in a process of its own, ``path`` before all else on its import path."""
+    paths = [str(path)] if path else []
+    settings = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_numba_that_does_not_work_is_said_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('numba needs another NumPy')\n")
+    said = told(path=tmp_path)
+    assert "numba is installed and does not work here (numba needs another NumPy)" in said
+
+
+def test_a_missing_numba_is_nothing_to_speak_of(tmp_path: Path) -> None:
+    (tmp_path / "numba.py").write_text("raise ModuleNotFoundError('No module named numba', name='numba')\n")
+    assert told(path=tmp_path) == "False []"
+
+
+def test_the_compiled_loops_are_kept_and_found_again(tmp_path: Path) -> None:
+    """A second process compiles nothing and adds nothing to the cache."""
+    assert told(NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
+    first = {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
+    assert told(NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == first
+    assert any(name.endswith(".nbc") for name in first)
+
+
+def test_where_nothing_can_be_kept_it_is_compiled_anew() -> None:
+    """A read-only installation and no home: numba refuses to make a cache then."""
+    nowhere = "from numba.core import caching; caching.CacheImpl._locator_classes = []; import sys\n"
+    without = COUNT_AND_TELL.replace("import sys, torch", "import torch").replace('"numba" not in sys.modules', "True")
+    assert told(nowhere + without) == "True []"
+
+
+def test_count_exponents_takes_the_fast_way() -> None:
+    values = torch.randn(5000)
+    assert count_exponents(values).total == 5000
+    assert "mpinspect.counting.cpu.counter" in sys.modules
