@@ -43,7 +43,8 @@ class _Format(NamedTuple):
     """An IEEE encoding. Where nothing else is said, words: unsigned integers as wide as a value.
 
     ``turn`` shifts sign and field out at the top, ``suspicious`` is the least turned mantissa minus one to look into.
-    ``first`` (int64) is where in a row the counters of field 0 would stand, ``highest_field`` (int64) that of infinities.
+    int64s: ``first`` and ``first_of_integers`` are where in a row the counters of field 0 would stand, of plain values and of
+    subnormals that are written as the integers they are multiples of; ``highest_field`` is that of infinities.
     """
 
     zero: Any
@@ -56,6 +57,7 @@ class _Format(NamedTuple):
     turn: Any
     suspicious: Any
     first: Any
+    first_of_integers: Any
     highest_field: Any
 
 
@@ -74,8 +76,18 @@ def _format(word: Any, mantissa_bits: int, bias: int) -> _Format:
         word(turn),
         word((near_top << turn) - 1),
         HEADER + 3 * (mantissa_bits - 1),
+        HEADER - 3 * bias,
         2 * bias + 1,
     )
+
+
+class _Scratch(NamedTuple):
+    """Arrays of a block's length, but for ``groups``. ``integers`` holds floats, ``of_integers`` is the same memory as words."""
+
+    fields: Any
+    groups: Any
+    integers: Any
+    of_integers: Any
 
 
 _FORMAT32, _FORMAT64 = _format(np.uint32, 23, 127), _format(np.uint64, 52, 1023)
@@ -120,7 +132,7 @@ def _occurrences(fields: Any, field: Any) -> Any:
 
 
 @_compiled
-def _add_fields(fields: Any, f: Any, lowest: Any, highest: Any, row: Any) -> None:
+def _add_fields(fields: Any, f: Any, first: Any, lowest: Any, highest: Any, row: Any) -> None:
     """Count a block's fields; but for zeros none lies outside ``lowest`` .. ``highest``."""
     left = np.int64(len(fields))
     least_compared = max(lowest, highest - _MOST_COMPARED + 1, 1)
@@ -129,18 +141,18 @@ def _add_fields(fields: Any, f: Any, lowest: Any, highest: Any, row: Any) -> Non
             return
         found = _occurrences(fields, np.uint16(field))
         left -= found
-        row[NANS if field == f.highest_field else f.first + 3 * field + 1] += found
+        row[NANS if field == f.highest_field else first + 3 * field + 1] += found
     if lowest < least_compared and left != 0:
         for j in range(len(fields)):
             field = np.int64(fields[j])
             if 0 < field < least_compared:
-                row[f.first + 3 * field + 1] += 1
+                row[first + 3 * field + 1] += 1
                 left -= 1
     row[ZEROS] += left
 
 
 @_compiled
-def _move_to_edges(bits: Any, f: Any, groups: Any, row: Any) -> None:
+def _move_to_edges(bits: Any, f: Any, first: Any, groups: Any, row: Any) -> None:
     """Powers of two and values near the top, counted among the others so far, to their own counters."""
     for j in range(min(len(groups), len(bits))):
         if groups[j] >= f.suspicious:
@@ -148,12 +160,12 @@ def _move_to_edges(bits: Any, f: Any, groups: Any, row: Any) -> None:
                 magnitude = _as(bits[index] & f.mask, f.one)
                 field, rest = np.int64(magnitude >> f.mantissa_bits), _as(magnitude & f.mantissa, f.one)
                 if 0 < field < f.highest_field and (rest == f.zero or rest >= f.near_top):
-                    row[f.first + 3 * field + 1] -= 1
-                    row[f.first + 3 * field + (0 if rest == f.zero else 2)] += 1
+                    row[first + 3 * field + 1] -= 1
+                    row[first + 3 * field + (0 if rest == f.zero else 2)] += 1
 
 
 @_compiled
-def _move_many_to_edges(bits: Any, f: Any, lowest: Any, highest: Any, fields: Any, row: Any) -> None:
+def _move_many_to_edges(bits: Any, f: Any, first: Any, lowest: Any, highest: Any, fields: Any, row: Any) -> None:
     """The same, for blocks that hold many such values. Overwrites ``fields``."""
     for which in (0, 2):
         for j in range(len(bits)):
@@ -163,25 +175,44 @@ def _move_many_to_edges(bits: Any, f: Any, lowest: Any, highest: Any, fields: An
             fields[j] = np.uint16(_as(magnitude >> f.mantissa_bits, f.one)) if moves else np.uint16(0)
         for field in range(max(lowest, 1), min(highest + 1, f.highest_field)):
             found = _occurrences(fields, np.uint16(field))
-            row[f.first + 3 * field + 1] -= found
-            row[f.first + 3 * field + which] += found
+            row[first + 3 * field + 1] -= found
+            row[first + 3 * field + which] += found
 
 
 @_compiled
-def _move_subnormals(bits: Any, f: Any, row: Any) -> None:
-    """Subnormals, counted as zeros so far, to their exponents, edges included."""
+def _add_values(block: Any, f: Any, first: Any, scratch: Any, row: Any) -> Any:
+    """Count a block, subnormals as zeros and infinities as NaNs. Returns what ``_survey`` does.
+
+    Args:
+        first: where the counters of field 0 would stand.
+    """
+    fields = scratch.fields[: len(block)]
+    low, high = _survey(block, f, fields, scratch.groups)
+    lowest, highest = np.int64(_as(low + f.one, f.one) >> f.mantissa_bits), np.int64(high >> f.mantissa_bits)
+    _add_fields(fields, f, first, lowest, highest, row)
+    suspicious = 0
+    for j in range(len(scratch.groups)):
+        suspicious += scratch.groups[j] >= f.suspicious
+    if suspicious <= _MOST_GROUPS or highest - lowest > _MOST_COMPARED:
+        _move_to_edges(block, f, first, scratch.groups, row)
+    else:
+        _move_many_to_edges(block, f, first, lowest, highest, fields, row)
+    return low, high
+
+
+@_compiled
+def _move_subnormals(bits: Any, f: Any, scratch: Any, row: Any) -> None:
+    """Subnormals, counted as zeros so far, to their exponents, edges included.
+
+    A subnormal is an integer times a power of two: that integer, as a float, is a normal number with the same significand.
+    """
+    integers = scratch.integers[: len(bits)]
     for j in range(len(bits)):
         magnitude = _as(bits[j] & f.mask, f.one)
-        if f.zero < magnitude <= f.mantissa:
-            length = 0
-            rest = magnitude
-            while rest != f.zero:
-                rest = _as(rest >> f.one, f.one)
-                length += 1
-            normalised = magnitude << _as(np.int64(f.mantissa_bits) + 1 - length, f.one)
-            rest = _as(normalised & f.mantissa, f.one)
-            row[ZEROS] -= 1
-            row[HEADER + 3 * (length - 1) + (0 if rest == f.zero else 2 if rest >= f.near_top else 1)] += 1
+        integers[j] = np.int64(f.zero if magnitude > f.mantissa else magnitude)
+    # All of the block is counted a second time, what is no subnormal as zero.
+    row[ZEROS] -= len(bits)
+    _add_values(scratch.of_integers[: len(bits)], f, f.first_of_integers, scratch, row)
 
 
 @_compiled
@@ -199,19 +230,10 @@ def _move_infinities(bits: Any, f: Any, row: Any) -> Any:
 
 
 @_compiled
-def _add_block(block: Any, f: Any, fields: Any, groups: Any, row: Any, ends: Any) -> None:
-    low, high = _survey(block, f, fields, groups)
-    lowest, highest = np.int64(_as(low + f.one, f.one) >> f.mantissa_bits), np.int64(high >> f.mantissa_bits)
-    _add_fields(fields, f, lowest, highest, row)
-    suspicious = 0
-    for j in range(len(groups)):
-        suspicious += groups[j] >= f.suspicious
-    if suspicious <= _MOST_GROUPS or highest - lowest > _MOST_COMPARED:
-        _move_to_edges(block, f, groups, row)
-    else:
-        _move_many_to_edges(block, f, lowest, highest, fields, row)
+def _add_block(block: Any, f: Any, scratch: Any, row: Any, ends: Any) -> None:
+    low, high = _add_values(block, f, f.first, scratch, row)
     if low < f.mantissa:
-        _move_subnormals(block, f, row)
+        _move_subnormals(block, f, scratch, row)
     if high >= f.infinity:
         high = _move_infinities(block, f, row)
     ends[0] = min(ends[0], low)
@@ -219,11 +241,10 @@ def _add_block(block: Any, f: Any, fields: Any, groups: Any, row: Any, ends: Any
 
 
 @_compiled
-def _add(bits: Any, f: Any, row: Any, ends: Any) -> None:
-    fields, groups = np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, bits.dtype)
+def _add(bits: Any, f: Any, integers: Any, row: Any, ends: Any) -> None:
+    scratch = _Scratch(np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, bits.dtype), integers, integers.view(bits.dtype))
     for start in range(0, len(bits), _BLOCK):
-        block = bits[start : start + _BLOCK]
-        _add_block(block, f, fields[: len(block)], groups, row, ends)
+        _add_block(bits[start : start + _BLOCK], f, scratch, row, ends)
 
 
 @_compiled
@@ -236,21 +257,21 @@ def add_float32(bits: Any, row: Any, ends: Any) -> None:
         ends: uint32, shape (2,): the least non-zero magnitude minus one and the largest finite one so far; to begin with
             2^32 - 1 and 0.
     """
-    _add(bits, _FORMAT32, row, ends)
+    _add(bits, _FORMAT32, np.empty(_BLOCK, np.float32), row, ends)
 
 
 @_compiled
 def add_float64(bits: Any, row: Any, ends: Any) -> None:
     """The same for float64 values: uint64 bits and ends, and a WIDE row."""
-    _add(bits, _FORMAT64, row, ends)
+    _add(bits, _FORMAT64, np.empty(_BLOCK, np.float64), row, ends)
 
 
 @_compiled
 def add_float16(bits: Any, row: Any, ends: Any) -> None:
     """The same for float16 values: uint16 bits; row and ends as for float32."""
-    fields, groups = np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, np.uint32)
     wide, integers = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
     of_integers = integers.view(np.uint32)
+    scratch = _Scratch(np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, np.uint32), integers, of_integers)
     for start in range(0, len(bits), _BLOCK):
         narrow = bits[start : start + _BLOCK]
         # A subnormal is its mantissa, an integer, times 2^-24. No subnormal float32 occurs on the way.
@@ -262,16 +283,16 @@ def add_float16(bits: Any, row: Any, ends: Any) -> None:
             normal = np.uint32(shifted + np.uint32((224 if magnitude >= np.uint32(0x7C00) else 112) << 23))
             subnormal = np.uint32(of_integers[j] - np.uint32(24 << 23)) if magnitude else np.uint32(0)
             wide[j] = normal if magnitude >= np.uint32(0x400) else subnormal
-        _add_block(wide[: len(narrow)], _FORMAT32, fields[: len(narrow)], groups, row, ends)
+        _add_block(wide[: len(narrow)], _FORMAT32, scratch, row, ends)
 
 
 @_compiled
 def add_bfloat16(bits: Any, row: Any, ends: Any) -> None:
     """The same for bfloat16 values: uint16 bits; row and ends as for float32."""
-    fields, groups = np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, np.uint32)
-    wide = np.empty(_BLOCK, np.uint32)
+    wide, integers = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
+    scratch = _Scratch(np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, np.uint32), integers, integers.view(np.uint32))
     for start in range(0, len(bits), _BLOCK):
         narrow = bits[start : start + _BLOCK]
         for j in range(len(narrow)):
             wide[j] = np.uint32(np.uint32(narrow[j]) << np.uint32(16))
-        _add_block(wide[: len(narrow)], _FORMAT32, fields[: len(narrow)], groups, row, ends)
+        _add_block(wide[: len(narrow)], _FORMAT32, scratch, row, ends)
