@@ -46,8 +46,8 @@ format: $(VENV)/.dev ## let ruff format the code and mend what it can
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(VENV)/.bench ## run every benchmark
-	@for name in counting overhead session loss_scale_window emulation training_speed training_modes saved_memory curves kernel_names shape_lint traces tensor_cores; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+bench: $(VENV)/.bench ## run every benchmark and renew docs/performance.md (ARGS=--quick, or ARGS='counting overhead')
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 # TensorFlow, JAX and Paddle ask for different versions of what they share: each has an environment of its own.
 FRAMEWORKS := tensorflow jax paddle

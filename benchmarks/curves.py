@@ -1,6 +1,6 @@
 """Does loss scaling make FP16 end where FP32 ends, and what without? The demo's curves with three seeds, and their margins.
 
-    python benchmarks/curves.py [--json benchmarks/results/curves.json] [--png curves.png] [--seeds 3] [--steps N]
+    python benchmarks/curves.py [--json benchmarks/results/curves-cpu.json] [--png curves.png] [--seeds 3] [--steps N]
 
 Exit status 1 where a margin is missed: FP32, FP16 with the recommended and FP16 with the dynamic scale end within 0.02 of each
 other in validation loss with every seed, FP16 without scaling at least 0.4 above FP32. About 20 minutes on two cores.

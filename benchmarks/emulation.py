@@ -1,6 +1,6 @@
 """What does half-precision arithmetic on a CPU cost? A training step of the demo's model, emulated, against FP32.
 
-    python benchmarks/emulation.py [--json benchmarks/results/emulation.json] [--steps 31]
+    python benchmarks/emulation.py [--json benchmarks/results/emulation-cpu.json] [--steps 31]
 
 The step is forward, backward and Adam over 8192 tokens. The kinds take turns within one run, so that what else the machine
 does falls on all of them; a ratio is the median of the ratios of neighbouring steps.

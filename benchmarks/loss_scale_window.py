@@ -1,6 +1,6 @@
 """Is the window of loss scales right? The demo's model trained in FP16 at scales inside and outside it.
 
-    python benchmarks/loss_scale_window.py [--json benchmarks/results/loss_scale_window.json] [--steps 160]
+    python benchmarks/loss_scale_window.py [--json benchmarks/results/loss_scale_window-cpu.json] [--steps 160]
 
 On a CPU the FP16 products are emulated as Tensor Cores compute them (FP16 operands, FP32 sums, FP16 results). A step
 whose gradients are not finite is skipped, as a loss scaler would. About a minute a scale on two cores.

@@ -6,12 +6,17 @@ import datetime
 import json
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mpinspect
+
+RESULTS = Path(__file__).parent / "results"
+#: Beside torch: what counting runs on. None where it is not installed.
+_LIBRARIES = ("numpy", "numba", "triton")
 
 
 def machine() -> dict[str, Any]:
@@ -23,9 +28,16 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in _LIBRARIES},
         "torch_threads": torch.get_num_threads(),
         "mpinspect": mpinspect.__version__,
     }
+
+
+def results_file(name: str, device: str | None = None, folder: Path = RESULTS) -> Path:
+    """Where a benchmark's results are kept; ``device`` is "cpu" or "gpu", by default what this machine has."""
+    return folder / f"{name}-{device or ('gpu' if torch.cuda.is_available() else 'cpu')}.json"
 
 
 def write_results(path: str | Path, results: Any) -> None:
@@ -34,6 +46,13 @@ def write_results(path: str | Path, results: Any) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

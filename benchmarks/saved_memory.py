@@ -1,6 +1,6 @@
 """What a training step keeps for its backward, in every precision: ResNet-50 and GPT-2 small, real shapes.
 
-    python benchmarks/saved_memory.py [--json benchmarks/results/saved_memory.json]
+    python benchmarks/saved_memory.py [--json benchmarks/results/saved_memory-cpu.json]
 
 Bytes of the distinct storages that autograd saves between forward and backward, as ``torch.autograd.graph.
 saved_tensors_hooks`` shows them, with the model's own parameters and without. ResNet-50: batch 8, 224x224. GPT-2 small:

@@ -1,6 +1,6 @@
 """Verdicts against measured rates on a GPU: products, convolutions, attention, an LSTM and a compiled model, dtype by dtype.
 
-    python benchmarks/tensor_cores.py [--json benchmarks/results/tensor_cores-h200.json] [--traces DIR] [--tiny]
+    python benchmarks/tensor_cores.py [--json benchmarks/results/tensor_cores-gpu.json] [--traces DIR] [--tiny]
 
 Each case is profiled by profile_kernels; a case's rate is its known FLOPs over the time of its matmul-class kernels. A verdict
 "native" or "degraded" is checked against the CUDA cores' peak, which only Tensor Cores can pass, and each misaligned case against

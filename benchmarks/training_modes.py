@@ -1,6 +1,6 @@
 """What each precision gains on a GPU: speed and memory of ResNet-50, GPT-2 small and an LSTM, as MixedPrecision trains them.
 
-    python benchmarks/training_modes.py [--json benchmarks/results/training_modes-h200.json] [--tiny]
+    python benchmarks/training_modes.py [--json benchmarks/results/training_modes-gpu.json] [--tiny]
 
 FP32 without TF32 is the baseline, as in NVIDIA's GTC 2018 talk; then FP32 with TF32, and every precision. Synthetic data; each
 step is timed by CUDA events, after warm-up steps; medians. Under eight minutes on an H200. Without a GPU it says so and does
@@ -19,112 +19,11 @@ from typing import Any
 
 import torch
 from machine import write_results
+from networks import GPT, LSTM, Batch, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
 from torch import nn
 from torch.nn import functional as F
 
 import mpinspect
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-# -- ResNet ---------------------------------------------------------------------------------------------------------------
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions around a shortcut; He et al., 2016, with the stride in the 3x3."""
-
-    def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        out = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, out, 1, bias=False),
-            nn.BatchNorm2d(out),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet(depths: tuple[int, ...], width: int, classes: int) -> nn.Module:
-    """ResNet-50 for depths (3, 4, 6, 3), width 64 and 1000 classes: 25.6 M parameters."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, width, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-    ]
-    channels = width
-    for stage, depth in enumerate(depths):
-        for block in range(depth):
-            layers.append(Bottleneck(channels, width * 2**stage, 2 if stage and not block else 1))
-            channels = 4 * width * 2**stage
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-
-
-# -- GPT-2 ----------------------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.contract(F.gelu(self.expand(self.norm2(x)), approximate="tanh"))
-
-
-class GPT2(nn.Module):
-    """GPT-2 small for 12 layers, width 768, 12 heads, 1024 tokens and the vocabulary padded to 50304: 124 M parameters."""
-
-    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))).flatten(0, 1)
-
-
-# -- LSTM -----------------------------------------------------------------------------------------------------------------
-
-
-class LSTM(nn.Module):
-    """A word-level language model: embedding, LSTM layers, vocabulary."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.lstm = nn.LSTM(width, width, layers, batch_first=True)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(self.tokens(tokens))[0]).flatten(0, 1)
-
-
-# -- what is measured -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -156,41 +55,17 @@ MODES = (
 )
 
 
-def tokens(batch: int, length: int, vocabulary: int) -> Callable[[str], Batch]:
-    def make(device: str) -> Batch:
-        drawn = torch.randint(vocabulary, (batch, length + 1), device=device)
-        return drawn[:, :-1], drawn[:, 1:].flatten()
-
-    return make
-
-
-def images(batch: int, size: int, classes: int) -> Callable[[str], Batch]:
-    def make(device: str) -> Batch:
-        return torch.randn(batch, 3, size, size, device=device), torch.randint(classes, (batch,), device=device)
-
-    return make
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    # FP16 has no 1e-8, Adam's usual eps: weights stored in FP16 without masters would be NaN after a step (0/0).
-    return torch.optim.AdamW(parameters, lr=1e-4, eps=1e-4)
-
-
 def tasks(tiny: bool) -> list[Task]:
     """The three of them; toys of the same kinds for ``tiny``."""
     if tiny:
         return [
             Task("ResNet", "images", 4, lambda: resnet((1, 1), 8, 10), sgd, images(4, 32, 10)),
-            Task("GPT-2", "tokens", 2 * 16, lambda: GPT2(1, 32, 2, 16, 64), adamw, tokens(2, 16, 64)),
+            Task("GPT-2", "tokens", 2 * 16, lambda: GPT(1, 32, 2, 16, 64), adamw, tokens(2, 16, 64)),
             Task("LSTM", "tokens", 2 * 8, lambda: LSTM(1, 16, 64), adamw, tokens(2, 8, 64)),
         ]
     return [
-        Task("ResNet-50", "images", 128, lambda: resnet((3, 4, 6, 3), 64, 1000), sgd, images(128, 224, 1000)),
-        Task("GPT-2 small", "tokens", 8192, lambda: GPT2(12, 768, 12, 1024, 50304), adamw, tokens(8, 1024, 50304)),
+        Task("ResNet-50", "images", 128, resnet50, sgd, images(128, 224, 1000)),
+        Task("GPT-2 small", "tokens", 8192, gpt2_small, adamw, tokens(8, 1024, 50304)),
         Task("LSTM 2x1024", "tokens", 8192, lambda: LSTM(2, 1024, 32768), adamw, tokens(64, 128, 32768)),
     ]
 

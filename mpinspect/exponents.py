@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -278,6 +279,8 @@ class ExponentHistogram:
 
     def lost_l1_share(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
         """Share of the L1 mass (sum of |x|) that is flushed, 0..1: an estimate with bounds; a count knows |x| within 2x."""
+        if self._flush_edge(format, log2_scale) < self.min_exponent:
+            return Interval(0.0, 0.0, 0.0)
         counts, powers, tops = self._flushed_part(format, log2_scale)
         # Relative to the largest exponent, so that neither huge nor tiny values leave float64's range.
         base = 1 - len(self.counts)
@@ -333,10 +336,15 @@ class ExponentHistogram:
         index = exponent - self.min_exponent
         return int(array[index]) if 0 <= index < len(array) else 0
 
+    @staticmethod
+    def _flush_edge(format: FloatFormat, log2_scale: int) -> int:
+        """Exponent of x from which on not everything of x * 2^log2_scale is flushed."""
+        edge = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
+        return edge - log2_scale
+
     def _flushed_part(self, format: FloatFormat, log2_scale: int) -> tuple[IntArray, IntArray, IntArray]:
         """The part of each array that is flushed."""
-        edge = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
-        index = edge - log2_scale - self.min_exponent
+        index = self._flush_edge(format, log2_scale) - self.min_exponent
         below = min(max(index, 0), len(self.counts))
         counts, powers, tops = (array.copy() for array in self._arrays())
         for part in (counts, powers, tops):
@@ -366,14 +374,13 @@ class ExponentHistogram:
     def _sum_over(counts: IntArray, powers: IntArray, tops: IntArray, min_exponent: int, *, power: int) -> Interval:
         if not len(counts):
             return Interval(0.0, 0.0, 0.0)
-        with np.errstate(over="ignore", under="ignore"):
-            weight = np.exp2(power * (min_exponent + np.arange(len(counts), dtype=np.float64)))
-            other = counts - powers - tops
-            mean = MEAN_SIGNIFICAND if power == 1 else MEAN_SQUARE_SIGNIFICAND
-            exact, plain, near = (_weighed(weight, part) for part in (powers, other, tops))
-            low = exact + plain + near * NEAR_TOP_SIGNIFICAND**power
-            high = exact + (plain + near) * 2.0**power
-            estimate = exact + plain * mean + near * 2.0**power
+        weight = _weights(min_exponent, len(counts), power)
+        other = counts - powers - tops
+        mean = MEAN_SIGNIFICAND if power == 1 else MEAN_SQUARE_SIGNIFICAND
+        exact, plain, near = _weighed(weight, powers), _weighed(weight, other), _weighed(weight, tops)
+        low = exact + plain + near * NEAR_TOP_SIGNIFICAND**power
+        high = exact + (plain + near) * 2.0**power
+        estimate = exact + plain * mean + near * 2.0**power
         return Interval(estimate, low, high)
 
 
@@ -407,9 +414,22 @@ def merge(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
+@lru_cache(maxsize=256)
+def _weights(min_exponent: int, bins: int, power: int) -> npt.NDArray[np.float64]:
+    """2^(power * exponent) of each bin; inf beyond float64's range. Tensors of one model have few different ranges."""
+    with np.errstate(over="ignore", under="ignore"):
+        weight: npt.NDArray[np.float64] = np.exp2(power * (min_exponent + np.arange(bins, dtype=np.float64)))
+    weight.setflags(write=False)
+    return weight
+
+
 def _weighed(weight: npt.NDArray[np.float64], counts: IntArray) -> float:
     """Sum of weight * counts; a weight may be inf where there is nothing to weigh, and inf * 0 must stay out."""
-    return float(np.multiply(weight, counts, out=np.zeros(len(counts)), where=counts > 0).sum())
+    # The last weight is the largest; below this no sum of 2^63 such terms leaves float64's range.
+    if weight[-1] < 2.0**900:
+        return float(np.add.reduce(weight * counts))
+    with np.errstate(over="ignore"):
+        return float(np.multiply(weight, counts, out=np.zeros(len(counts)), where=counts > 0).sum())
 
 
 def _significand(value: float, exponent: int, what: str) -> float:

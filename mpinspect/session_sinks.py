@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mpinspect.capture.recording import Sink
+from mpinspect.capture.sinks import Sink
 from mpinspect.session import RunInfo
 from mpinspect.session_file import FILE_NAME, SessionError, SessionWriter
 

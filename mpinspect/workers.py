@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -106,19 +106,60 @@ def _alone(work: Callable[[Iterable[Item]], Result], queue: _Queue[Item]) -> Res
         return work(queue)
 
 
-@cache
+class Team:
+    """torch's OpenMP threads, for compiled work.
+
+    Between two operations of a training step they spin on their cores, ready for the next: any other thread would
+    share its core with one of them. ``GOMP_parallel`` is how GCC's compiled code starts a parallel region; the
+    OpenMP libraries of LLVM and Intel have it too.
+    """
+
+    def __init__(self) -> None:
+        self._forked = False
+
+    @property
+    def there(self) -> bool:
+        """Whether ``run`` can be called."""
+        return not self._forked and _openmp("GOMP_parallel") is not None
+
+    def run(self, function: int, data: int, threads: int) -> None:
+        """Call a compiled function on so many threads at once, or fewer; returns when all are done.
+
+        The interpreter lock is released meanwhile.
+
+        Args:
+            function: address of a C function that takes one pointer and returns nothing.
+            data: the pointer.
+        """
+        parallel = _openmp("GOMP_parallel")
+        assert parallel is not None
+        parallel(ctypes.c_void_p(function), ctypes.c_void_p(data), ctypes.c_uint(threads), ctypes.c_uint(0))
+
+    def forget(self) -> None:
+        """This is a forked child: the threads are gone, and GCC's library would wait for them for ever."""
+        self._forked = True
+
+
 def _openmp_setter() -> Callable[[int], None] | None:
-    """``omp_set_num_threads`` of the OpenMP library that torch uses; None where there is none to be found."""
+    """``omp_set_num_threads``, which a thread calls for itself."""
+    return _openmp("omp_set_num_threads")
+
+
+@cache
+def _openmp(name: str) -> Callable[..., None] | None:
+    """A function of the OpenMP library that torch uses; None where there is none to be found."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
-            setter = ctypes.CDLL(str(path)).omp_set_num_threads
+            function: Any = getattr(ctypes.CDLL(str(path)), name)
         except (OSError, AttributeError):
             continue
-        setter.argtypes, setter.restype = [ctypes.c_int], None
-        return setter
+        function.restype = None
+        return function  # type: ignore[no-any-return]
     return None
 
 
 POOL = WorkerPool()
+TEAM = Team()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=POOL.forget)
+    os.register_at_fork(after_in_child=TEAM.forget)

@@ -146,7 +146,7 @@ def full_session() -> s.Session:
     )
     key = s.TensorKey("encoder.Schicht_äß.重み", s.WEIGHT_GRADIENT)
     return s.Session(
-        s.RunInfo("GröβeNet", "2024-05-06T07:08:09", (s.WEIGHT_GRADIENT, s.UPDATE), 10, False, {"torch": "2.13"}),
+        s.RunInfo("GröβeNet", "2024-05-06T07:08:09", (s.WEIGHT_GRADIENT, s.UPDATE), 10, False, {"torch": "2.13"}, 0.02),
         (s.TensorInfo(*key, "encoder.Schicht_äß", "Linear", (3, 5), "float32", "frozen: requires_grad is False"),),
         (s.Window(10, 49, 4, {key: tensor}, {-3: 4}), s.Window(50, 90, 5, {key: tensor}, {-2: 5})),
         (
@@ -168,6 +168,7 @@ def full_session() -> s.Session:
         ),
         ("No gradient of the head was seen.",),
         s.Progress(
-            91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))
+            *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),
+            *(45, 90, 0.125, 7.5),
         ),
     )

@@ -18,8 +18,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "formats": set(),
     "exponents": {"formats"},
-    "session": {"exponents", "formats", "session_file"},
-    "session_file": {"session", "exponents", "formats"},
+    "session": {"exponents", "formats", "session_file", "tensor_columns"},
+    "tensor_columns": {"exponents", "session"},
+    "session_file": {"session", "exponents", "formats", "tensor_columns"},
+    "background": set(),
     "garbage_collection": set(),
     "gpus": set(),
     "matmuls": set(),
@@ -30,11 +32,14 @@ ALLOWED = {
         *("session", "exponents", "formats", "gpus", "matmuls", "kernels", "matmul_ops", "reports"),
         "garbage_collection",
     },
-    "reports": {"analysis", "session", "exponents", "formats", "matmuls", "version"},
+    "reports": {"analysis", "background", "session", "exponents", "formats", "matmuls", "tensor_columns", "version"},
     "workers": set(),
     "counting": {"exponents", "formats", "workers"},
     "emulation": {"workers"},
-    "capture": {"counting", "emulation", "session", "exponents", "formats", "matmuls", "matmul_ops"},
+    "capture": {
+        *("background", "counting", "emulation", "session", "exponents", "formats", "matmuls", "matmul_ops"),
+        "tensor_columns",
+    },
     "training": {"emulation", "formats"},
     "auto_scale": {"inspector", "training"},
     "mixed_precision": {"auto_scale", "emulation", "training"},
@@ -53,11 +58,16 @@ ALLOWED = {
     "kernel_profile": {"analysis", "capture", "gpus", "trace_file"},
 }
 #: An object's __str__ and save() reach the reports in this one place; a session's load and save reach the file likewise.
-LAZY_ONLY = {("analysis", "reports"): {"rendering.py", "report.py"}, ("session", "session_file"): {"session.py"}}
+#: Merging likewise reaches the columns that windows may be kept as.
+LAZY_ONLY = {
+    ("analysis", "reports"): {"rendering.py", "report.py"},
+    ("session", "session_file"): {"session.py"},
+    ("session", "tensor_columns"): {"session.py"},
+}
 
 #: Rooms that work on saved sessions, on machines without torch.
 CORE = (
-    *("formats", "exponents", "session", "session_file", "analysis"),
+    *("formats", "exponents", "session", "tensor_columns", "session_file", "analysis"),
     *("gpus", "matmuls", "kernels", "matmul_ops", "trace_file"),
 )
 HEAVY = ("torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton")

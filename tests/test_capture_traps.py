@@ -631,7 +631,7 @@ def test_ddp_counts_local_gradients(single_process_group: None) -> None:
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_watch_reads_no_scalar() -> None:
+def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each ``.item()`` waits; no hook of the watch may call one. (Counting on a GPU: test_counting.py.)"""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -644,6 +644,8 @@ def test_the_watch_reads_no_scalar() -> None:
             self.ops.append(str(func))
             return func(*args, **(kwargs or {}))
 
+    # As on a device: of a CPU's tensors the largest magnitude is known at once.
+    monkeypatch.setattr("mpinspect.capture.watch.largest_magnitude", lambda tensor: None)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, every=2):
@@ -660,7 +662,7 @@ def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.Monke
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("mpinspect.capture.capture.count", broken)
+    monkeypatch.setattr("mpinspect.counting.fastest.count", broken)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model).attach()

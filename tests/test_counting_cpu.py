@@ -108,7 +108,7 @@ def test_every_field_with_edge_mantissas(dtype: torch.dtype) -> None:
         expect_the_same(tensor_of(row, dtype))
 
 
-@pytest.mark.parametrize("size", [255, 256, 257, 4095, 4096, 4097, counter._CHUNK + 1, counter._POOL_FROM + 4097])
+@pytest.mark.parametrize("size", [255, 256, 257, 4095, 4096, 4097, counter._LEAST_CHUNK + 1, counter._TEAM_FROM + 4097])
 def test_sizes_around_groups_blocks_and_chunks(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     values = torch.randn(size, generator=generator)
@@ -122,7 +122,9 @@ def test_more_exponents_than_are_compared() -> None:
     random = np.random.default_rng(0)
     wide = np.ldexp(random.uniform(1, 2, 20_000), random.integers(-1074, 1024, 20_000))
     expect_the_same(torch.from_numpy(wide))
-    expect_the_same(torch.from_numpy(np.ldexp(random.uniform(1, 2, 20_000), random.integers(-149, 128, 20_000))).float())
+    expect_the_same(
+        torch.from_numpy(np.ldexp(random.uniform(1, 2, 20_000), random.integers(-149, 128, 20_000))).float()
+    )
     expect_the_same(torch.from_numpy(np.ldexp(1.0, random.integers(-1074, 1024, 20_000))))
 
 
@@ -150,7 +152,9 @@ def test_a_divisor_goes_the_torch_way() -> None:
 
 
 def test_a_flush_denormals_mode_changes_nothing() -> None:
-    values = [tensor_of(bits_of_kind("subnormals", 5000, dtype, np.random.default_rng(0)), dtype) for dtype in ENCODINGS]
+    values = [
+        tensor_of(bits_of_kind("subnormals", 5000, dtype, np.random.default_rng(0)), dtype) for dtype in ENCODINGS
+    ]
     truths = [reference.count(tensor) for tensor in values]
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor has no such mode")
@@ -177,7 +181,7 @@ def test_the_tensor_is_not_changed() -> None:
 
 
 def test_from_several_threads_at_once() -> None:
-    tensors = [torch.randn(counter._POOL_FROM + 1000 * seed) for seed in range(4)]
+    tensors = [torch.randn(counter._TEAM_FROM + 1000 * seed) for seed in range(4)]
     truths = [reference.count(tensor) for tensor in tensors]
     wrong: list[int] = []
 
@@ -195,7 +199,7 @@ def test_from_several_threads_at_once() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_in_a_forked_child() -> None:
-    values = torch.randn(counter._POOL_FROM)
+    values = torch.randn(counter._TEAM_FROM)
     truth = fastest.count(values)
     child = os.fork()
     if not child:

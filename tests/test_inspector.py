@@ -216,7 +216,6 @@ def test_a_log_dir_that_holds_another_run(tmp_path: Path) -> None:
     assert Session.load(tmp_path / "run-2").progress.steps == 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own writer thread
 def test_a_log_dir_that_vanishes_under_way(tmp_path: Path) -> None:
     import shutil
 
@@ -228,7 +227,7 @@ def test_a_log_dir_that_vanishes_under_way(tmp_path: Path) -> None:
             _step(model, optimizer, torch.ones(1, 4))
             if step == 1:
                 shutil.rmtree(tmp_path / "run")
-            inspector._recording.write()
+            inspector._recording.flush()
     assert inspector.session().progress.steps == 4
     assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 4
 
@@ -260,22 +259,25 @@ import sys, torch, mpinspect
 from mpinspect.capture import recording
 recording.WRITE_INTERVAL_S = 0.0
 recording.WRITE_COST_FACTOR = 0
+last = int(sys.argv[2])
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with mpinspect.Inspector(model, log_dir=sys.argv[1]):
+with mpinspect.Inspector(model, log_dir=sys.argv[1]) as inspector:
     step = 0
     while True:
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
         step += 1
+        if step == last:
+            inspector._recording.flush()
         print(step, flush=True)
 """
 
 
 def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     run = subprocess.Popen(
-        [sys.executable, "-c", _ENDLESS_RUN, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _ENDLESS_RUN, str(tmp_path / "run"), "40"], stdout=subprocess.PIPE, text=True
     )
     assert run.stdout is not None
     for line in run.stdout:
@@ -293,10 +295,10 @@ def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "weight" in result.stdout
     session = Session.load(tmp_path / "run")
-    # Each step was its own interval here.
-    assert session.progress.steps >= 39
+    # An interval had ended with step 40; of later steps it depends on how far the writing had come.
+    assert session.progress.steps >= 40
     assert not session.progress.ended
-    assert session.totals()[TensorKey("weight", "weight_gradient")].samples >= 39
+    assert session.totals()[TensorKey("weight", "weight_gradient")].samples >= 40
 
 
 def test_the_public_face() -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import sessions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards_crc32c
 
 from mpinspect.analysis import recommend_loss_scale
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16
+from mpinspect.reports.crc32c import crc32c
 from mpinspect.reports.tensorboard import TensorBoardLog, TensorBoardSink
 from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Progress, ScaleChange, TensorKey
 
@@ -180,8 +182,9 @@ def test_a_directory_that_vanishes_stops_nobody(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
 def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
     log = TensorBoardLog(tmp_path)
+    log._file.close()
     with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(log._file._records, "_writer", full)
+        monkeypatch.setattr(log._file, "_file", full)
         with pytest.raises(OSError, match="No space left"):
             log.write(windows({KEY: sessions.bell(-5)}, 1)[0])
     log.close()
@@ -197,3 +200,13 @@ def test_a_directory_that_can_not_be_made_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(OSError, match="file"):
         TensorBoardLog(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 127, 128, 129, 1000, 65536, 100_003])
+def test_the_checksum_is_tensorboards(length):
+    data = np.random.default_rng(length).bytes(length)
+    assert crc32c(data) == tensorboards_crc32c(data)
+
+
+def test_the_checksum_of_the_standard():
+    assert crc32c(b"123456789") == 0xE3069283

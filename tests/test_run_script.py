@@ -298,6 +298,16 @@ def test_options_reach_the_launch(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.parametrize(("words", "every"), [("", 10), ("--max-overhead 0.02", 1), ("--every 5 --max-overhead=0.02", 5)])
+def test_every_is_the_least_interval_of_a_budget(words, every, monkeypatch, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    asked = []
+    monkeypatch.setattr("mpinspect.launch.launch", asked.append)
+    assert cli.main(["run", *words.split(), str(script)]) == 0
+    assert (asked[0].every, asked[0].max_overhead) == (every, 0.02 if words else None)
+
+
 def test_the_kinds_are_the_sessions():
     assert KINDS == session.KINDS
 
@@ -308,6 +318,9 @@ def test_the_kinds_are_the_sessions():
         [],
         ["-m"],
         ["--every", "0", "a.py"],
+        ["--max-overhead", "2%", "a.py"],
+        ["--max-overhead", "1", "a.py"],
+        ["--max-overhead", "nan", "a.py"],
         ["--kinds", "gradients", "a.py"],
         ["--gpu", "nothing", "a.py"],
         ["--fail-on", "typo", "a.py"],

@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py"])
+@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py", "gpu_overhead.py"])
 def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path, name):
     run(monkeypatch, name, "--json", str(tmp_path / "results.json"))
     printed = capsys.readouterr().out
@@ -66,3 +66,15 @@ def test_every_tensor_core_case_runs_and_nothing_is_said_of_rates_without_a_gpu(
     assert len(rows) == len({(row["case"], row["dtype"]) for row in rows}) == len(list((tmp_path / "t").iterdir()))
     assert all(row["tflops"] is None and row["tensor_core_fraction"] is None for row in rows)
     assert "nothing to compare" in capsys.readouterr().out
+
+
+def test_the_inspector_rides_along_at_toy_sizes(monkeypatch, capsys, tmp_path):
+    run(monkeypatch, "gpu_overhead.py", "--tiny", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text("utf-8"))["results"]
+    assert [row["subject"] for row in results["rows"]] == ["ResNet"] * 6 + ["GPT-2"] * 6
+    assert all(row["step_ms"] > 0 and row["added_memory_mib"] is None for row in results["rows"])
+    inspected = [row for row in results["rows"] if row["name"] != "bare"]
+    assert all(row["callbacks_ms"] > 0 for row in inspected)
+    # Toys and CPUs answer no promise.
+    assert results["checked"] == []
+    assert capsys.readouterr().out.count("in callbacks") == len(inspected)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from mpinspect.analysis.report import TimeBlock
 from mpinspect.analysis.visibility import Visibility
-from mpinspect.exponents import merge
-from mpinspect.session import GRADIENT_KINDS, TensorKey, Window
+from mpinspect.session import GRADIENT_KINDS, TensorKey, Window, merge_windows
 
 #: Blocks that a run is cut into: enough to see a trend, few enough that each holds many steps.
 MAX_BLOCKS = 8
@@ -35,12 +34,8 @@ def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
 
 def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
     """The gradients of a block of windows, merged."""
-    parts: dict[TensorKey, list[Visibility]] = {}
-    for window in block:
-        for key, tensor in window.tensors.items():
-            if key.kind in GRADIENT_KINDS:
-                parts.setdefault(key, []).append(Visibility.of(tensor))
-    return {key: _merged(seen) for key, seen in parts.items()}
+    merged = merge_windows(*block).of_kinds(GRADIENT_KINDS)
+    return {key: Visibility.of(tensor) for key, tensor in merged.tensors.items()}
 
 
 def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_INTERVAL) -> int:
@@ -64,8 +59,3 @@ def moved(blocks: Sequence[TimeBlock]) -> int:
     """Powers of two between the lowest and the highest ``log2_highest`` of the blocks."""
     highest = [block.log2_highest for block in blocks if block.log2_highest is not None]
     return max(highest) - min(highest) if highest else 0
-
-
-def _merged(parts: list[Visibility]) -> Visibility:
-    floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
-    return Visibility(merge(part.histogram for part in parts), max(floors) if floors else None)

@@ -105,11 +105,7 @@ def why_no_alarm(session: Session, worst: LayerReport, needed: int) -> str:
 
 def runs_in_bfloat16(session: Session, layers: Sequence[LayerReport]) -> bool:
     """Whether the run holds these tensors in BF16, whose range is FP32's."""
-    keys = {TensorKey(layer.name, layer.kind) for layer in layers}
-    held = {
-        tensor.passed_through for window in session.windows for key, tensor in window.tensors.items() if key in keys
-    }
-    return held == {"bfloat16"}
+    return session.passed_through({TensorKey(layer.name, layer.kind) for layer in layers}) == {"bfloat16"}
 
 
 def runs_at_least(session: Session, log2_scale: int) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from mpinspect.analysis.noise import without_noise
 from mpinspect.analysis.report import ScaleConflict
-from mpinspect.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, least_log2_scale
+from mpinspect.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, LostMass, least_log2_scale
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FloatFormat
 from mpinspect.session import GRADIENT_KINDS, TensorKey
+
+_Found = TypeVar("_Found")
 
 #: Powers of two that the recommended scale leaves below the largest one without overflow. The largest gradients of two
 #: stretches of one training (the last 100 and the last 500 steps of a digits classifier) agreed within 2 of them, and
@@ -47,16 +50,29 @@ class GradientRange:
         """Least k that serves what was seen of it."""
         return least_log2_scale(self.histogram, format, tolerance)
 
-    def log2_certain(self, format: FloatFormat, tolerance: float = LOST_L1_TOLERANCE) -> int | None:
-        """Least k that serves it whatever was flushed before it was counted."""
+    def needs(self, format: FloatFormat, tolerance: float) -> ScaleNeeds:
+        """What a scale must do for it; it holds a value."""
+        lost = _known(LostMass.of(self.histogram, format))
         hidden, floor = self.seen.hidden, self.seen.floor_exponent
-        return least_log2_scale(self.histogram, format, tolerance, hidden=hidden, floor_exponent=floor)
-
-    def log2_ample(self, format: FloatFormat) -> int | None:
-        """Least k at which next to nothing that was seen and is not noise is lost."""
+        lowest = lost.least_log2_scale(tolerance)
         signal = without_noise(self.histogram, self.noise_ceiling)
         # The ceiling is the whole run's: over a few steps all values of a gradient that is no noise can lie below it.
-        return least_log2_scale(signal if len(signal.counts) else self.histogram, format, NEGLIGIBLE_L1_SHARE)
+        is_part = signal is not self.histogram and len(signal.counts)
+        lost_signal = _known(LostMass.of(signal, format)) if is_part else lost
+        return ScaleNeeds(
+            lowest,
+            lost.least_log2_scale(tolerance, hidden=hidden, floor_exponent=floor) if hidden else lowest,
+            lost_signal.least_log2_scale(NEGLIGIBLE_L1_SHARE),
+        )
+
+
+class ScaleNeeds(NamedTuple):
+    """Least k of one gradient: that serves what was seen of it (``log2_lowest``), that serves it whatever was flushed before it
+    was counted (``log2_certain``), and at which next to nothing that was seen and is not noise is lost (``log2_ample``)."""
+
+    log2_lowest: int
+    log2_certain: int
+    log2_ample: int
 
 
 @dataclass(frozen=True)
@@ -104,12 +120,8 @@ def scale_window(
         return None
     if log2_highest is None:
         log2_highest = min(_known(gradient.histogram.max_log2_scale(format)) for gradient in served)
-    return ScaleWindow(
-        max(_known(gradient.log2_lowest(format, tolerance)) for gradient in served),
-        max(_known(gradient.log2_certain(format, tolerance)) for gradient in served),
-        max(_known(gradient.log2_ample(format)) for gradient in served),
-        log2_highest,
-    )
+    lowest, certain, ample = (max(ks) for ks in zip(*(g.needs(format, tolerance) for g in served), strict=True))
+    return ScaleWindow(lowest, certain, ample, log2_highest)
 
 
 def scale_conflicts(
@@ -139,6 +151,6 @@ def gradient_ranges(
     )
 
 
-def _known(log2_scale: int | None) -> int:
-    assert log2_scale is not None, "a histogram with values has every scale"
-    return log2_scale
+def _known(found: _Found | None) -> _Found:
+    assert found is not None, "a histogram with values has every scale"
+    return found

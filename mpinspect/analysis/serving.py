@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -50,36 +52,67 @@ def least_log2_scale(
     Raises:
         ValueError: ``tolerance`` is not in (0, 1).
     """
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance is a share of the L1 mass and must lie in (0, 1), not {tolerance}")
-    if not len(histogram.counts):
-        return None
-    top = histogram.max_exponent
-    edges = np.arange(histogram.min_exponent, top + 1)
-    lost, whole = _lost_mass(histogram, powers_lost=not format.flushes_subnormals)
-    allowed = tolerance * whole
-    if hidden and floor_exponent is not None:
-        lost = lost + hidden * np.exp2(np.minimum(edges, floor_exponent) - float(top))
-    served = np.flatnonzero(lost <= allowed)
-    if served.size:
-        edge = int(edges[served[-1]])
-    else:
-        edge = histogram.min_exponent - 1
+    lost = LostMass.of(histogram, format)
+    return None if lost is None else lost.least_log2_scale(tolerance, hidden=hidden, floor_exponent=floor_exponent)
+
+
+@dataclass(frozen=True)
+class LostMass:
+    """What a format takes from a tensor at each scale; asked for several tolerances it is worth keeping.
+
+    Args:
+        max_exponent: exponent of the tensor's largest magnitude.
+        flush_exponent: of the format.
+        lost: float64, the mass (sum of magnitudes) lost with the flush edge at each exponent of the tensor, rising, in units of
+            2^max_exponent.
+        whole: the whole mass, in the same unit.
+    """
+
+    max_exponent: int
+    flush_exponent: int
+    lost: npt.NDArray[np.float64]
+    whole: float
+
+    @classmethod
+    def of(cls, histogram: ExponentHistogram, format: FloatFormat) -> LostMass | None:
+        """None where the histogram has no finite non-zero value."""
+        if not len(histogram.counts):
+            return None
+        powers = histogram.powers_of_two.astype(np.float64)
+        tops = histogram.near_top.astype(np.float64)
+        other = histogram.counts.astype(np.float64) - powers - tops
+        unit = _units(len(powers))
+        mass = unit * (powers + other * MEAN_SIGNIFICAND + tops * 2.0)
+        below = np.cumsum(mass) - mass
+        # A format that keeps subnormals flushes the power of two at the edge itself: a tie goes to the even zero.
+        lost = below if format.flushes_subnormals else below + unit * powers
+        return cls(histogram.max_exponent, flush_exponent(format), lost, float(mass.sum()))
+
+    def least_log2_scale(self, tolerance: float, *, hidden: int = 0, floor_exponent: int | None = None) -> int:
+        """As the function of that name."""
+        if not 0 < tolerance < 1:
+            raise ValueError(f"tolerance is a share of the L1 mass and must lie in (0, 1), not {tolerance}")
+        lost, allowed, top = self.lost, tolerance * self.whole, self.max_exponent
+        lowest = top + 1 - len(lost)
+        if hidden and floor_exponent is not None:
+            edges = np.arange(lowest, top + 1)
+            lost = lost + hidden * np.exp2(np.minimum(edges, floor_exponent) - float(top))
+        served = (lost <= allowed).nonzero()[0]
+        if served.size:
+            return self.flush_exponent - (lowest + int(served[-1]))
+        edge = lowest - 1
         if (
             hidden
             and floor_exponent is not None
             and hidden * 2.0 ** min(max(floor_exponent - top, -500), 500) > allowed
         ):
             edge = min(edge, math.floor(math.log2(allowed / hidden)) + top)
-    return flush_exponent(format) - edge
+        return self.flush_exponent - edge
 
 
-def _lost_mass(histogram: ExponentHistogram, *, powers_lost: bool) -> tuple[npt.NDArray[np.float64], float]:
-    """Mass lost with the flush edge at each exponent of the histogram, and the whole mass, in units of 2^max_exponent."""
-    powers = histogram.powers_of_two.astype(np.float64)
-    tops = histogram.near_top.astype(np.float64)
-    other = histogram.counts.astype(np.float64) - powers - tops
-    unit = np.exp2(np.arange(1 - len(powers), 1, dtype=np.float64))
-    mass = unit * (powers + other * MEAN_SIGNIFICAND + tops * 2.0)
-    below = np.cumsum(mass) - mass
-    return below + (unit * powers if powers_lost else 0.0), float(mass.sum())
+@lru_cache(maxsize=256)
+def _units(bins: int) -> npt.NDArray[np.float64]:
+    """Powers of two up to 1."""
+    units: npt.NDArray[np.float64] = np.exp2(np.arange(1 - bins, 1, dtype=np.float64))
+    units.setflags(write=False)
+    return units

@@ -5,8 +5,9 @@ Nothing keeps a tensor of the model: what stays are rows of counts and reduced v
 
 from __future__ import annotations
 
-import functools
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,18 +18,25 @@ from torch.nn.parameter import is_lazy
 from mpinspect.capture import optimizer_steps, pickling
 from mpinspect.capture import scalers as scaler_watch
 from mpinspect.capture.backward_scale import ScaleOfBackward
+from mpinspect.capture.broken_weights import BrokenWeights
+from mpinspect.capture.budget import Budget
+from mpinspect.capture.cuda_stopwatch import CudaStopwatch
 from mpinspect.capture.distributed import is_distributed, local_part
-from mpinspect.capture.guard import Guarded, guarded
-from mpinspect.capture.hooks import HandleList, ModelHook
+from mpinspect.capture.guard import Guarded, entrance, guarded
+from mpinspect.capture.hooks import HandleList
+from mpinspect.capture.keeps_finite import keeps_finite, may_keep_finite
 from mpinspect.capture.layers import Layer, WatchedParameter
 from mpinspect.capture.loss_scale import BackwardScale
+from mpinspect.capture.meter import Meter
 from mpinspect.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
-from mpinspect.capture.outputs import tensors_in
+from mpinspect.capture.outputs import local_tensors, tensors_in
+from mpinspect.capture.reach import out_of_reach
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule, StepClock
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
+from mpinspect.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
 from mpinspect.capture.watch import Watch
-from mpinspect.counting.reference import count
+from mpinspect.counting import fastest, magnitude
 from mpinspect.session import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -40,29 +48,6 @@ from mpinspect.session import (
     narrowest,
 )
 
-#: Events whose module's weights are looked at, which waits for a GPU: what broke first is what matters.
-_MOST_EVENTS_LOOKED_INTO = 3
-
-
-class _GradientHook:
-    """Waits on one output (or input) tensor for its gradient. Holds no tensor."""
-
-    __torch_unserializable__ = True
-    __slots__ = ("_capture", "_counted", "_is_input", "_layer", "_number")
-
-    def __init__(self, capture: Capture, layer: Layer, *, counted: bool, number: int, is_input: bool) -> None:
-        # Weakly: a graph that outlives the inspector must not keep it.
-        self._capture = weakref.ref(capture)
-        self._layer = layer
-        self._counted = counted
-        self._number = number
-        self._is_input = is_input
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        capture = self._capture()
-        if capture is not None and capture.attached and gradient is not None:
-            capture.activation_gradient(self._layer, gradient, self._counted, self._number, self._is_input)
-
 
 class Capture(Guarded):
     """Watches one model from ``attach`` to ``detach``.
@@ -72,9 +57,12 @@ class Capture(Guarded):
         kinds: kinds of tensor to count at sampled steps.
         schedule: which steps are sampled.
         watch: keep the non-finite watch at every step.
+        max_overhead: choose which steps are sampled, and watched, such that the cost stays below this share of the bare steps;
+            of ``schedule`` then only ``every`` holds, as the least interval. None: the schedule tells.
         loss_scale: the scale of loops that scale by hand: a number, a callable that gives it, or None.
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
         recording: takes what is captured.
+        clock: seconds, monotonic; what the cost is measured with.
     """
 
     def __init__(
@@ -89,10 +77,13 @@ class Capture(Guarded):
         optimizers: Collection[torch.optim.Optimizer],
         scalers: Collection[Any],
         recording: Recording,
+        max_overhead: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(recording.note)
         self._layers = list(layers)
         self._parameters = list(parameters)
+        self._keep_finite = {layer.path for layer in self._layers if may_keep_finite(layer.module)}
         self._kinds = frozenset(kinds)
         self._recording = recording
         self.clock = StepClock(schedule)
@@ -100,6 +91,11 @@ class Capture(Guarded):
             self.clock.know(optimizer)
         self._tally = Tally(recording.note, recording.scale)
         self._watch = Watch({layer.path for layer in self._layers if layer.is_leaf}) if watch else None
+        self._budget: Budget | None = None
+        if max_overhead is not None:
+            self._budget = Budget(max_overhead, every=schedule.every, samples=bool(self._kinds), watches=watch)
+            on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
+            self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
         self._optimizers = ModelOptimizers(optimizers, {id(watched.parameter): watched for watched in self._parameters})
         self._updates = UpdateCapture(self._tally)
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in self._parameters)
@@ -123,14 +119,18 @@ class Capture(Guarded):
         #: Whether full backward hooks of others wrap some module's inputs.
         self._wrapped_inputs = False
         self._weight_state: tuple[int, list[float] | None] | None = None
-        #: Events whose weights were looked at, and those that were not finite before this step's optimizer moved them.
-        self._weights_looked_at = 0
-        self._broken_before_step: list[str] | None = None
+        self._broken_weights = BrokenWeights(self._parameters)
         #: Kinds and watch while it rests.
         self._rested: tuple[frozenset[str], Watch | None] | None = None
+        #: Steps that the watch looked at, and not at the one before; events arrive a few steps late at most.
+        self._after_pause: deque[int] = deque(maxlen=8)
+        self._me = weakref.ref(self)
         self.attached = False
+        #: Whether this step is sampled, and the watch where it looks at this step.
         self._sampled = False
-        self._quiet = False
+        self._looking: Watch | None = None
+        #: Whether nothing is to be seen in this step: what every hook asks first.
+        self.quiet = False
 
     # -- coming and going ---------------------------------------------------------------------------------------
 
@@ -138,6 +138,7 @@ class Capture(Guarded):
         """Put the hooks on."""
         self.attached = True
         self._may_capture_graphs = torch.cuda.is_available()
+        self._warm_up()
         self._updated()
         pickling.leave_hooks_out(self, (layer.module for layer in self._layers))
         self._hook_modules()
@@ -145,6 +146,16 @@ class Capture(Guarded):
         self._begin_step()
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
+
+    @guarded
+    def _warm_up(self) -> None:
+        """Compile what will look at tensors, or load it, so that no training step waits for it."""
+        if self._watch is not None:
+            magnitude.warm_up()
+        if self._kinds:
+            parameters = [watched.parameter for watched in self._parameters]
+            for note in fastest.warm_up({p.device for p in parameters}, {p.dtype for p in parameters}):
+                self._recording.note(note)
 
     def detach(self) -> None:
         """Take every hook off and take in what is still on its way."""
@@ -187,7 +198,7 @@ class Capture(Guarded):
 
     def abandon(self) -> None:
         """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""
-        self.attached, self._quiet = False, True
+        self.attached, self.quiet = False, True
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
         self._handles.remove_all()
@@ -233,7 +244,7 @@ class Capture(Guarded):
                 continue
             if self._watch is None and not (layer.counted and wants_outputs) and layer.path not in owners:
                 continue
-            hook = ModelHook(layer.module, functools.partial(self._forward_ran, layer))
+            hook = ForwardHook(self, layer)
             handle = self._handles.add(layer.module.register_forward_hook(hook, with_kwargs=True))
             self._hook_ids.append((layer.module, handle.id))
 
@@ -246,31 +257,28 @@ class Capture(Guarded):
             if not _can_be_hooked(parameter):
                 continue
             if is_distributed(parameter):
-                accumulated = functools.partial(self._gradient_accumulated, watched)
-                self._handles.add(parameter.register_post_accumulate_grad_hook(accumulated))
+                self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(self, watched)))
             else:
-                hook: Any = functools.partial(self._weight_gradient, watched)
-                hook.__torch_unserializable__ = True
-                self._handles.add(parameter.register_hook(hook))
+                self._handles.add(parameter.register_hook(ParameterHook(self, watched)))
 
     # -- the forward --------------------------------------------------------------------------------------------
 
-    def _forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
-        # Between samples this line is all that a module call costs.
-        if not self._quiet and not self._out_of_reach():
-            self._module_called(layer, args, kwargs, output)
-
-    @guarded
-    def _module_called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
+    @entrance
+    def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's forward has run."""
+        if (reason := out_of_reach(self._may_capture_graphs)) is not None:
+            self._recording.note(reason)
+            return
         # Inside a backward the forward is a recomputation (activation checkpointing): not counted again, but with
         # the reentrant kind its tensors are the ones that the gradients reach.
         self._any_call = True
         recomputed = torch._C._current_graph_task_id() != -1
         if not recomputed and not self._training_forward(layer):
             return
-        if not self._sampled and self._watch is None:
+        watch = self._looking
+        if not self._sampled and watch is None:
             return
-        outputs = [local_part(tensor) for tensor in tensors_in(output)]
+        outputs = local_tensors(output)
         for tensor in outputs:
             self._any_output = True
             self._pass_through(tensor.dtype)
@@ -278,8 +286,9 @@ class Capture(Guarded):
         rows = self._count_outputs(layer, outputs) if counted and self._is_first_forward(layer, recomputed) else {}
         counted = counted and ACTIVATION_GRADIENT in self._kinds
         awaited: set[int] = set()
-        if self._watch is not None:
-            awaited = self._watch_call(self._watch, layer, (args, kwargs), outputs, rows, counted, recomputed)
+        if watch is not None:
+            inputs = local_tensors(args) + local_tensors(kwargs) if kwargs else local_tensors(args)
+            awaited = self._watch_call(watch, layer, inputs, outputs, rows, counted, recomputed)
         if counted:
             for tensor in outputs:
                 if id(tensor) not in awaited and tensor.requires_grad:
@@ -305,6 +314,8 @@ class Capture(Guarded):
         return True
 
     def _pass_through(self, dtype: torch.dtype) -> None:
+        if dtype is torch.float32:
+            return
         name = passed_through(dtype)
         if name not in ("float32", self._narrow):
             self._narrow = narrowest((self._narrow, name))
@@ -320,29 +331,11 @@ class Capture(Guarded):
             return narrowest((self._narrow, "float16"))
         return self._narrow
 
-    def _out_of_reach(self) -> bool:
-        """Whether tensors can't be looked at just now, which is noted."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._recording.note(
-                "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
-            )
-            return True
-        if torch._C._get_tracing_state() is not None:
-            self._recording.note(
-                "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
-            )
-            return True
-        # What we launched would be replayed into memory that is ours no more.
-        if self._may_capture_graphs and torch.cuda.is_current_stream_capturing():
-            self._recording.note("steps run as CUDA graphs are not seen: nothing can be counted inside one")
-            return True
-        return False
-
     def _count_outputs(self, layer: Layer, outputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         key = TensorKey(layer.path, ACTIVATION)
         rows = {}
         for tensor in outputs:
-            rows[id(tensor)] = row = count(tensor)
+            rows[id(tensor)] = row = self._tally.count(tensor)
             sample = Sample(key, row, tensor.numel(), dtype_name(tensor.dtype), passed_through(tensor.dtype))
             self._tally.add(sample)
         return rows
@@ -351,7 +344,7 @@ class Capture(Guarded):
         self,
         watch: Watch,
         layer: Layer,
-        given: Any,
+        inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
         rows: dict[int, torch.Tensor],
         counted: bool,
@@ -359,20 +352,24 @@ class Capture(Guarded):
     ) -> set[int]:
         """Let the watch see a call; returns the ids of the outputs whose gradient is awaited with it."""
         micro_batch = self.clock.micro_batch
-        inputs = [local_part(tensor) for tensor in tensors_in(given)]
         if self._wrapped_inputs:
             for tensor in inputs:
                 self._see_through_wrapper(watch, tensor, layer)
-        awaited = set()
+        awaited, finite = set(), True
+        bound = watch.bound(inputs) if inputs and layer.path in self._keep_finite else None
         for tensor, number, is_input in watch.module_called(layer.path, inputs, outputs):
-            if not recomputed and is_input:
-                watch.input(layer.path, tensor, number, micro_batch)
-            elif not recomputed:
-                watch.output(layer.path, tensor, number, micro_batch, rows.get(id(tensor)))
+            if recomputed or is_input:
+                pass
+            elif bound is not None and not rows and keeps_finite(layer.module, tensor, bound):
+                watch.output_within(number, bound)
+            else:
+                finite = watch.output(layer.path, tensor, number, micro_batch, rows.get(id(tensor))) and finite
             if tensor.requires_grad and not (is_input and tensor.is_leaf):
                 self._await_gradient(layer, tensor, counted=counted and not is_input, number=number, is_input=is_input)
                 if not is_input:
                     awaited.add(id(tensor))
+        if not finite:
+            watch.look_at_inputs(layer.path, inputs, micro_batch)
         return awaited
 
     def _see_through_wrapper(self, watch: Watch, tensor: torch.Tensor, layer: Layer) -> None:
@@ -386,14 +383,14 @@ class Capture(Guarded):
         number = inner.metadata.get((id(self), index))
         if number is None:
             number = inner.metadata[id(self), index] = watch.unseen_input()
-            hook = _GradientHook(self, layer, counted=False, number=number, is_input=True)
+            hook = OutputGradientHook(self._me, layer, False, number, True)
             inner.register_prehook(lambda gradients: hook(gradients[index]))
         watch.wrapped_input(number, layer.path)
 
     def _await_gradient(
         self, layer: Layer, tensor: torch.Tensor, *, counted: bool, number: int, is_input: bool
     ) -> None:
-        hook = _GradientHook(self, layer, counted=counted, number=number, is_input=is_input)
+        hook = OutputGradientHook(self._me, layer, counted, number, is_input)
         handle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
         if self._wrapped_inputs and tensor.grad_fn is not None:
             node: Any = tensor.grad_fn
@@ -404,43 +401,47 @@ class Capture(Guarded):
 
     # -- the backward -------------------------------------------------------------------------------------------
 
-    @guarded
+    @entrance
     def activation_gradient(
         self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
         """The gradient at a tensor has arrived."""
-        if self._out_of_reach():
+        if (reason := out_of_reach(self._may_capture_graphs)) is not None:
+            self._recording.note(reason)
             return
         gradient = local_part(gradient)
         scale = self._backward(gradient.dtype)
         row = None
         if counted and self._sampled:
             key = TensorKey(layer.path, ACTIVATION_GRADIENT)
-            row = self._count_gradient(key, gradient, scale)
-        if self._watch is not None and number >= 0:
-            self._watch.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, row, is_input)
+            row = self._tally.count(gradient, scale.divisor)
+            row = self._add_gradient(key, gradient, scale, row)
+        if self._looking is not None and number >= 0:
+            self._looking.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, row, is_input)
 
-    @guarded
-    def _weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
-        if self._quiet or gradient is None or self._out_of_reach():
+    @entrance
+    def weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
+        """The gradient of a parameter has arrived."""
+        if (reason := out_of_reach(self._may_capture_graphs)) is not None:
+            self._recording.note(reason)
             return
         gradient = local_part(gradient)
         scale = self._backward(gradient.dtype)
         row = None
         if self._sampled and watched.counted and WEIGHT_GRADIENT in self._kinds:
-            row = self._count_gradient(TensorKey(watched.name, WEIGHT_GRADIENT), gradient, scale)
+            row = self._tally.count_gradient(watched.parameter, gradient, scale.divisor)
+            row = self._add_gradient(TensorKey(watched.name, WEIGHT_GRADIENT), gradient, scale, row)
+        watch = self._looking
+        if watch is None:
+            return
         # A GradScaler finds out by itself whether a weight gradient is not finite, and skips the step then.
-        told_by_scaler = self._scale.by_scaler and not self._optimizers.any_fused
-        if self._watch is not None and (row is not None or not told_by_scaler):
-            self._watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, row)
+        if row is not None or not self._scale.by_scaler or self._optimizers.any_fused:
+            watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, row)
 
-    def _gradient_accumulated(self, watched: WatchedParameter, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self._weight_gradient(watched, parameter.grad)
-
-    def _count_gradient(self, key: TensorKey, gradient: torch.Tensor, scale: BackwardScale) -> torch.Tensor | None:
-        """Count one gradient; returns the row if it holds the values as they are (not divided)."""
-        row = count(gradient, scale.divisor)
+    def _add_gradient(
+        self, key: TensorKey, gradient: torch.Tensor, scale: BackwardScale, row: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Add a gradient's counts; returns the row if it holds the values as they are (not divided)."""
         narrow = self._narrowed(gradient.dtype)
         self._tally.add(Sample(key, row, gradient.numel(), dtype_name(gradient.dtype), narrow, scale))
         return row if scale.divisor is None else None
@@ -453,30 +454,30 @@ class Capture(Guarded):
         if told_by_backwards and self.clock.backward_again(self._updated):
             self._end_step()
         self.clock.backward()
-        if is_new and self._watch is not None:
-            self._watch.backward_scale(scale)
+        if is_new and self._looking is not None:
+            self._looking.backward_scale(scale)
         return scale
 
     # -- scalers ------------------------------------------------------------------------------------------------
 
-    @guarded
+    @entrance
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """A GradScaler scaled a loss: its backward, should it reach this model, runs under that scale."""
         losses = self._scale.loss_scaled(scaler, scaled)
-        if self._watch is not None and self.clock.begun:
+        if self._looking is not None and self.clock.begun:
             for loss in tensors_in(given):
-                self._watch.loss(loss, self.clock.micro_batch)
+                self._looking.loss(loss, self.clock.micro_batch)
             for loss in losses:
-                self._watch.scaled_loss(loss, self.clock.micro_batch)
+                self._looking.scaled_loss(loss, self.clock.micro_batch)
 
-    @guarded
+    @entrance
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` begins."""
         if self._optimizers.owns(optimizer):
             self._in_scaler_step.add(id(optimizer))
             self._scaler_has_stepped = True
 
-    @guarded
+    @entrance
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` is over: if the optimizer did not step meanwhile, the scaler skipped it.
 
@@ -491,19 +492,19 @@ class Capture(Guarded):
             self._updates.forget()
         if self.clock.optimizer_again(optimizer):
             self._end_step()
-        if self._watch is not None:
+        if self._looking is not None:
             # Something was not finite: which parameter tells its gradient, still there.
-            self._watch.skipped(True)
+            self._looking.skipped(True)
             for watched in self._optimizers.parameters(optimizer):
                 if watched.parameter.grad is not None:
                     gradient = local_part(watched.parameter.grad)
-                    self._watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, None)
+                    self._looking.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, None)
         if self.clock.optimizer_done(optimizer, skipped=True):
             self._end_step()
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
-    @guarded
+    @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
         self._in_scaler_step.discard(id(optimizer))
@@ -513,22 +514,23 @@ class Capture(Guarded):
         if self.clock.optimizer_again(optimizer):
             self._end_step()
         self._in_optimizer_step.add(id(optimizer))
-        self._look_at_weights_before_they_move()
+        if self._looking is not None and not self._broken_weights.exhausted and self._looking.forward_broke():
+            self._broken_weights.look_before_step()
         found_inf = getattr(optimizer, "found_inf", None)
         if self._watch is not None and isinstance(found_inf, torch.Tensor):
             self._watch.stepped_with(found_inf)
         if self._sampled and UPDATE in self._kinds:
             self._updates.before(optimizer, self._optimizers.parameters(optimizer))
 
-    @guarded
+    @entrance
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped."""
         self._in_optimizer_step.discard(id(optimizer))
         if not self._optimizers.owns(optimizer):
             return
         self._updates.after(optimizer)
-        if self._watch is not None and not skips_on_device(optimizer):
-            self._watch.skipped(False)
+        if self._looking is not None and not skips_on_device(optimizer):
+            self._looking.skipped(False)
         if self.clock.optimizer_done(optimizer, skipped=False):
             self._end_step()
 
@@ -546,6 +548,8 @@ class Capture(Guarded):
             self._send_counts(step)
         if self._watch is not None:
             self._judge_watched(self._watch, step)
+        if self._budget is not None and finished:
+            self._settle(self._budget)
         self.clock.advance()
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
@@ -568,45 +572,44 @@ class Capture(Guarded):
 
     def _tell(self, event: Event) -> None:
         """Pass an event on; where a forward broke, say if the module's weights were broken already."""
-        if event.phase == "forward" and self._weights_looked_at < _MOST_EVENTS_LOOKED_INTO:
-            self._weights_looked_at += 1
-            event = self._with_broken_weights(event)
+        if event.phase == "forward" and not self._broken_weights.exhausted:
+            # Skipped, or nobody has stepped since the forward ran.
+            unmoved = event.skipped or (event.skipped is None and self.clock.has_optimizers)
+            event = self._broken_weights.explain(event, unmoved=event.step == self.clock.step and unmoved)
+        if event.step in self._after_pause:
+            gap = "the step before was not looked at (max_overhead), so it may have begun earlier"
+            event = replace(event, explanation=f"{event.explanation}; {gap}")
         self._recording.event(event)
 
-    def _look_at_weights_before_they_move(self) -> None:
-        """Where the forward broke: a step on such gradients breaks every weight, and afterwards nobody could tell."""
-        if self._watch is None or self._weights_looked_at >= _MOST_EVENTS_LOOKED_INTO:
-            return
-        if self._broken_before_step is None and self._watch.forward_broke():
-            self._broken_before_step = self._broken_weights()
-
-    def _broken_weights(self) -> list[str]:
-        """Names of the weights that are not finite. Waits for a GPU."""
-        return [watched.name for watched in self._parameters if _is_broken(local_part(watched.parameter).detach())]
-
-    def _with_broken_weights(self, event: Event) -> Event:
-        """The event, its explanation naming a weight of the module that was not finite before the forward, if that is known."""
-        inside = f"{event.module}." if event.module else ""
-        broken = self._broken_before_step
-        # Or nobody stepped since the forward ran.
-        unmoved = event.skipped or (event.skipped is None and self.clock.has_optimizers)
-        if broken is None and event.step == self.clock.step and unmoved:
-            broken = self._broken_weights()
-        name = next((name for name in broken or () if name.startswith(inside)), None)
-        if name is None:
-            return event
-        reason = f"{name!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
-        return replace(event, explanation=reason)
+    @guarded
+    def _settle(self, budget: Budget) -> None:
+        """Tell the budget, and the record, what the step that ends has cost; it chooses for the next."""
+        assert self.meter is not None
+        step_s, own_s = self.meter.end_step()
+        watched = self._looking is not None
+        bare_s = budget.end_step(step_s, own_s)
+        later_s = self.meter.next_step(budget.samples or budget.watches)
+        budget.charge_later(later_s)
+        self._recording.spent(watched, None if step_s is None else bare_s, own_s, later_s)
 
     def _begin_step(self) -> None:
-        self._sampled = bool(self._kinds) and self.clock.sampled
+        budget, watched_before = self._budget, self._looking is not None
+        self._sampled = bool(self._kinds) and (self.clock.sampled if budget is None else budget.samples)
+        self._looking = self._watch if budget is None or budget.watches else None
+        if budget is not None and self._looking is not None and not watched_before and self.clock.step:
+            self._after_pause.append(self.clock.step)
         # Without an optimizer it is the forwards that tell where a step begins.
-        self._quiet = not self._sampled and self._watch is None and self.clock.has_optimizers
+        self.quiet = not self._sampled and self._looking is None and self.clock.has_optimizers
         self._in_scaler_step.clear()
         self._in_optimizer_step.clear()
-        self._broken_before_step = None
+        self._broken_weights.begin_step()
         self._narrow, self._any_output = "float32", False
         self._counted_layers.clear()
+        if not self.quiet:
+            self._tend_hooks()
+
+    def _tend_hooks(self) -> None:
+        """Hooks as the model is now: what was unfrozen meanwhile gets them, and ours come after everybody else's."""
         if any(_can_be_hooked(watched.parameter) for watched in self._later):
             self._hook_parameters(self._later)
         self._wrapped_inputs = any(module._backward_hooks for module, _ in self._hook_ids)
@@ -622,7 +625,9 @@ class Capture(Guarded):
                 weight = local_part(watched.parameter).detach()
                 narrow = passed_through(weight.dtype)
                 key = TensorKey(watched.name, WEIGHT)
-                self._tally.add(Sample(key, count(weight), weight.numel(), dtype_name(weight.dtype), narrow))
+                self._tally.add(
+                    Sample(key, self._tally.count(weight), weight.numel(), dtype_name(weight.dtype), narrow)
+                )
 
     def _updated(self) -> bool:
         """Whether the weights changed, or their gradients went, since this was last asked. Does not wait for a GPU."""
@@ -636,10 +641,6 @@ class Capture(Guarded):
 def _is_never_called(module: torch.nn.Module) -> bool:
     """Whether it has no forward: lists and dicts of modules or parameters."""
     return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
-
-
-def _is_broken(weight: torch.Tensor) -> bool:
-    return weight.is_floating_point() and not bool(weight.isfinite().all())
 
 
 def _can_be_hooked(parameter: torch.Tensor) -> bool:

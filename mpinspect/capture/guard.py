@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from mpinspect.capture.meter import Meter
 
 #: A part of the capture that failed this often is not tried again.
 FAULT_LIMIT = 3
@@ -28,6 +31,8 @@ class Guarded:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._faults: dict[str, int] = {}
+        #: Times the entrances; None where nobody asks what they cost.
+        self.meter: Meter | None = None
 
     def gives_up(self, part: str) -> bool:
         """Whether this part failed too often to be tried again."""
@@ -53,5 +58,27 @@ def guarded(method: Method) -> Method:
         except Exception as error:
             self.fault(method.__name__, error)
             return None
+
+    return run  # type: ignore[return-value]
+
+
+def entrance(method: Method) -> Method:
+    """A guarded method through which training enters: the meter, if there is one, runs in the outermost of them."""
+
+    @functools.wraps(method)
+    def run(self: Guarded, *args: Any) -> Any:
+        if self._faults and self.gives_up(method.__name__):
+            return None
+        meter = self.meter if self.meter is not None and not self.meter.running else None
+        if meter is not None:
+            meter.begin()
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.fault(method.__name__, error)
+            return None
+        finally:
+            if meter is not None:
+                meter.end()
 
     return run  # type: ignore[return-value]

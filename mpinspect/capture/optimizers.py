@@ -12,7 +12,7 @@ from mpinspect.capture.distributed import local_part
 from mpinspect.capture.layers import WatchedParameter
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.updates import STORAGE_DTYPES, lost_updates, unmoved
-from mpinspect.counting.reference import count
+from mpinspect.counting.fastest import count
 from mpinspect.session import UPDATE, TensorKey
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mpinspect.capture.distributed import local_part
+
 #: Nesting deeper than this is not a module's output but some object's private life.
 _MAX_DEPTH = 6
 
@@ -31,3 +33,12 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
+
+
+def local_tensors(value: Any) -> list[torch.Tensor]:
+    """The same as a list, of distributed tensors this process's part. A tensor, or a tuple of some, is the usual case."""
+    if type(value) is torch.Tensor:
+        return [value] if value.is_floating_point() or value.is_complex() else []
+    if type(value) is tuple and all(type(item) is torch.Tensor for item in value):
+        return [item for item in value if item.is_floating_point() or item.is_complex()]
+    return [local_part(tensor) for tensor in tensors_in(value)]

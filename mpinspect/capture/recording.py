@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
+from mpinspect.capture.sinks import Sink, Sinks
+from mpinspect.capture.window_list import WindowList
 from mpinspect.session import (
     Event,
     Progress,
@@ -17,10 +19,10 @@ from mpinspect.session import (
     Session,
     TensorInfo,
     Window,
-    coarsen,
     merge_windows,
     window_limit,
 )
+from mpinspect.tensor_columns import TensorColumns
 
 #: Events held; what follows is the same trouble again.
 EVENT_LIMIT = 1000
@@ -29,6 +31,10 @@ SCALE_LIMIT = 1000
 #: Least time between two writes, and how many times a write's own cost must pass between two (2% at most).
 WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 50
+#: Windows that wait for a slow disk.
+UNWRITTEN_LIMIT = 16
+#: From so many tensors on a window that comes as objects is kept as columns.
+LEAST_COLUMNS = 32
 
 
 class MpinspectWarning(UserWarning):
@@ -41,30 +47,15 @@ def warn(sentence: str) -> None:
         warnings.warn(sentence, MpinspectWarning, stacklevel=2)
 
 
-class Sink(Protocol):
-    """Keeps what is captured. Raises OSError when it no longer can."""
-
-    def watched(self, infos: Sequence[TensorInfo]) -> None: ...
-
-    def window(self, window: Window) -> None: ...
-
-    def event(self, event: Event) -> None: ...
-
-    def note(self, note: str) -> None: ...
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Recording:
     """Windows, events and notes of one run.
 
     Args:
         info: what run it is.
-        sinks: who else keeps it; one that fails is dropped with a warning.
+        sinks: who else keeps it, told on a thread beside the training; one that fails is dropped with a warning.
         clock: seconds, monotonic.
-        tell: says a note to the user, who may never come to read the report.
+        tell: says a note to the user, who may never come to read the report. Called on the thread that records.
+        announce: is given each event as it comes, on the thread that noticed it.
     """
 
     def __init__(
@@ -73,38 +64,42 @@ class Recording:
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = warn,
+        announce: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.info = info
         self.progress = Progress()
+        #: What the step that ends adds to the measured cost.
+        self._cost: dict[str, float] = {}
         self.notes: list[str] = []
         self.events: list[Event] = []
         self._watched: list[TensorInfo] = []
-        self._windows: list[Window] = []
+        self._windows = WindowList()
         self._unwritten: list[Window] = []
-        self._steps_per_window = 1
-        self._sinks = list(sinks)
+        self._sinks = Sinks(sinks)
         self._clock = clock
         self._tell = tell
-        self._write_after = 0.0
+        self._announce = announce
+        self._written_at = -math.inf
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:
         """These tensors are watched."""
         self._watched = list(infos)
-        self._each(lambda sink: sink.watched(infos))
+        self._sinks.each(lambda sink: sink.watched(infos))
 
     def note(self, sentence: str) -> None:
         """Something that could not be measured, and why. Told once, and kept for the report."""
         if sentence in self.notes:
             return
         self.notes.append(sentence)
-        self._each(lambda sink: sink.note(sentence))
+        self._sinks.each(lambda sink: sink.note(sentence))
         self._tell(sentence)
 
     def event(self, event: Event) -> None:
         """Something turned infinite or NaN. Passed on at once: the run may not live much longer."""
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)
-            self._each(lambda sink: sink.event(event))
+            self._sinks.each(lambda sink: sink.event(event), urgent=True)
+            self._announce(event)
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
 
@@ -132,17 +127,37 @@ class Recording:
         """So many steps were skipped, by what is known now."""
         self._progress(skipped_steps=skipped_steps)
 
+    def spent(self, watched: bool, bare_s: float | None, own_s: float, earlier_s: float) -> None:
+        """What a step cost, where that is measured; told before ``step_done``.
+
+        Args:
+            watched: whether the watch looked at it.
+            bare_s: seconds of training that it counts for; None where its beginning was not seen, and nothing is measured.
+            own_s: seconds that the inspector took meanwhile.
+            earlier_s: seconds of steps before that a device told of now.
+        """
+        now = self.progress
+        self._cost = {"watched_steps": (now.watched_steps or 0) + watched}
+        if bare_s is not None:
+            self._cost |= {
+                "measured_steps": now.measured_steps + 1,
+                "bare_s": now.bare_s + bare_s,
+                "own_s": now.own_s + own_s + earlier_s,
+            }
+
     def wants_window(self, sampled_steps: int) -> bool:
         """Whether the open window is long enough to be closed."""
-        return sampled_steps >= self._steps_per_window or self._write_due()
+        return sampled_steps >= self._windows.length or self._write_due()
 
     def add_window(self, window: Window) -> None:
         """Take a closed window; the longer the run, the longer the windows."""
-        self._windows.append(window)
-        self._unwritten.append(window)
-        if len(self._windows) >= 2 * window_limit(len(self._watched)):
-            self._windows = list(coarsen(self._windows))
-            self._steps_per_window = max(window.sampled_steps for window in self._windows)
+        window = _compact(window)
+        self._windows.add(window, window_limit(len(self._watched)))
+        if self._sinks:
+            self._unwritten.append(window)
+        if len(self._unwritten) > UNWRITTEN_LIMIT:
+            # The disk is slow, or nobody writes: what waits becomes one window anyway.
+            self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
         """A step ended."""
@@ -151,51 +166,68 @@ class Recording:
             skipped_steps=skipped_steps,
             backwards=backwards,
             sampled_steps=self.progress.sampled_steps + sampled,
+            **self._cost,
         )
         if self._unwritten and self._write_due():
             self.write()
+        self._note_failures()
 
     def write(self) -> None:
-        """Pass on what the sinks have not had yet."""
-        started = self._clock()
-        if self._unwritten and self._sinks:
-            window = merge_windows(*self._unwritten)
-            self._each(lambda sink: sink.window(window))
+        """Pass on what the sinks have not had yet. Returns at once; ``flush`` waits until they have it."""
+        windows = tuple(self._unwritten) if self._sinks else ()
         self._unwritten.clear()
-        self._each(lambda sink: sink.progress(self.progress))
-        ended = self._clock()
-        self._write_after = ended + max(WRITE_INTERVAL_S, WRITE_COST_FACTOR * (ended - started))
+        self._sinks.pass_on((lambda: merge_windows(*windows)) if windows else None, self.progress)
+        self._written_at = self._clock()
+
+    def flush(self) -> None:
+        """Write, and return when every sink has what was recorded: the session file of a run that goes on is then complete."""
+        self.write()
+        self._sinks.wait()
+        self._note_failures()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something that was passed on is still on its way to the sinks."""
+        return self._sinks.busy
 
     def close(self) -> None:
-        """Write the rest and let the sinks go."""
+        """Write the rest and let the sinks go; they have all of it when this returns."""
         self._progress(ended=True)
         self.write()
-        self._each(lambda sink: sink.close())
-        self._sinks.clear()
+        self._sinks.close()
+        self._note_failures()
 
     def abandon(self) -> list[Sink]:
         """Pass nothing on any more; returns the sinks, neither written nor closed."""
-        sinks, self._sinks = self._sinks, []
-        return sinks
+        return self._sinks.abandon()
 
     def session(self) -> Session:
         """All of it so far, as an immutable record."""
+        self._note_failures()
         return Session(
-            self.info, tuple(self._watched), tuple(self._windows), tuple(self.events), tuple(self.notes), self.progress
+            self.info,
+            tuple(self._watched),
+            self._windows.as_tuple(),
+            tuple(self.events),
+            tuple(self.notes),
+            self.progress,
         )
 
     def _write_due(self) -> bool:
-        return bool(self._sinks) and self._clock() >= self._write_after
+        if not self._sinks or self._sinks.busy:
+            return False
+        return self._clock() >= self._written_at + max(WRITE_INTERVAL_S, WRITE_COST_FACTOR * self._sinks.cost_s)
 
     def _progress(self, **changes: object) -> None:
         self.progress = replace(self.progress, **changes)  # type: ignore[arg-type]
 
-    def _each(self, tell: Callable[[Sink], None]) -> None:
-        for sink in tuple(self._sinks):
-            try:
-                tell(sink)
-            except Exception as error:
-                self._sinks.remove(sink)
-                self.note(
-                    f"{type(sink).__name__} failed and is no longer written: {error}; the report is still complete"
-                )
+    def _note_failures(self) -> None:
+        for sentence in self._sinks.failures():
+            self.note(sentence)
+
+
+def _compact(window: Window) -> Window:
+    """The window as columns where it has many tensors: they take a fifth of the memory and merge ten times as fast."""
+    if len(window.tensors) < LEAST_COLUMNS:
+        return window
+    return replace(window, tensors=TensorColumns.of(window.tensors))

@@ -1,28 +1,27 @@
 """From raw rows of counts to windows: what was counted, gathered until somebody asks.
 
 Rows stay on the device that counted them until the end of their step; then one copy takes them all to the host,
-on a GPU asynchronously and looked at a step later.
+on a GPU asynchronously (``device_rows``) and looked at a step later.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from mpinspect.capture.loss_scale import BackwardScale, is_power_of_two
-from mpinspect.capture.rounded_before import floor_exponent, overflow_exponent
-from mpinspect.counting import layout
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, TensorWindow, Window, narrowest
-
-IntArray = npt.NDArray[np.int64]
+from mpinspect.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
+from mpinspect.capture.device_rows import DeviceRows
+from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
+from mpinspect.capture.window_rows import WindowRows
+from mpinspect.counting import fastest
+from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, Window
 
 #: Dtypes that values are rounded to before they can be counted.
 _NARROW = {
@@ -38,13 +37,13 @@ def passed_through(dtype: torch.dtype) -> str:
     return _NARROW.get(dtype, "float32")
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The bare name: "float16" for torch.float16."""
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One tensor counted once.
 
     ``scale`` is what its values are multiplied by; ``passed_through`` the format they were rounded to before.
@@ -55,85 +54,26 @@ class Sample:
     numel: int
     dtype: str
     passed_through: str = "float32"
-    scale: BackwardScale = field(default_factory=BackwardScale)
-
-
-class HostCopy:
-    """A tensor on its way to the host: at once from a CPU, asynchronously from a GPU."""
-
-    def __init__(self, stacked: torch.Tensor) -> None:
-        self._event: Any = None
-        if stacked.device.type == "cuda":
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(stacked.device))
-        else:
-            self._host = stacked.to("cpu")
-
-    def ready(self) -> bool:
-        """Whether the values are there; does not wait."""
-        return self._event is None or bool(self._event.query())
-
-    def values(self) -> npt.NDArray[Any]:
-        """The values; waits for the GPU where they are not there yet."""
-        if self._event is not None:
-            self._event.synchronize()
-        array: npt.NDArray[Any] = self._host.numpy()
-        return array
-
-
-@dataclass
-class _Total:
-    """Running sum of one tensor's rows that share a scale and a layout."""
-
-    row: IntArray
-
-    def add(self, row: IntArray) -> None:
-        # The extremes of a row without values are neutral: infinity and zero.
-        low = min(self.row[layout.MIN_BITS], row[layout.MIN_BITS])
-        high = max(self.row[layout.MAX_BITS], row[layout.MAX_BITS])
-        self.row += row
-        self.row[layout.MIN_BITS], self.row[layout.MAX_BITS] = low, high
-
-
-@dataclass
-class _Gathered:
-    """One tensor's share of the open window."""
-
-    totals: dict[tuple[int, int], _Total] = field(default_factory=dict)
-    samples: int = 0
-    peaks: dict[int, int] = field(default_factory=dict)
-    dtypes: set[str] = field(default_factory=set)
-    passed_through: str = "float32"
-    floor_exponent: int | None = None
-    numel_max: int = 0
-    lost_updates: dict[str, LostUpdates] = field(default_factory=dict)
-
-    def window(self) -> TensorWindow:
-        histogram = ExponentHistogram.empty()
-        for (log2_scale, _), total in self.totals.items():
-            histogram = histogram + layout.decode(total.row).shifted(-log2_scale)
-        return TensorWindow(
-            histogram,
-            self.samples,
-            dict(sorted(self.peaks.items())),
-            tuple(sorted(self.dtypes)),
-            self.passed_through,
-            self.floor_exponent,
-            self.lost_updates,
-            self.numel_max,
-        )
+    scale: BackwardScale = UNSCALED
 
 
 @dataclass
 class _Step:
-    """A sampled step on its way to the host."""
+    """A sampled step on its way to the host.
+
+    Args:
+        samples, numels: those with a row, in the order in which ``rows`` bring them.
+        scales: those of the step, by number; ``scale_copies`` brings the values that are still on a device.
+        gradient_scales: numbers of those that gradients have.
+    """
 
     step: int
-    samples: list[Sample]
-    rows: list[tuple[list[int], HostCopy]]
-    scales: list[tuple[list[int], HostCopy]]
+    samples: list[SampleOf]
+    numels: list[int]
+    rows: list[HostCopy]
+    scales: list[BackwardScale]
+    scale_copies: list[tuple[list[int], HostCopy]]
+    gradient_scales: list[int]
     lost: list[tuple[TensorKey, str, bool]]
     lost_counts: list[tuple[list[int], HostCopy]]
 
@@ -152,9 +92,34 @@ class Tally:
         self._pending: list[Sample] = []
         self._pending_lost: list[tuple[TensorKey, str, bool, torch.Tensor]] = []
         self._travelling: deque[_Step] = deque()
-        self._open: dict[TensorKey, _Gathered] = {}
+        self._open = WindowRows()
+        self._arrangement = Arrangement([], [], [])
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
+        self._device_rows: dict[torch.device, DeviceRows] = {}
+
+    def count(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
+        """The row of a tensor for a sample of the current step, as from ``counting.count``. Waits for no GPU.
+
+        On a CUDA device it may be part of a buffer, and holds something else two steps later.
+        """
+        rows = self._rows_on(tensor.device) if divisor is None else None
+        return fastest.count(tensor, divisor) if rows is None else rows.count(tensor)
+
+    def count_gradient(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, divisor: float | torch.Tensor | None
+    ) -> torch.Tensor:
+        """The same for a parameter's gradient as it arrives; on a CUDA device the row may be filled when the backward ends."""
+        rows = self._rows_on(gradient.device) if divisor is None else None
+        return fastest.count(gradient, divisor) if rows is None else rows.count_later(parameter, gradient)
+
+    def _rows_on(self, device: torch.device) -> DeviceRows | None:
+        if device.type != "cuda":
+            return None
+        rows = self._device_rows.get(device)
+        if rows is None:
+            rows = self._device_rows[device] = DeviceRows(device, self._drop)
+        return rows
 
     def add(self, sample: Sample) -> None:
         """Take a sample of the current step."""
@@ -168,6 +133,8 @@ class Tally:
         """Forget the samples of the current step."""
         self._pending.clear()
         self._pending_lost.clear()
+        for rows in self._device_rows.values():
+            rows.drop()
 
     @property
     def open_steps(self) -> int:
@@ -187,88 +154,72 @@ class Tally:
             self._take(self._travelling.popleft())
         if not self._steps:
             return None
-        tensors = {key: gathered.window() for key, gathered in self._open.items()}
-        window = Window(
-            min(self._steps), max(self._steps), len(self._steps), tensors, dict(sorted(self._gradient_peaks.items()))
-        )
-        self._open, self._steps, self._gradient_peaks = {}, [], {}
-        return window
+        window, steps, peaks = self._open, self._steps, self._gradient_peaks
+        self._open, self._steps, self._gradient_peaks = WindowRows(), [], {}
+        return Window(min(steps), max(steps), len(steps), window.columns(), dict(sorted(peaks.items())))
 
     # -- to the host ------------------------------------------------------------------------------------------
 
     def _send(self, step: int) -> None:
         samples, self._pending = self._pending, []
         lost, self._pending_lost = self._pending_lost, []
-        on_device = [sample.scale.on_device for sample in samples]
+        copies = self._send_rows([sample.row for sample in samples])
+        numbers: dict[int, int] = {}
+        of = [
+            SampleOf(
+                sample.key, sample.dtype, sample.passed_through, numbers.setdefault(id(sample.scale), len(numbers))
+            )
+            for sample in samples
+        ]
+        scales = list({id(sample.scale): sample.scale for sample in samples}.values())
+        order = [index for indices, _ in copies for index in indices]
         self._travelling.append(
             _Step(
                 step,
-                samples,
-                _copy_alike([sample.row for sample in samples]),
-                _copy_alike(on_device),
+                [of[index] for index in order],
+                [samples[index].numel for index in order],
+                [copy for _, copy in copies],
+                scales,
+                _copy_alike([scale.on_device for scale in scales]),
+                list(dict.fromkeys(each.scale for each in of if each.key.kind in GRADIENT_KINDS)),
                 [(key, name, measured) for key, name, measured, _ in lost],
                 _copy_alike([counts for *_, counts in lost]),
             )
         )
 
+    def _send_rows(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
+        """Those in a device's buffer in one copy, the others beside it."""
+        sent = [on_device.send(rows) for on_device in self._device_rows.values()]
+        copies = [of_buffer for each in sent for of_buffer in each.copies]
+        done = {index for each in sent for index in each.done}
+        return copies + _copy_alike([None if index in done else row for index, row in enumerate(rows)])
+
     def _take(self, step: _Step) -> None:
-        samples = _with_scales(step)
-        peak_of_step: int | None = None
-        for indices, copy in step.rows:
-            rows = copy.values()
-            for index, row, peak in zip(indices, rows, _peaks(rows), strict=True):
-                peak = self._gather(samples[index], row, peak)
-                if peak is not None and samples[index].key.kind in GRADIENT_KINDS:
-                    peak_of_step = peak if peak_of_step is None else max(peak, peak_of_step)
-        for scale in dict.fromkeys(sample.scale.value for sample in samples if sample.key.kind in GRADIENT_KINDS):
-            self._scale_seen(step.step, scale)
-        for indices, copy in step.lost_counts:
-            for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):
-                self._gather_lost(*step.lost[index], lost, nonzero)
+        scales = _arrived_scales(step)
+        row_sets: list[IntArray] = [copy.values() for copy in step.rows]
+        arrangement = self._arranged(step.samples, scales, row_sets)
+        for name in arrangement.not_counted:
+            self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
+        peak = self._open.add_step(arrangement, row_sets, np.array(step.numels, dtype=np.int64))
+        for value in dict.fromkeys(scales[number].value for number in step.gradient_scales):
+            self._scale_seen(step.step, value)
+        if step.lost:
+            self._open.add_lost_updates(_arrived_lost(step))
         self._steps.append(step.step)
-        if peak_of_step is not None:
-            self._gradient_peaks[peak_of_step] = self._gradient_peaks.get(peak_of_step, 0) + 1
-
-    def _gather(self, sample: Sample, row: IntArray, peak: int | None) -> int | None:
-        """Add one row to its tensor; returns its unscaled peak exponent."""
-        log2_scale = _log2(sample.scale)
-        if log2_scale is None:
-            self._drop(
-                f"a sample of {sample.key.name} was thrown away: its loss scale turned out to be no power of two"
-            )
-            return None
-        gathered = self._open.setdefault(sample.key, _Gathered())
-        total = gathered.totals.get((log2_scale, len(row)))
-        if total is None:
-            gathered.totals[log2_scale, len(row)] = _Total(row.copy())
-        else:
-            total.add(row)
-        gathered.samples += 1
-        gathered.dtypes.add(sample.dtype)
-        gathered.numel_max = max(gathered.numel_max, sample.numel)
-        if sample.passed_through != "float32":
-            gathered.passed_through = narrowest((gathered.passed_through, sample.passed_through))
-            floor = floor_exponent(sample.passed_through, sample.scale.value)
-            gathered.floor_exponent = floor if gathered.floor_exponent is None else max(floor, gathered.floor_exponent)
         if peak is not None:
-            peak -= log2_scale
-        if row[layout.INFS] and sample.passed_through != "float32" and sample.key.kind in GRADIENT_KINDS:
-            least = overflow_exponent(sample.passed_through, sample.scale.value)
-            peak = least if peak is None else max(peak, least)
-        if peak is None:
-            return None
-        gathered.peaks[peak] = gathered.peaks.get(peak, 0) + 1
-        return peak
+            self._gradient_peaks[peak] = self._gradient_peaks.get(peak, 0) + 1
 
-    def _gather_lost(self, key: TensorKey, format_name: str, measured: bool, lost: int, nonzero: int) -> None:
-        kept = self._open.setdefault(key, _Gathered()).lost_updates
-        found = LostUpdates(lost, nonzero, measured)
-        kept[format_name] = kept[format_name] + found if format_name in kept else found
+    def _arranged(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[IntArray]) -> Arrangement:
+        """That of the step before, where this one looks alike."""
+        shapes = [RowSet(rows.shape[1], len(rows)) for rows in row_sets]
+        if not self._arrangement.fits(samples, scales, shapes):
+            self._arrangement = Arrangement(samples, scales, shapes)
+        return self._arrangement
 
 
 def _copies(step: _Step) -> Iterable[HostCopy]:
-    yield from (copy for _, copy in step.rows)
-    yield from (copy for _, copy in step.scales)
+    yield from step.rows
+    yield from (copy for _, copy in step.scale_copies)
     yield from (copy for _, copy in step.lost_counts)
 
 
@@ -284,37 +235,21 @@ def _copy_alike(tensors: list[torch.Tensor | None]) -> list[tuple[list[int], Hos
     ]
 
 
-def _with_scales(step: _Step) -> list[Sample]:
-    """The step's samples with the scales that came from the device filled in."""
-    samples = list(step.samples)
-    for indices, copy in step.scales:
-        for index, value in zip(indices, copy.values(), strict=True):
-            samples[index] = replace(samples[index], scale=replace(samples[index].scale, value=float(value)))
-    return samples
+def _arrived_scales(step: _Step) -> list[StepScale]:
+    """The step's scales with the values that came from a device."""
+    values = [scale.value for scale in step.scales]
+    for indices, copy in step.scale_copies:
+        for index, value in zip(indices, copy.values().tolist(), strict=True):
+            values[index] = value
+    return [StepScale.of(scale, value) for scale, value in zip(step.scales, values, strict=True)]
 
 
-def _log2(scale: BackwardScale) -> int | None:
-    """Powers of two to take off the counted exponents; None if the row can't be unscaled by a shift."""
-    if scale.unknown or not scale.power_of_two:
-        return 0
-    if scale.value is None or not is_power_of_two(scale.value):
-        return None
-    return math.frexp(scale.value)[1] - 1
-
-
-def _peaks(rows: IntArray) -> list[int | None]:
-    """For each row the exponent of its largest magnitude rounded to 11 bits; None where it has no value.
-
-    Args:
-        rows: int64, shape (n, length of a layout).
-    """
-    lowest = (layout.NARROW if rows.shape[1] == layout.NARROW.length else layout.WIDE).lowest_exponent
-    bins = rows[:, layout.HEADER :].reshape(len(rows), -1, 3)
-    occupied: npt.NDArray[np.bool_] = bins.sum(axis=2) > 0
-    used: npt.NDArray[np.bool_] = occupied.sum(axis=1) > 0
-    top = occupied.shape[1] - 1 - occupied[:, ::-1].argmax(axis=1)
-    near_top = bins[np.arange(len(rows)), top, 2] > 0
-    return [
-        lowest + index + near if has_value else None
-        for index, near, has_value in zip(top.tolist(), near_top.tolist(), used.tolist(), strict=True)
-    ]
+def _arrived_lost(step: _Step) -> dict[tuple[TensorKey, str], LostUpdates]:
+    """The step's lost updates, added up by tensor and format."""
+    found: dict[tuple[TensorKey, str], LostUpdates] = {}
+    for indices, copy in step.lost_counts:
+        for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):
+            key, name, measured = step.lost[index]
+            updates = LostUpdates(lost, nonzero, measured)
+            found[key, name] = found[key, name] + updates if (key, name) in found else updates
+    return found

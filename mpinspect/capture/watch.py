@@ -1,7 +1,8 @@
 """The non-finite watch: at every step the largest magnitude of every output and gradient, in execution order.
 
-One reduction a tensor, left on its device; the values travel to the host together when the step ends (on a GPU
-asynchronously, looked at a step later). From them come the first culprit and a short ring of each tensor's last maxima.
+One reduction a tensor. On a CPU its value is known at once; on a GPU it is left on the device, and the values travel to the
+host together when the step ends, asynchronously, and are looked at a step later. From them come the first culprit and a short
+ring of each tensor's last maxima.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ import torch
 
 from mpinspect.capture import culprit
 from mpinspect.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen, TensorStory
+from mpinspect.capture.host_copy import HostCopy
 from mpinspect.capture.loss_scale import BackwardScale
-from mpinspect.capture.tally import HostCopy
 from mpinspect.counting import layout
+from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event
 
 #: Maxima remembered of each tensor.
 RING_LENGTH = 8
 
 
+#: The largest magnitude; while it is on a device the smallest and largest value of the tensor, or a row of counts.
+_Value = float | tuple[torch.Tensor, ...]
+
+
 class _Look(NamedTuple):
-    """A look whose value is still on the device: smallest and largest value of the tensor, or a row of counts."""
+    """A look at one tensor."""
 
     phase: str
     what: str
@@ -35,7 +41,7 @@ class _Look(NamedTuple):
     module: str
     tensor: int
     micro_batch: int
-    value: tuple[torch.Tensor, ...]
+    value: _Value
     is_input: bool = False
 
 
@@ -48,6 +54,10 @@ class _StepLog:
     stories: list[TensorStory] = field(default_factory=list)
     last_output: _Look | None = None
     inputs: dict[str, set[int]] = field(default_factory=dict)
+    #: Numbers of inputs that no module was seen to make and that were not looked at so far.
+    unseen_inputs: set[int] = field(default_factory=set)
+    #: By number, where it is known: what no magnitude in an output exceeds, finite.
+    bounds: dict[int, float] = field(default_factory=dict)
     scale: BackwardScale | None = None
     skipped: bool | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
@@ -97,6 +107,7 @@ class Watch:
             number = self._number(tensor)
             if number is None:
                 number = self._tell_apart(tensor, TensorStory())
+                self._log.unseen_inputs.add(number)
                 fresh.append((tensor, number, True))
             self._log.stories[number].consumers.append(module)
             self._log.inputs.setdefault(module, set()).add(number)
@@ -126,13 +137,39 @@ class Watch:
 
     def output(
         self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
-    ) -> None:
-        """The forward's output (``row``: its counts, where it was counted already)."""
-        self._log.last_output = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
+    ) -> bool:
+        """The forward's output (``row``: its counts, where it was counted already). Whether it is known to be finite."""
+        look = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
+        self._log.last_output = look
+        if look is None:
+            return True
+        if not isinstance(look.value, float) or not math.isfinite(look.value):
+            return False
+        self._log.bounds[number] = look.value
+        return True
 
-    def input(self, module: str, tensor: torch.Tensor, number: int, micro_batch: int) -> None:
-        """An input that no module was seen to make."""
-        self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
+    def bound(self, inputs: Iterable[torch.Tensor]) -> float | None:
+        """What no magnitude in these exceeds, finite, or 1; None where it is not known of each of them."""
+        bounds = [1.0]
+        for tensor in inputs:
+            number = self._number(tensor)
+            known = None if number is None else self._log.bounds.get(number)
+            if known is None:
+                return None
+            bounds.append(known)
+        return max(bounds)
+
+    def output_within(self, number: int, bound: float) -> None:
+        """The forward's output, which is certain to be within a bound and is not looked at: its maximum stays unknown."""
+        self._log.bounds[number] = bound
+
+    def look_at_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
+        """An output of this call is not known to be finite: so it matters whether what went in was, where no module made it."""
+        for tensor in inputs:
+            number = self._number(tensor)
+            if number is not None and number in self._log.unseen_inputs:
+                self._log.unseen_inputs.discard(number)
+                self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
 
     def activation_gradient(
         self,
@@ -163,15 +200,13 @@ class Watch:
     def forward_broke(self) -> bool | None:
         """Whether the last output of this step is not finite, which mostly is so where anything before it was; None on a GPU."""
         look = self._log.last_output
-        if look is None or look.value[0].device.type != "cpu":
+        if look is None:
             return None
-        row = look.value[0].numpy() if len(look.value) == 1 else None
-        largest = (
-            _from_row(row)
-            if row is not None
-            else _from_extremes(*(value.double().numpy().item() for value in look.value))
-        )
-        return not math.isfinite(largest)
+        if isinstance(look.value, float):
+            return not math.isfinite(look.value)
+        if look.value[0].device.type != "cpu":
+            return None
+        return not math.isfinite(_from_extremes(*(value.double().numpy().item() for value in look.value)))
 
     def backward_scale(self, scale: BackwardScale) -> None:
         """The loss scale of this step's backward."""
@@ -213,7 +248,7 @@ class Watch:
 
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
-        largest = _largest(arrived.copies, len(log.looks))
+        largest = _largest(log.looks, arrived.copies)
         if arrived.found_inf is not None:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
@@ -300,12 +335,22 @@ class Watch:
         row: torch.Tensor | None,
         is_input: bool = False,
     ) -> _Look | None:
-        value = (row,) if row is not None else extremes(tensor)
+        value = _value(tensor, row)
         if value is None:
             return None
         look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
         self._log.looks.append(look)
         return look
+
+
+def _value(tensor: torch.Tensor, row: torch.Tensor | None) -> _Value | None:
+    """What is to be known of a tensor; None for those that have no value, or none that can be had."""
+    if row is not None:
+        return _from_row(row.numpy()) if row.is_cpu else (row,)
+    if not tensor.numel():
+        return None
+    largest = largest_magnitude(tensor)
+    return extremes(tensor) if largest is None else largest
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -339,10 +384,10 @@ def _version(tensor: torch.Tensor) -> int:
 def _copies(looks: list[_Look]) -> list[tuple[list[int], HostCopy]]:
     """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
     groups: dict[Any, list[int]] = {}
-    for index, look in enumerate(looks):
-        first = look.value[0]
-        groups.setdefault((first.device, first.dtype, len(look.value)), []).append(index)
-    return [(indices, HostCopy(_stacked([looks[index].value for index in indices]))) for indices in groups.values()]
+    values = {index: look.value for index, look in enumerate(looks) if isinstance(look.value, tuple)}
+    for index, value in values.items():
+        groups.setdefault((value[0].device, value[0].dtype, len(value)), []).append(index)
+    return [(indices, HostCopy(_stacked([values[index] for index in indices]))) for indices in groups.values()]
 
 
 def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
@@ -353,9 +398,9 @@ def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
 
 
-def _largest(copies: list[tuple[list[int], HostCopy]], length: int) -> list[float]:
+def _largest(looks: list[_Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
     """The largest magnitude of each look, inf or NaN included."""
-    largest = [0.0] * length
+    largest = [look.value if isinstance(look.value, float) else 0.0 for look in looks]
     for indices, copy in copies:
         for index, values in zip(indices, copy.values(), strict=True):
             largest[index] = _from_row(values) if len(values) == layout.HEADER else _from_extremes(*values.tolist())

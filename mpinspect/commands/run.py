@@ -27,9 +27,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "script", metavar="SCRIPT", help="the script, as after python; all that follows it is the script's own"
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as after python -m")
-    parser.add_argument("--every", type=positive, default=10, metavar="N", help="sample every N-th step (%(default)s)")
+    parser.add_argument(
+        "--every", type=positive, metavar="N", help="sample every N-th step (10; with --max-overhead at most: 1)"
+    )
     parser.add_argument(
         "--dense", type=_natural, default=10, metavar="N", help="sample all of the first N steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-overhead",
+        type=_overhead,
+        metavar="SHARE",
+        help="sample as often as this share of the training's time allows (0.02 is 2%%) instead",
     )
     parser.add_argument("--steps", type=positive, metavar="N", help="stop looking at a model after N of its steps")
     parser.add_argument("--kinds", type=_kinds, metavar="A,B", help=f"what to count, of {', '.join(KINDS)}")
@@ -88,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         kinds=options.kinds,
         include=_several(options.include),
         exclude=_several(options.exclude),
-        every=options.every,
+        every=options.every or (1 if options.max_overhead else 10),
         dense=options.dense,
         steps=options.steps,
         lint=options.lint,
@@ -96,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
         gpu=options.gpu,
         watch=options.watch,
         loss_scale=options.loss_scale,
+        max_overhead=options.max_overhead,
         fail_on=tuple(options.fail_on),
     )
     try:
@@ -123,6 +132,16 @@ def _scale(text: str) -> float:
     if not 0 < scale < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: a loss scale is a positive number, as 1024")
     return scale
+
+
+def _overhead(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a share between 0 and 1, 0.02 for 2%")
+    return share
 
 
 def _kinds(text: str) -> tuple[str, ...]:

@@ -1,17 +1,20 @@
 """Counting by the fastest way that this machine has for a tensor; every way fills the same row with the same integers.
 
 ``reference`` is the way that needs nothing but torch; it is taken where the others are missing or do not apply. On a
-CPU the loops compiled by numba are several times faster (the extra mpinspect[cpu]).
+CPU the loops compiled by numba are several times faster (the extra mpinspect[cpu]), on a CUDA device Triton's kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
 
 import torch
 
 from mpinspect.counting import reference
+from mpinspect.counting.apart import apart
+from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import ZEROS
 from mpinspect.counting.pieces import plain_values
 
@@ -19,11 +22,18 @@ from mpinspect.counting.pieces import plain_values
 @torch.no_grad()
 def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
     """Count the exponents of a tensor's elements: arguments, row and errors are those of ``reference.count``."""
+    if divisor is None and isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
+        values, implicit_zeros = plain_values(tensor)
+        on_gpu = available.count(values)
+        if on_gpu is not None:
+            if implicit_zeros:
+                on_gpu[ZEROS] += implicit_zeros
+            return on_gpu
     if divisor is None and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
         counter = _cpu_counter()
         if counter is not None:
             values, implicit_zeros = plain_values(tensor)
-            if values.dtype in counter.DTYPES:
+            if values.dtype in counter.ready:
                 row: torch.Tensor = counter.count(values)
                 if implicit_zeros:
                     row[ZEROS] += implicit_zeros
@@ -31,25 +41,43 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
     return reference.count(tensor, divisor)
 
 
-def warm_up() -> list[str]:
+def warm_up(devices: Iterable[torch.device] = (), dtypes: Iterable[torch.dtype] = ()) -> list[str]:
     """Compile, or load, what will count, so that no training step waits for it; may take some seconds, once on a machine.
 
+    Args:
+        devices: those on which tensors will lie; the CPU is always prepared for.
+        dtypes: those that tensors on a CPU may have beside float32, float16 and bfloat16. What is not prepared for is counted by
+            torch alone.
+
     Returns:
-        A sentence on each way that is installed and does not work; the next slower one counts instead.
+        A sentence on each way that does not work though it should; the next slower one counts instead.
     """
-    if _cpu_counter() is None and _trouble:
-        return [
+    return apart(lambda: _prepared(list(devices), list(dtypes)))
+
+
+def _prepared(devices: list[torch.device], dtypes: list[torch.dtype]) -> list[str]:
+    said = []
+    counter = _cpu_counter()
+    if counter is not None:
+        counter.warm_up(dtypes)
+    elif _trouble:
+        said.append(
             f"numba is installed and does not work here ({_trouble[0]}): counting on the CPU takes several times longer"
-        ]
-    return []
+        )
+    on_gpu = available.warm_up(devices)
+    return [*said, on_gpu] if on_gpu else said
 
 
 _trouble: list[str] = []
 
 
-@cache
 def _cpu_counter() -> ModuleType | None:
-    """The module that counts with numba, compiled; None where it is not installed or fails."""
+    """The module that counts with numba, ready for the usual dtypes; None where it is not installed or fails."""
+    return apart(_loaded) if not _loaded.cache_info().currsize else _loaded()
+
+
+@cache
+def _loaded() -> ModuleType | None:
     try:
         from mpinspect.counting.cpu import counter
 

@@ -29,7 +29,7 @@ class InspectsTraining:
         log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` below the directory that the
             trainer writes to; None keeps everything in memory. Of several processes each writes to ``rank<n>`` in it.
         print_report: print the report to stderr when training ends or breaks (the first of several processes does).
-        options: as Inspector's: every, capture, include, exclude, loss_scale, watch.
+        options: as Inspector's: every, capture, include, exclude, loss_scale, watch, max_overhead.
 
     Raises:
         TypeError, ValueError: options that Inspector does not take.

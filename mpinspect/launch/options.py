@@ -21,14 +21,15 @@ class LaunchOptions:
         log_dir: the run directory; None: a new one below ``runs``.
         kinds: of tensors to count, of session.KINDS; None: the Inspector's default.
         include, exclude: shell patterns over dotted paths; None: everything, nothing.
-        every: sample every n-th step, 1 or more.
-        dense: so many first steps are all sampled, 0 or more.
+        every: sample every n-th step, 1 or more; with ``max_overhead`` the least interval.
+        dense: so many first steps are all sampled, 0 or more; without ``max_overhead``.
         steps: stop looking at a model after so many of its steps; None: never.
         lint: record the matrix products of one step.
         kernels: profile one step.
         gpu: which GPU shapes and kernels are judged for; None: the one at hand.
         watch: look at every step for infinities and NaNs.
         loss_scale: of a script that multiplies its loss by hand; None: its scaler tells, if it has one.
+        max_overhead: most that inspecting may cost over the script's own time, 0..1; None: as ``every`` says, whatever it costs.
         fail_on: findings, by id or severity, that make an exit status of 0 a 1.
     """
 
@@ -47,6 +48,7 @@ class LaunchOptions:
     gpu: str | None = None
     watch: bool = True
     loss_scale: float | None = None
+    max_overhead: float | None = None
     fail_on: tuple[str, ...] = ()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.analysis.finding import SEVERITIES
+from mpinspect.analysis.overhead import overhead_line
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.reports.markdown_page import escape, section, table
 from mpinspect.reports.table import (
@@ -34,6 +35,9 @@ def _lines(report: RangeReport) -> Iterator[str]:
     yield f"# {escape(session.info.model) or 'A model'} against {report.format}"
     yield ""
     yield f"{progress.steps:,} steps, {progress.sampled_steps:,} sampled, {progress.skipped_steps:,} skipped."
+    overhead = overhead_line(session)
+    if overhead:
+        yield f"\n{overhead[0].upper()}{overhead[1:]}."
     yield from section("Infinite or NaN", _events(report))
     yield from section("Loss scale", _loss_scale(report.loss_scale))
     yield from section("Findings", _findings(report))

@@ -18,6 +18,7 @@ import numpy as np
 
 from mpinspect.analysis.loss_scale import recommend_loss_scale
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.background import give_way
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16, FloatFormat
 from mpinspect.reports.tensorboard_events import EventFile
@@ -32,6 +33,7 @@ from mpinspect.session import (
     TensorKey,
     Window,
 )
+from mpinspect.tensor_columns import TensorColumns
 
 #: TensorBoard draws 30 bars over the range of all steps. A range of a multiple of 30 powers of two, from 2^-43 (so that
 #: FP16's flush edge 2^-25 lies between two bars) to 2^17, makes each bar hold whole exponents: nothing is smeared.
@@ -68,27 +70,33 @@ class TensorBoardLog:
     """
 
     def __init__(self, log_dir: str | PathLike[str], format: FloatFormat = FLOAT16) -> None:
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from torch.utils.tensorboard import summary
 
         self._format = format
         self._summary: Any = summary
+        # Made directly: torch's functions turn every number into a tensor first.
+        self._value: Any = Summary.Value
+        self._histogram_proto: Any = HistogramProto
         self._tags: dict[TensorKey, str] = {}
+        self._taken: set[str] = set()
         #: Tags of which infinities or NaNs were seen: their numbers are written from then on, zeros too.
         self._broken: set[str] = set()
         self._file = EventFile(log_dir)
-        self._file.add([self._summary.custom_scalars(_LAYOUT)], 0)
+        self._file.add(self._summary.custom_scalars(_LAYOUT).value, 0)
 
     def write(self, window: Window) -> None:
         """Add a window's counts at its last step. Unscaled counts, as sessions hold them."""
-        summaries: list[Any] = []
-        for key, tensor in window.tensors.items():
+        values: list[Any] = []
+        for key, tensor in TensorColumns.of(window.tensors).each():
+            give_way()
             tag = self._tag(key)
             scalars = self._scalars(tag, tensor.histogram)
-            summaries += [self._summary.scalar(f"{name}/{tag}", value) for name, value in scalars.items()]
+            values += [self._scalar(f"{name}/{tag}", value) for name, value in scalars.items()]
             if tensor.histogram.nonzero:
                 # A histogram of nothing breaks TensorBoard's page.
-                summaries.append(self._histogram(f"exponents/{tag}", tensor.histogram))
-        self._file.add(summaries, window.last_step)
+                values.append(self._histogram(f"exponents/{tag}", tensor.histogram))
+        self._file.add(values, window.last_step)
 
     def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
         """Add the suggested loss scale and its window, in log2, at this step; nothing where there is no advice."""
@@ -98,11 +106,11 @@ class TensorBoardLog:
     def scales(self, step: int, scales: dict[str, float | None]) -> None:
         """Add scalars ``loss_scale/<name>``: log2 of each scale that is known."""
         known = {name: scale for name, scale in scales.items() if scale is not None and 0 < scale < math.inf}
-        self._file.add([self._summary.scalar(f"loss_scale/{name}", math.log2(k)) for name, k in known.items()], step)
+        self._file.add([self._scalar(f"loss_scale/{name}", math.log2(k)) for name, k in known.items()], step)
 
     def text(self, tag: str, words: str, step: int) -> None:
         """Add a sentence to the text page."""
-        self._file.add([self._summary.text(tag, words)], step)
+        self._file.add(self._summary.text(tag, words).value, step)
 
     def close(self) -> None:
         """Close the file."""
@@ -132,24 +140,28 @@ class TensorBoardLog:
         start = histogram.min_exponent - low
         counts[start : start + len(histogram.counts)] = histogram.counts
         middles = np.arange(low, high) + 0.5
-        return self._summary.histogram_raw(
-            tag,
+        drawn = self._histogram_proto(
             min=low,
             max=high,
             num=histogram.nonzero,
             sum=float((counts * middles).sum()),
             sum_squares=float((counts * middles**2).sum()),
-            bucket_limits=list(range(low + 1, high + 1)),
-            bucket_counts=counts.tolist(),
+            bucket_limit=range(low + 1, high + 1),
+            bucket=counts.tolist(),
         )
+        return self._value(tag=tag, histo=drawn)
+
+    def _scalar(self, tag: str, value: float) -> Any:
+        return self._value(tag=tag, simple_value=value)
 
     def _tag(self, key: TensorKey) -> str:
         """``<kind>/<layer>``, in characters that TensorBoard takes; the same for no two tensors."""
         if key not in self._tags:
             plain = f"{key.kind}/{_UNSAFE.sub('_', key.name) or 'model'}"
-            taken, tag, number = set(self._tags.values()), plain, 2
-            while tag in taken:
+            tag, number = plain, 2
+            while tag in self._taken:
                 tag, number = f"{plain}-{number}", number + 1
+            self._taken.add(tag)
             self._tags[key] = tag
         return self._tags[key]
 

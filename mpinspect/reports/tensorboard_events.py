@@ -1,21 +1,30 @@
 """A TensorBoard events file that is written in the calling thread.
 
 torch's SummaryWriter writes in a thread of its own: when the disk fails there, it prints a traceback, and later calls may
-wait for it for ever. Here every call has written when it returns, or raises OSError.
+wait for it for ever. Here every call has written when it returns, or raises OSError. Nothing is buffered, so a forked child
+has nothing to write a second time.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
+from collections.abc import Iterable
+from io import FileIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from mpinspect.reports.crc32c import crc32c
+
+#: Added to a checksum that itself stands in checksummed data, as TFRecord files have it.
+_MASK_DELTA = 0xA282EAD8
+
 
 class EventFile:
-    """Appends summaries (protocol buffers, as ``torch.utils.tensorboard.summary`` makes them) to a new file.
+    """Appends summary values (protocol buffers, ``Summary.Value``) to a new file.
 
     Args:
         log_dir: where the file goes; made if need be.
@@ -26,37 +35,44 @@ class EventFile:
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory = Path(log_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        self._event = Event
+        self._event: Any = Event
         self._file = _new_file(directory)
-        self._records = RecordWriter(self._file)
-        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-        self._file.flush()
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
-    def add(self, summaries: list[Any], step: int) -> None:
-        """Append the values of these summaries as one event of this step, and flush."""
-        if not summaries:
-            return
+    def add(self, values: Iterable[Any], step: int) -> None:
+        """Append these values as one event of this step; nothing where there are none."""
         event = self._event(wall_time=time.time(), step=step)
-        for summary in summaries:
-            event.summary.value.extend(summary.value)
-        self._records.write(event.SerializeToString())
-        self._file.flush()
+        event.summary.value.extend(values)
+        if event.summary.value:
+            self._append(event.SerializeToString())
 
     def close(self) -> None:
         """Close the file; twice does nothing."""
         self._file.close()
 
+    def _append(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        rest = memoryview(b"".join([length, _masked(length), data, _masked(data)]))
+        # An unbuffered write may take only a part.
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
-def _new_file(directory: Path) -> Any:
+
+def _masked(data: bytes) -> bytes:
+    checksum = crc32c(data)
+    rotated = checksum >> 15 | checksum << 17
+    return struct.pack("<I", (rotated + _MASK_DELTA) & 0xFFFFFFFF)
+
+
+def _new_file(directory: Path) -> FileIO:
     """A file whose name TensorBoard takes for its own and that no other writer has: time, host and process are in it."""
     name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     number = 0
     while True:
         try:
-            return (directory / f"{name}.{number}").open("xb")
+            return (directory / f"{name}.{number}").open("xb", buffering=0)
         except FileExistsError:
             number += 1

@@ -8,6 +8,7 @@ from functools import partial
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from mpinspect.analysis.overhead import overhead_line
 from mpinspect.analysis.report import (
     FormatVerdict,
     LossScaleAdvice,
@@ -66,11 +67,14 @@ def _headline(report: RangeReport) -> Iterator[Text]:
     yield Text(f"{printable(session.info.model) or 'A model'} against {report.format}", style="bold")
     state = "" if progress.ended else " so far"
     yield Text(f"{steps_and_samples(progress, state)}{_computed_in(session)}")
+    overhead = overhead_line(session)
+    if overhead:
+        yield Text(overhead)
 
 
 def _computed_in(session: Session) -> str:
     """The narrow formats that values were rounded to on their way, as under autocast."""
-    seen = {tensor.passed_through for window in session.windows for tensor in window.tensors.values()} - {"float32"}
+    seen = session.passed_through() - {"float32"}
     return f"; values were rounded to {' and '.join(sorted(seen))}" if seen else ""
 
 

@@ -58,6 +58,7 @@ class _Contents:
         self.notes: list[str] = []
         self.progress = Progress()
         self.dropped: dict[str, int] = {}
+        self._decoder = windows.Decoder()
         self._take = {
             frames.INFO: self._info,
             frames.WATCHED: self._watched,
@@ -71,7 +72,7 @@ class _Contents:
     def add(self, kind: bytes, payload: bytes) -> None:
         """Take in one record; a type that is not known (a later addition) is skipped."""
         if kind == frames.WINDOW:
-            self.windows.append(windows.decode(payload, self.keys))
+            self.windows.append(self._decoder.decode(payload, self.keys))
         elif kind in self._take:
             self._take[kind](records.decode(payload))
 

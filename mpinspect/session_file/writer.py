@@ -39,7 +39,8 @@ SYNC_SHARE = 0.005
 
 
 class SessionWriter:
-    """Appends a run to ``log_dir``/session.mpinspect; every call is one write, complete when it returns.
+    """Appends a run to ``log_dir``/session.mpinspect; every call is one write, complete when it returns. Written by the process
+    that made it alone: ``close`` in a forked child lets go of the file and adds nothing.
 
     The file stays bounded however long the run: beyond twice ``limit`` windows (``session.window_limit`` unless given)
     neighbours are merged (counts add) and the file is rewritten and replaced in one go, readers seeing the old or the
@@ -75,6 +76,7 @@ class SessionWriter:
         self._synced_at = time.monotonic()
         self._sync_every = SYNC_INTERVAL_S
         self._closed = False
+        self._process = os.getpid()
         self._torn = False
         self._size = 0
         self._file = claim(self.path)
@@ -120,11 +122,12 @@ class SessionWriter:
         """Flush to disk and let go of the file. Idempotent; raises nothing."""
         if self._closed:
             return
-        # What could be written is written; the run must not end in an error for the rest.
+        # What could be written is written; the run must not end in an error for the rest. A forked child's is the parent's file.
         with contextlib.suppress(OSError):
-            if self._dropped:
-                self._supersede(frames.DROPPED, records.encode(self._dropped))
-            os.fsync(self._file.fileno())
+            if self._process == os.getpid():
+                if self._dropped:
+                    self._supersede(frames.DROPPED, records.encode(self._dropped))
+                os.fsync(self._file.fileno())
         with contextlib.suppress(OSError):
             self._file.close()
         self._closed = True
@@ -248,12 +251,13 @@ class SessionWriter:
         """The windows' records and sampled steps after merging; those that stay alone are copied as they are."""
         found = self._window_records()
         keys = list(self._keys)
+        decoder = windows.Decoder()
         result = []
         for group in coarsen_plan(self._windows, self._limit):
             if len(group) == 1:
                 result.append((found[group[0]], self._windows[group[0]]))
                 continue
-            merged = merge_windows(*(windows.decode(frames.payload_of(found[index]), keys) for index in group))
+            merged = merge_windows(*(decoder.decode(frames.payload_of(found[index]), keys) for index in group))
             result.append((frame(frames.WINDOW, windows.encode(merged, self._keys)), merged.sampled_steps))
         return result
 

@@ -12,12 +12,12 @@ import torch
 from mpinspect.analysis.first_line import first_line, gravest
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
-from mpinspect.capture.recording import Sink
+from mpinspect.capture.sinks import Sink
 from mpinspect.capture.steps import Schedule
 from mpinspect.inspector import Inspector
 from mpinspect.launch.models.owners import Parameters
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.session import WEIGHT_GRADIENT, Event, Progress, TensorInfo, Window
+from mpinspect.session import WEIGHT_GRADIENT, Event
 
 _COMPILED = (
     "hooks do not run inside torch.compile: of the modules that are compiled only weight gradients were counted and watched. "
@@ -49,7 +49,8 @@ class LaunchedInspector(Inspector):
         say: Callable[[str], None],
         unhookable: Collection[int] = (),
     ) -> None:
-        self._first_event = _FirstEvent(say)
+        self._say = say
+        self._has_announced = False
         self._model = weakref.ref(model)
         self._loss_scale = options.loss_scale
         self._selection = model_layers.Selection(options.include, options.exclude)
@@ -64,6 +65,7 @@ class LaunchedInspector(Inspector):
             log_dir=log_dir,
             watch=options.watch,
             loss_scale=options.loss_scale,
+            max_overhead=options.max_overhead,
             **chosen,
         )
         self._schedule = Schedule(every=options.every, dense=options.dense)
@@ -160,6 +162,7 @@ class LaunchedInspector(Inspector):
             optimizers=optimizers,
             scalers=[],
             recording=self._recording,
+            max_overhead=self._recording.info.max_overhead,
         )
 
     def _continue(self, clock: Any) -> None:
@@ -169,8 +172,11 @@ class LaunchedInspector(Inspector):
     def _tell(self, note: str) -> None:
         """No warning: the script's own may be errors, and the report has the note."""
 
-    def _sinks(self, opened: list[Sink]) -> list[Sink]:
-        return [*opened, self._first_event]
+    def _announce(self, event: Event) -> None:
+        """Only the first that does harm: not how a loss scaler probes."""
+        if not self._has_announced and gravest([event]) is not None:
+            self._has_announced = True
+            self._say(first_line(event))
 
 
 def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str] | None:
@@ -178,26 +184,3 @@ def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str]
     if not isinstance(model, Parameters):
         return asked
     return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in model_layers.PARAMETER_KINDS]
-
-
-class _FirstEvent:
-    """Says the first event that does harm, as it happens; not how a loss scaler probes."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._said = False
-
-    def event(self, event: Event) -> None:
-        if not self._said and gravest([event]) is not None:
-            self._said = True
-            self._say(first_line(event))
-
-    def watched(self, infos: Sequence[TensorInfo]) -> None: ...
-
-    def window(self, window: Window) -> None: ...
-
-    def note(self, note: str) -> None: ...
-
-    def progress(self, progress: Progress) -> None: ...
-
-    def close(self) -> None: ...

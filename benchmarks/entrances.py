@@ -1,0 +1,140 @@
+"""The time that training spends inside the inspector: a stopwatch around everything through which it enters.
+
+The entrances are named here one by one. Each must exist, and together they must cover whatever of the package a training
+step calls: ``Stopwatch`` fails where a name is gone, ``uncovered`` finds what no entrance covers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import mpinspect
+
+#: Where each is looked up when it is called, or when the inspector attaches: "module:name" or "module:class.name".
+ENTRANCES = (
+    "mpinspect.capture.tensor_hooks:ForwardHook.__call__",
+    "mpinspect.capture.tensor_hooks:OutputGradientHook.__call__",
+    "mpinspect.capture.tensor_hooks:ParameterHook.__call__",
+    "mpinspect.capture.tensor_hooks:AccumulatedHook.__call__",
+    "mpinspect.capture.optimizer_steps:_before",
+    "mpinspect.capture.optimizer_steps:_after",
+    "mpinspect.capture.backward_scale:ScaleOfBackward._begins",
+    "mpinspect.capture.backward_scale:ScaleOfBackward._ended",
+    "mpinspect.capture.capture:Capture.loss_scaled",
+    "mpinspect.capture.capture:Capture.scaler_steps",
+    "mpinspect.capture.capture:Capture.scaler_stepped",
+)
+#: Functions of ours that only call another: GradScaler's wrapped methods, whose time is mostly its own, and a closure.
+_PASSING = {("scalers.py", "scale"), ("scalers.py", "step"), ("backward_scale.py", "backward_begins")}
+_PACKAGE = str(Path(mpinspect.__file__).parent)
+
+
+class Stopwatch:
+    """Seconds spent inside the entrances, outermost call only; a thread waiting for others of ours is inside."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.depth = 0
+
+    @contextmanager
+    def around_entrances(self) -> Iterator[None]:
+        """To be entered before an inspector attaches: some hooks are looked up then.
+
+        Raises:
+            LookupError: an entrance is no longer there; the message names it.
+        """
+        originals = [(*_found(path), path) for path in ENTRANCES]
+        for owner, original, path in originals:
+            setattr(owner, _name(path), self._timed(original))
+        try:
+            yield
+        finally:
+            for owner, original, path in originals:
+                setattr(owner, _name(path), original)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            started = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if not self.depth:
+                    self.seconds += time.perf_counter() - started
+
+        return run
+
+
+def faults_are_errors() -> None:
+    """From now on a fault of the inspector, otherwise noted only, ends the run: what it left out would pass for speed."""
+    warnings.filterwarnings("error", message="mpinspect failed", category=mpinspect.MpinspectWarning)
+
+
+def uncovered(watch: Stopwatch, step: Callable[[], object]) -> list[str]:
+    """Functions of the package that ``step`` called outside of every entrance, as "file:function", each once.
+
+    Args:
+        watch: at work around the entrances.
+        step: trains an inspected model on a CPU, once.
+    """
+    found: dict[str, None] = {}
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        if event != "call" or watch.depth or not _is_ours(frame) or _is_passing(frame):
+            return
+        callers = _frames_from(frame.f_back)
+        # What a function that was told of calls in its turn is told of with it.
+        if not any(_is_ours(caller) and not _is_passing(caller) for caller in callers):
+            found[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] = None
+
+    sys.setprofile(called)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def _is_passing(frame: FrameType) -> bool:
+    return (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in _PASSING
+
+
+def _found(path: str) -> tuple[Any, Any]:
+    """Whose attribute an entrance is, and the entrance."""
+    module, _, inside = path.partition(":")
+    owner: Any = importlib.import_module(module)
+    try:
+        for name in inside.split(".")[:-1]:
+            owner = getattr(owner, name)
+        # Its own, not an inherited one: that would stay wrapped when the attribute is put back.
+        return owner, vars(owner)[_name(path)]
+    except (AttributeError, KeyError):
+        raise LookupError(
+            f"{path} is listed in benchmarks/entrances.py and is not there: what was called so has another name now, and its "
+            "time would be missing from every figure. Name what training enters the inspector through instead"
+        ) from None
+
+
+def _name(path: str) -> str:
+    return path.partition(":")[2].rpartition(".")[2]

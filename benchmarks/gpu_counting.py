@@ -1,0 +1,188 @@
+"""Counting on a CUDA GPU beside reading the same memory: what a device copy reads, torch.histc, torch.frexp, sum().
+
+    python benchmarks/gpu_counting.py --json benchmarks/results/counting-h200.json
+
+Times are medians of device events around one call, after a warm-up. Before each the second-level cache is overwritten, and the
+calls take several tensors of fresh data in turn. A copy reads and writes, so the time of reading is taken as half of
+its time. Launching a kernel from Python costs the host some microseconds, which count where the GPU waits for them: for
+the gradients of ResNet-50 that is part of what is measured, hence the 10 us that the limit leaves. Without a CUDA
+GPU the script says so and does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import write_results
+
+from mpinspect.counting import reference
+from mpinspect.counting.cuda import available
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
+#: Counting over the time of one read, of 1 GiB float32; of ResNet-50's gradients in one launch, this many reads and us.
+MOST_OVER_READING = 1.25
+MOST_OF_MANY, MOST_OF_MANY_US = 2.0, 10.0
+#: Larger than any second-level cache.
+_FLUSH_BYTES = 256 << 20
+
+Call = Callable[[torch.Tensor], object]
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """The shapes of ResNet-50's 161 parameters: 25.6 million values."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(channels_out: int, channels_in: int, side: int) -> None:
+        shapes.extend([(channels_out, channels_in, side, side), (channels_out,), (channels_out,)])
+
+    convolution(64, 3, 7)
+    channels_in = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(width, channels_in, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:
+                convolution(4 * width, channels_in, 1)
+            channels_in = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+class Stopwatch:
+    """Median times on the GPU in microseconds."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def us(self, calls: list[Callable[[], object]]) -> float:
+        """Of one of the calls, which are taken in turn: they do the same to different data."""
+        for call in calls:
+            call()
+        times = []
+        for repeat in range(self._repeats):
+            call = calls[repeat % len(calls)]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(times)
+
+    def each(self, tensors: list[torch.Tensor], call: Call) -> float:
+        """Of ``call`` on one of the tensors."""
+        return self.us([lambda tensor=tensor: call(tensor) for tensor in tensors])
+
+    def read_us(self, tensors: list[torch.Tensor]) -> float:
+        """What reading one of the tensors costs: half a copy."""
+        target = torch.empty_like(tensors[0])
+        return self.each(tensors, target.copy_) / 2
+
+
+def values(numel: int, dtype: torch.dtype, make_up: str = "normal") -> torch.Tensor:
+    """Values as a gradient has them; rounded through bfloat16, as autocast leaves them; half zeros; or of every exponent."""
+    if make_up == "every exponent":
+        return torch.randint(-(1 << 31), 1 << 31, (numel,), device="cuda", dtype=torch.int32).view(torch.float32)
+    normal = torch.randn(numel, device="cuda", dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    if make_up == "half zeros":
+        normal.masked_fill_(torch.rand(numel, device="cuda") < 0.5, 0)
+    elif make_up == "through bfloat16":
+        normal = normal.bfloat16().float()
+    return normal.to(dtype)
+
+
+def one_tensor(stopwatch: Stopwatch, size: int, dtype: torch.dtype, make_up: str) -> dict[str, Any]:
+    """Counting ``size`` bytes of one dtype, and its rivals where they take the dtype."""
+    from mpinspect.counting.cuda import counter
+
+    tensors = [values(size // dtype.itemsize, dtype, make_up) for _ in range(3)]
+    read_us = stopwatch.read_us(tensors)
+    row = {
+        "case": f"{size / 2**20:g} MiB {str(dtype).removeprefix('torch.')}, {make_up}",
+        "read_us": read_us,
+        "read_gb_s": size / read_us / 1e3,
+        "count_us": stopwatch.each(tensors, counter.count),
+    }
+    if make_up == "normal":
+        row["reference_us"] = stopwatch.each(tensors[:1], reference.count)
+        if dtype in (torch.float32, torch.float64):
+            row["histc_us"] = stopwatch.each(tensors, lambda tensor: torch.histc(tensor, 256, -8.0, 8.0))
+            row["frexp_us"] = stopwatch.each(tensors[:1], torch.frexp)
+        if dtype.itemsize > 1:
+            row["sum_us"] = stopwatch.each(tensors, torch.sum)
+    row["count_over_read"] = row["count_us"] / read_us
+    return row
+
+
+def many_tensors(stopwatch: Stopwatch, dtype: torch.dtype) -> dict[str, Any]:
+    """ResNet-50's gradients: in one launch, and one by one; the read is that of one tensor as large as all of them."""
+    from mpinspect.counting.cuda import counter
+
+    sets = [[values(torch.Size(shape).numel(), dtype) for shape in resnet50_shapes()] for _ in range(3)]
+    memory = [torch.cat(tensors) for tensors in sets]
+    length = counter.encoding_of(dtype).layout.length
+    rows = [torch.zeros(len(tensors), length, dtype=torch.int64, device="cuda").unbind(0) for tensors in sets]
+    packed = [
+        [counter.Counted(tensor, row) for tensor, row in zip(tensors, into, strict=True)]
+        for tensors, into in zip(sets, rows, strict=True)
+    ]
+    read_us = stopwatch.read_us(memory)
+    together_us = stopwatch.us([lambda group=group: counter.add_many(group) for group in packed])
+    single_us = stopwatch.us([lambda group=group: [counter.add(*each) for each in group] for group in packed])
+    return {
+        "case": f"ResNet-50's {len(sets[0])} gradients, {str(dtype).removeprefix('torch.')}",
+        "read_us": read_us,
+        "count_us": together_us,
+        "one_by_one_us": single_us,
+        "count_over_read": together_us / read_us,
+        "limit_us": MOST_OF_MANY * read_us + MOST_OF_MANY_US,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="size of the large tensors (default 1024)")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("There is no CUDA GPU here: nothing to measure.")
+        return
+    said = available.warm_up([torch.device("cuda", torch.cuda.current_device())])
+    if said:
+        print(said)
+        return
+    stopwatch = Stopwatch(options.repeats)
+    size = options.mib << 20
+    cases = [(torch.float32, make_up) for make_up in ("normal", "through bfloat16", "half zeros", "every exponent")]
+    cases += [(dtype, "normal") for dtype in DTYPES[1:]]
+    rows = [one_tensor(stopwatch, size, dtype, make_up) for dtype, make_up in cases]
+    rows += [many_tensors(stopwatch, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for row in rows:
+        others = [
+            f"{name.removesuffix('_us')} {us / row['count_us']:.1f}x of counting"
+            for name, us in row.items()
+            if name in ("reference_us", "histc_us", "frexp_us", "sum_us", "one_by_one_us")
+        ]
+        print(
+            f"{row['case']:44} read {row['read_us']:8.1f} us, count {row['count_us']:8.1f} us:"
+            f" {row['count_over_read']:.2f}x   {', '.join(others)}"
+        )
+    large, many = rows[0], rows[len(cases)]
+    print(f"{large['case']}: at most {MOST_OVER_READING} reads: {large['count_over_read'] <= MOST_OVER_READING}")
+    print(
+        f"ResNet-50: at most {MOST_OF_MANY:g} reads and {MOST_OF_MANY_US:g} us: {many['count_us'] <= many['limit_us']}"
+    )
+    if options.json:
+        write_results(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

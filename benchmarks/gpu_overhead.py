@@ -1,0 +1,230 @@
+"""What the inspector costs a training step on a CUDA GPU: ResNet-50 and GPT-2 small in FP16 AMP with a GradScaler.
+
+    python benchmarks/gpu_overhead.py [--json benchmarks/results/gpu_overhead-gpu.json] [--rounds 5] [--quick] [--tiny]
+
+Steps are timed by CUDA events, in blocks that take turns with blocks of the bare loop; the ratio is the median over the rounds of
+a block's mean step to that of the bare blocks before and after it. Beside it stand the time that the host spends inside the
+inspector's callbacks, the peak of torch's memory, and the synchronisations that torch tells of
+(torch.cuda.set_sync_debug_mode): GradScaler makes some itself, so the bare loop's are taken off. What waits for an event or a
+stream by itself is not told of. Under five minutes on an H200. Without a GPU it says so and does nothing, but for --tiny: toy
+sizes, on the CPU where there is no GPU, to see that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from entrances import Stopwatch, faults_are_errors
+from machine import write_results
+from networks import GPT, Batch, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
+from targets import checked, verdicts
+from torch import nn
+from torch.nn import functional as F
+
+import mpinspect
+
+DEFAULTS = "weight + activation gradients, every step, watch on"
+#: Name -> the inspector's options.
+SETTINGS: dict[str, dict[str, Any]] = {
+    DEFAULTS: {},
+    "weight gradients, every step, watch off": {"capture": ("weight_gradient",), "watch": False},
+    "weight + activation gradients, every=10, watch off": {"every": 10, "watch": False},
+    "the watch alone": {"capture": ()},
+    "between samples, watch off": {"capture": (), "watch": False},
+}
+#: Promise -> the subject that answers it.
+PROMISED = {"gpu.resnet50": "ResNet-50, batch 128", "gpu.gpt2": "GPT-2 small, 8 x 1024 tokens"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[str], Batch]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    channels_last: bool = False
+
+
+@dataclass
+class Row:
+    """One setting on one model. ``added_``: beyond the bare loop. Memory is None on a CPU."""
+
+    subject: str
+    name: str
+    step_ms: float
+    step_ratio: float
+    callbacks_ms: float | None
+    added_memory_mib: float | None
+    added_synchronisations_per_step: float
+
+
+def subjects(tiny: bool) -> list[Subject]:
+    if tiny:
+        return [
+            Subject("ResNet", lambda: resnet((1, 1), 8, 10), images(4, 32, 10), sgd),
+            Subject("GPT-2", lambda: GPT(1, 32, 2, 16, 64), tokens(2, 16, 64), adamw),
+        ]
+    return [
+        Subject(PROMISED["gpu.resnet50"], resnet50, images(128, 224, 1000), sgd, channels_last=True),
+        Subject(PROMISED["gpu.gpt2"], gpt2_small, tokens(8, 1024, 50304), adamw),
+    ]
+
+
+class Training:
+    """A model in FP16 AMP with a GradScaler on one device, always on the same batch."""
+
+    def __init__(self, subject: Subject, device: str) -> None:
+        torch.manual_seed(0)
+        layout = torch.channels_last if subject.channels_last else torch.contiguous_format
+        self.device = device
+        self.model = subject.model().to(device).to(memory_format=layout)
+        x, self.y = subject.batch(device)
+        self.x = x.to(memory_format=layout) if x.dim() == 4 else x
+        self.optimizer = subject.optimizer(self.model.parameters())
+        self.scaler = torch.amp.GradScaler(device)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        # FP16 products are too slow on a CPU, where toys only show that the script works.
+        with torch.autocast(self.device, torch.float16 if self.device == "cuda" else torch.bfloat16):
+            loss = F.cross_entropy(self.model(self.x), self.y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def milliseconds(self, steps: int) -> float:
+        """The mean step of a block: of a schedule's steps some are sampled."""
+        if self.device != "cuda":
+            started = time.perf_counter()
+            for _ in range(steps):
+                self.step()
+            return (time.perf_counter() - started) / steps * 1e3
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(steps):
+            self.step()
+        last.record()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / steps
+
+    def inspected(self, options: dict[str, Any]) -> mpinspect.Inspector:
+        return mpinspect.Inspector(self.model, optimizers=self.optimizer, scalers=self.scaler, **options)
+
+
+def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]:
+    training = Training(subject, device)
+    training.milliseconds(steps)
+    for options in SETTINGS.values():
+        # What is compiled or allocated at first use.
+        with training.inspected(options):
+            training.milliseconds(2)
+    bare_syncs, bare_peak = synchronisations(training, steps), peak_mib(training)
+    bare = [training.milliseconds(steps)]
+    times: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for _ in range(rounds):
+        for name, options in SETTINGS.items():
+            with training.inspected(options):
+                # Past the first step, which is a sample whatever the schedule.
+                training.step()
+                times[name].append(training.milliseconds(steps))
+            bare.append(training.milliseconds(steps))
+            ratios[name].append(times[name][-1] / statistics.mean(bare[-2:]))
+    rows = [Row(subject.name, "bare", statistics.median(bare), 1.0, None, None, 0.0)]
+    for name, options in SETTINGS.items():
+        watch = Stopwatch()
+        with watch.around_entrances(), training.inspected(options):
+            training.milliseconds(steps)
+        with training.inspected(options):
+            syncs, peak = synchronisations(training, steps), peak_mib(training)
+        added = None if peak is None or bare_peak is None else peak - bare_peak
+        found = statistics.median(times[name]), statistics.median(ratios[name])
+        rows.append(Row(subject.name, name, *found, watch.seconds / steps * 1e3, added, syncs - bare_syncs))
+    return rows
+
+
+def synchronisations(training: Training, steps: int) -> float:
+    """Those of a step that torch warns of; 0 on a CPU."""
+    with _warning_of_synchronisations(training.device), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            training.step()
+    return sum("synchronizing" in str(warning.message) for warning in caught) / steps
+
+
+@contextlib.contextmanager
+def _warning_of_synchronisations(device: str) -> Iterator[None]:
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def peak_mib(training: Training) -> float | None:
+    if training.device != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    training.milliseconds(3)
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+def promises(rows: list[Row]) -> list[dict[str, Any]]:
+    found = {row.subject: row for row in rows if row.name == DEFAULTS}
+    if not all(subject in found for subject in PROMISED.values()):
+        return []
+    worst = max(row.added_synchronisations_per_step for row in rows)
+    ratios = [checked(key, found[subject].step_ratio) for key, subject in PROMISED.items()]
+    return [*ratios, checked("gpu.synchronisations", worst)]
+
+
+def line(row: Row) -> str:
+    host = "" if row.callbacks_ms is None else f"{row.callbacks_ms:.2f} ms in callbacks"
+    memory = "" if row.added_memory_mib is None else f"{row.added_memory_mib:+.0f} MiB"
+    return (
+        f"{row.subject:30} {row.name:52} {row.step_ms:8.2f} ms {row.step_ratio:6.3f}x {host:>24} {memory:>10} "
+        f"{row.added_synchronisations_per_step:+.1f} synchronisations"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that the script works; also on a CPU")
+    options = parser.parse_args()
+    faults_are_errors()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not options.tiny:
+        print("There is no CUDA GPU here, so nothing was measured (--tiny runs toy sizes on the CPU).")
+        return
+    torch.backends.cudnn.benchmark = True
+    rows = []
+    for subject in subjects(options.tiny):
+        found = measure(
+            subject, device, 1 if options.quick or options.tiny else options.rounds, 2 if options.tiny else 20
+        )
+        print("\n".join(map(line, found)), flush=True)
+        rows += found
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    kept = promises(rows)
+    print(verdicts(kept))
+    if options.json:
+        write_results(options.json, {"rows": [asdict(row) for row in rows], "checked": kept})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The tables of docs/performance.md: from what a results file holds to Markdown, and the promises as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from targets import TARGETS, shown, verdicts
+
+NOT_MEASURED = "not yet measured"
+_MACHINE = ("processor", "cores", "gpu", "python", "torch", "cuda", "numpy", "numba", "triton", "mpinspect")
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table: the first column to the left, the others to the right."""
+    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def not_measured(file: str) -> str:
+    """In place of a table without results. ``file``: the results file's name without ``.json``."""
+    name, _, device = file.rpartition("-")
+    where = " on a machine with a CUDA GPU" if device == "gpu" else ""
+    return f"Not yet measured. `make bench ARGS={name}`{where} measures it and fills in this part."
+
+
+# -- the promises -----------------------------------------------------------------------------------------------------------
+
+
+def checked_rows(documents: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every promise that some results answer, as ``targets.checked`` wrote it."""
+    several = (document["results"] for document in documents.values())
+    return [row for results in several if isinstance(results, dict) for row in results.get("checked", ())]
+
+
+def promises(documents: dict[str, Any]) -> str:
+    rows = [
+        (row["what"], row["target"], shown(row["value"], row["unit"]), "met" if row["met"] else "**missed**")
+        for row in checked_rows(documents)
+    ]
+    answered = {row["key"] for row in checked_rows(documents)}
+    for key, target in TARGETS.items():
+        if key not in answered:
+            rows.append((target.what, target.promise, NOT_MEASURED, f"`make bench ARGS={target.benchmark}`"))
+    return markdown(("what", "promised", "measured", "kept?"), rows)
+
+
+def promises_text(documents: dict[str, Any]) -> str:
+    """The same for a terminal."""
+    answered = checked_rows(documents)
+    lines = [verdicts(answered)] if answered else []
+    keys = {row["key"] for row in answered}
+    return "\n".join([*lines, *(f"{TARGETS[key].what:90} {NOT_MEASURED}" for key in TARGETS if key not in keys)])
+
+
+def machines(documents: dict[str, Any], shown_files: set[str]) -> str:
+    """Where and when each file that the page shows was measured."""
+    rows = []
+    for file in sorted(shown_files & set(documents)):
+        machine = documents[file]["machine"]
+        rows.append((f"`{file}.json`", documents[file]["date"], *(_or_dash(machine.get(name)) for name in _MACHINE)))
+    return markdown(("results", "date", *_MACHINE), rows)
+
+
+# -- one benchmark each ---------------------------------------------------------------------------------------------------
+
+
+def counting(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    by_size = [row for row in rows if row["dtype"] == "float32" and row["data"] == "dense"]
+    sizes = list(dict.fromkeys(row["elements"] for row in by_size))
+    promised = max((row["elements"] for row in rows if row["data"] != "dense"), default=sizes[-1])
+    same_size = [row for row in rows if row["elements"] == promised]
+    return "\n\n".join(
+        (
+            *results["notes"],
+            "float32 by the number of elements: nanoseconds per value, and the time over `sum()`'s.",
+            _pivot(
+                by_size,
+                "way",
+                "elements",
+                lambda row: f"{shown(row['ns_per_value'], 'ns')}, {row['over_sum']:.2f}x",
+                _thousands,
+            ),
+            f"{_thousands(promised)} dense values of each dtype: gigabytes per second, and the time over `sum()`'s.",
+            _pivot(
+                [row for row in same_size if row["data"] == "dense"],
+                "way",
+                "dtype",
+                lambda row: f"{row['gb_per_s']:.2f} GB/s, {row['over_sum']:.2f}x",
+            ),
+            f"{_thousands(promised)} values that are harder: the time of mpinspect over dense ones.",
+            _pivot(
+                [row for row in same_size if row["way"] == "mpinspect"],
+                "data",
+                "dtype",
+                lambda row: f"{row['over_dense']:.2f}x",
+            ),
+        )
+    )
+
+
+def overhead(results: dict[str, Any]) -> str:
+    def cell(row: dict[str, Any]) -> str:
+        if row["name"] == "bare":
+            return shown(row["step_ms"], "ms")
+        inside = row["callbacks_fraction"]
+        return f"{row['wall_ratio']:.2f}x" if inside is None else f"{inside:.2%}, {row['wall_ratio']:.2f}x"
+
+    table = _pivot(results["rows"], "name", "subject", cell)
+    missing = results["not_available"]
+    return f"{table}\n\nNot to be had where this was measured: {', '.join(missing)}." if missing else table
+
+
+def where_it_goes(results: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"`{row['function']}`",
+            f"{row['calls_per_step']:.1f}",
+            f"{row['own_ms_per_step']:.2f}",
+            f"{row['fraction']:.1%}",
+        )
+        for row in results["rows"]
+    ]
+    total = f"All functions of the package together: {results['total_ms']:.1f} ms a step, under the profiler."
+    return f"{markdown(('function', 'calls a step', 'ms a step', 'share'), rows)}\n\n{total}"
+
+
+def gpu_overhead(results: dict[str, Any]) -> str:
+    heading = ("", "step", "over bare", "callbacks", "memory added", "synchronisations added")
+    rows = [
+        (
+            f"{row['subject']}: {row['name']}",
+            f"{row['step_ms']:.2f} ms",
+            f"{row['step_ratio']:.3f}x",
+            "" if row["callbacks_ms"] is None else f"{row['callbacks_ms']:.2f} ms",
+            "" if row["added_memory_mib"] is None else f"{row['added_memory_mib']:.0f} MiB",
+            f"{row['added_synchronisations_per_step']:.1f}",
+        )
+        for row in results["rows"]
+    ]
+    return markdown(heading, rows)
+
+
+def traces(results: dict[str, Any]) -> str:
+    trace = results["trace"]
+    sentence = f"A trace of {trace['events']:,} events, {trace['bytes'] / 1e6:.0f} MB."
+    rows = [
+        (name, *(values[key] for key in ("median_s", "min_s", "peak_mb")))
+        for name, values in results["readers"].items()
+    ]
+    return f"{sentence}\n\n{markdown(('reader', 'median s', 'least s', 'peak MB'), rows)}"
+
+
+def anything(results: Any) -> str:
+    """Results of any form: numbers side by side, lists of alike records as tables; the promises stand elsewhere."""
+    if isinstance(results, list):
+        return _records(results)
+    plain = [(key, _figure(value)) for key, value in results.items() if not isinstance(value, (list, dict))]
+    parts = [markdown(("", ""), plain)] if plain else []
+    for key, value in results.items():
+        if key != "checked" and isinstance(value, (list, dict)) and value:
+            parts.append(f"{key}:\n\n{anything(value)}" if isinstance(value, dict) else _records(value))
+    return "\n\n".join(parts)
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------------
+
+
+def _pivot(rows: list[dict[str, Any]], down: str, across: str, cell: Any, heading: Any = str) -> str:
+    """A table of one value of ``down`` a line and one of ``across`` a column, in the order of their first appearance."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    cells = {(row[down], row[across]): cell(row) for row in rows}
+    lines = [
+        (name, *(cells.get((name, column), "") for column in columns))
+        for name in dict.fromkeys(row[down] for row in rows)
+    ]
+    return markdown(("", *map(heading, columns)), lines)
+
+
+def _records(records: list[Any]) -> str:
+    if not all(isinstance(record, dict) for record in records):
+        return ", ".join(map(_figure, records))
+    keys = list(dict.fromkeys(key for record in records for key in record if not isinstance(record[key], (list, dict))))
+    return markdown(keys, [[_figure(record.get(key)) for key in keys] for record in records])
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return _or_dash(value)
+    return f"{value:,}" if isinstance(value, int) else shown(value, "")
+
+
+def _thousands(number: int) -> str:
+    for unit, name in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if number >= unit:
+            return f"{number / unit:g}{name}"
+    return str(number)
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,277 @@
+"""Rows of counts on a CUDA device: slots of a buffer made once, filled without a wait and sent to the host in one copy.
+
+Two buffers take turns, step by step. At the end of a step a stream of its own copies the buffer to page-locked memory while
+the training goes on; a buffer is used again only behind that copy, which the device waits for, never the host. Memory is
+allocated in the first two sampled steps, and torch's caches keep it.
+
+Weight gradients are many and mostly small, and launching a kernel takes longer than counting one. So where nothing can
+change a gradient in the meantime it waits, and the end of the backward counts all that wait in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mpinspect.capture.host_copy import HostCopy
+from mpinspect.counting import fastest
+from mpinspect.counting.cuda import available
+from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
+from mpinspect.counting.pieces import plain_values
+
+#: Rows of a buffer at first: 3.4 MB. One that was too small is made anew, twice what the step would have needed.
+_FIRST_CAPACITY = 512
+#: A larger gradient is counted at once: its reading takes longer than the launch.
+_LARGEST_TO_WAIT = 16 << 20
+#: No more bytes of gradients than these wait together.
+_MOST_WAITING = 64 << 20
+_WAITING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class _Buffer:
+    """Rows of the NARROW layout, and the device's work on them that is not known to be over."""
+
+    rows: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    streams: list[Any] = field(default_factory=list)
+    copied: Any = None
+
+
+@dataclass
+class _Waiting:
+    """A gradient to be counted when the backward ends, if it is then what it was."""
+
+    values: torch.Tensor
+    version: int
+    slot: int
+    stream: Any
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What ``DeviceRows.send`` did.
+
+    Args:
+        copies: the rows sent, by their index, and the copy that takes them in this order: one, or none.
+        done: indices of all rows that lie in the buffer, with those that could not be counted.
+    """
+
+    copies: list[tuple[list[int], HostCopy]]
+    done: set[int]
+
+
+class DeviceRows:
+    """The rows that one capture fills on one CUDA device.
+
+    Args:
+        device: with an index.
+        note: called with a sentence on what could not be counted.
+    """
+
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        self._device = device
+        self._note = note
+        self._buffers: list[_Buffer | None] = [None, None]
+        self._turn = 0
+        #: The buffer of the open step, None until something is counted in it, and how many rows the step has asked for.
+        self._open: _Buffer | None = None
+        self._asked = 0
+        self._capacity = _FIRST_CAPACITY
+        self._slot_of: dict[int, int] = {}
+        self._not_counted: set[int] = set()
+        self._ready: Any = None
+        self._copy_stream: Any = None
+        self._waiting: list[_Waiting] = []
+        self._waiting_bytes = 0
+        #: The backward (graph task) whose end counts what waits.
+        self._task = -1
+
+    # -- counting -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The row of a tensor on this device, as from ``counting.count``; overwritten two steps later. Does not wait."""
+        counter: Any = available.counter()
+        values, implicit_zeros = plain_values(tensor)
+        if counter is None or implicit_zeros or values.dtype == torch.float64 or values.dtype not in counter.DTYPES:
+            return fastest.count(tensor)
+        slot = self._take()
+        if slot is None:
+            return fastest.count(tensor)
+        try:
+            counter.add(values, self._row(slot))
+        except Exception as error:
+            self._gave_up(error)
+            return fastest.count(tensor)
+        return self._given(slot)
+
+    @torch.no_grad()
+    def count_later(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The row of a parameter's gradient that has just arrived: filled by the end of this backward, or at once."""
+        task = torch._C._current_graph_task_id()
+        if self._waiting and task != self._task:
+            # Of a backward around this one, or of one that broke off: what comes now may change their gradients.
+            self.count_waiting()
+        if task == -1 or available.counter() is None or not _may_wait(parameter, gradient):
+            return self.count(gradient)
+        values = gradient.detach()
+        if self._waiting_bytes + values.nbytes > _MOST_WAITING:
+            self.count_waiting()
+        slot = self._take()
+        if slot is None:
+            return self.count(gradient)
+        if not self._waiting:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self._waiting.append(_Waiting(values, values._version, slot, stream))
+        self._waiting_bytes += values.nbytes
+        return self._given(slot)
+
+    @torch.no_grad()
+    def count_waiting(self) -> None:
+        """Count the gradients that wait, on the streams that they came on."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        intact = [each for each in waiting if each.values._version == each.version]
+        if len(intact) < len(waiting):
+            self._not_counted.update(each.slot for each in waiting if each.values._version != each.version)
+            self._note("weight gradients were changed in place during the backward, before they could be counted")
+        by_stream: dict[Any, list[_Waiting]] = {}
+        for each in intact:
+            by_stream.setdefault(each.stream, []).append(each)
+        for stream, group in by_stream.items():
+            self._count_together(stream, group)
+
+    def _count_together(self, stream: Any, group: list[_Waiting]) -> None:
+        counter: Any = available.counter()
+        try:
+            with torch.cuda.stream(stream):
+                counter.add_many([counter.Counted(each.values, self._row(each.slot)) for each in group])
+        except Exception as error:
+            self._not_counted.update(each.slot for each in group)
+            self._gave_up(error)
+
+    def _gave_up(self, error: Exception) -> None:
+        available.gave_up(error)
+        self._note(available.trouble())
+
+    def _backward_ends(self) -> None:
+        try:
+            self.count_waiting()
+        except Exception as error:
+            self._note(f"mpinspect failed to count weight gradients ({error!r}); the training is not affected")
+
+    # -- the buffers ------------------------------------------------------------------------------------------------
+
+    def send(self, rows: list[torch.Tensor]) -> Sent:
+        """Send those of the step's rows that lie in the buffer to the host, in one copy. Does not wait."""
+        self.count_waiting()
+        slots = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
+        counted = {index: slot for index, slot in slots.items() if slot not in self._not_counted}
+        copies: list[tuple[list[int], HostCopy]] = []
+        if self._open is not None and counted:
+            copy = _SlotsCopy(self._open.rows, list(counted.values()), self._open.streams, self._copy_stream)
+            self._open.copied = copy.event
+            copies.append((list(counted), copy))
+        self._close()
+        return Sent(copies, set(slots))
+
+    def drop(self) -> None:
+        """Forget the rows of this step, and what waits."""
+        self._waiting, self._waiting_bytes = [], 0
+        self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._turn = 1 - self._turn
+        if self._asked > self._capacity:
+            self._capacity = 2 * self._asked
+        self._open, self._asked = None, 0
+        self._slot_of, self._not_counted = {}, set()
+
+    def _take(self) -> int | None:
+        """The next slot, its row that of no values; None where the buffer is full."""
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        if self._open is None:
+            self._open = self._begin(stream)
+        elif stream is not None and stream not in self._open.streams:
+            stream.wait_event(self._ready)
+            self._open.streams.append(stream)
+        slot = self._asked
+        self._asked += 1
+        return slot if slot < len(self._open.slots) else None
+
+    def _begin(self, stream: Any) -> _Buffer:
+        """The buffer whose turn it is, emptied on this stream, behind all that still works on it."""
+        buffer = self._buffers[self._turn]
+        if buffer is not None and stream is not None:
+            if buffer.copied is not None:
+                stream.wait_event(buffer.copied)
+            for other in buffer.streams:
+                if other != stream:
+                    stream.wait_stream(other)
+        if buffer is None or len(buffer.slots) < self._capacity:
+            buffer = self._buffers[self._turn] = self._new_buffer()
+        buffer.rows.zero_()
+        buffer.rows[:, MIN_BITS].fill_(NO_MINIMUM)
+        if stream is not None:
+            self._ready = stream.record_event()
+            buffer.streams = [stream]
+        return buffer
+
+    def _new_buffer(self) -> _Buffer:
+        with torch.inference_mode(False):
+            memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device=self._device)
+        if self._device.type == "cuda":
+            self._copy_stream = self._copy_stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            # Should the buffer go while it is being copied, its memory is not lent to others before that is over.
+            memory.record_stream(self._copy_stream)
+        return _Buffer(memory, memory.unbind(0))
+
+    def _row(self, slot: int) -> torch.Tensor:
+        assert self._open is not None
+        return self._open.slots[slot]
+
+    def _given(self, slot: int) -> torch.Tensor:
+        row = self._row(slot)
+        self._slot_of[id(row)] = slot
+        return row
+
+
+class _SlotsCopy(HostCopy):
+    """Some rows of a buffer on their way to the host, behind what these streams have to do."""
+
+    def __init__(self, rows: torch.Tensor, slots: list[int], streams: list[Any], copy_stream: Any) -> None:
+        self._slots = np.array(slots)
+        used = rows[: max(slots) + 1]
+        for stream in streams:
+            copy_stream.wait_stream(stream)
+        with torch.cuda.stream(copy_stream):
+            super().__init__(used)
+
+    def values(self) -> npt.NDArray[Any]:
+        """int64, (slots, NARROW.length); waits for the GPU where they are not there yet."""
+        rows: npt.NDArray[Any] = super().values()[self._slots]
+        return rows
+
+
+def _may_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether nothing but the gradient's accumulation is known to touch it until the backward ends."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.dtype in _WAITING_DTYPES
+        and gradient.layout is torch.strided
+        and gradient.is_contiguous()
+        and gradient.nbytes <= _LARGEST_TO_WAIT
+        # Gradients that are averaged over ranks are changed by way of .data, which no version tells.
+        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        # Our own hook, and no other: not one that may change the gradient, nor an optimizer that steps in the backward.
+        and len(parameter._backward_hooks or ()) == 1
+        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )

@@ -1,0 +1,25 @@
+"""Where tensors can't be looked at: inside of what transforms, traces or records the calls instead of running them."""
+
+from __future__ import annotations
+
+import torch
+
+_TRANSFORMED = "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
+_TRACED = "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
+_GRAPHED = "steps run as CUDA graphs are not seen: nothing can be counted inside one"
+
+
+def out_of_reach(may_capture_graphs: bool) -> str | None:
+    """Why tensors can't be looked at just now, in a sentence; None where they can. Does not wait for a GPU.
+
+    Args:
+        may_capture_graphs: whether there is a GPU whose streams could be capturing a graph.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _TRANSFORMED
+    if torch._C._get_tracing_state() is not None:
+        return _TRACED
+    # What we launched would be replayed into memory that is ours no more.
+    if may_capture_graphs and torch.cuda.is_current_stream_capturing():
+        return _GRAPHED
+    return None

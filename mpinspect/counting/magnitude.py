@@ -1,0 +1,81 @@
+"""The largest magnitude of a CPU tensor, at once: what the non-finite watch asks of every tensor it sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpinspect.counting.apart import apart
+from mpinspect.workers import POOL, TEAM, single_threaded
+
+if TYPE_CHECKING:
+    from mpinspect.counting.cpu.largest import Largest
+
+#: From where on sharing pays: torch's threads mostly are awake, ours have to be woken. Values in a piece for one of ours.
+_TEAM_FROM, _POOL_FROM, _PIECE = 1 << 17, 1 << 20, 1 << 18
+
+
+def largest_magnitude(tensor: torch.Tensor) -> float | None:
+    """The largest |x| of a CPU tensor; infinity if one is infinite and NaN if one is.
+
+    Args:
+        tensor: not empty; float64, float32, float16 or bfloat16, any shape and order of its dimensions in memory, without gaps.
+
+    Returns:
+        None where this way does not apply: another device, dtype or layout, a subclass of Tensor, or numba is not installed.
+        ``torch.aminmax`` answers then.
+    """
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    largest = _by_dtype().get(tensor.dtype)
+    if largest is None or not (tensor.is_contiguous() or _fills_its_memory(tensor)):
+        return None
+    address, length = tensor.data_ptr(), tensor.numel()
+    if not address:
+        # Its memory was given back, as sharded training does between uses.
+        return None
+    if length >= _TEAM_FROM and torch.get_num_threads() > 1:
+        if TEAM.there:
+            return largest.by_team(address, length, torch.get_num_threads())
+        if length >= _POOL_FROM:
+            return _in_pieces(largest, address, length, tensor.element_size())
+    return largest.alone(address, length)
+
+
+def warm_up() -> None:
+    """Compile, or load, what ``largest_magnitude`` runs; may take a second, once on a machine."""
+    apart(_by_dtype)
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie without gap or overlap in some order: transposed, or channels last."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _in_pieces(largest: Largest, address: int, length: int, itemsize: int) -> float:
+    def work(starts: Iterable[int]) -> float:
+        found = [largest.alone(address + start * itemsize, min(_PIECE, length - start)) for start in starts]
+        return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+    with single_threaded():
+        found = POOL.map(work, range(0, length, _PIECE), torch.get_num_threads())
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+@cache
+def _by_dtype() -> Mapping[torch.dtype, Largest]:
+    """Empty where numba is not installed or fails; counting tells of the latter."""
+    try:
+        from mpinspect.counting.cpu.largest import LARGEST
+    except Exception:
+        return {}
+    return LARGEST

@@ -1,0 +1,69 @@
+"""CRC-32C of long byte strings in NumPy: TensorBoard's own takes 0.2 s for a megabyte, byte by byte in Python.
+
+A CRC is linear over bits, so blocks are worked on side by side, one byte of each at a time, and their remainders then
+joined in pairs: what stands before n more bytes is the remainder shifted by n zero bytes, a linear map that is looked up by byte.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint32]
+
+#: Castagnoli's polynomial, bits reversed.
+_POLYNOMIAL = 0x82F63B78
+#: Bytes of a block, a power of two: the loop in Python is that long, and NumPy's arrays as long as there are blocks.
+_BLOCK = 128
+_ALL_ONES = 0xFFFFFFFF
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum, 0 .. 2^32 - 1, as ``google_crc32c.value`` and TensorBoard compute it. About 10 ms for a megabyte."""
+    blocks = 1 << max(-(-len(data) // _BLOCK) - 1, 0).bit_length()
+    padded = np.zeros(blocks * _BLOCK, dtype=np.uint8)
+    # Leading zeros change no remainder that begins at zero.
+    padded[len(padded) - len(data) :] = np.frombuffer(data, dtype=np.uint8)
+    remainders = np.zeros(blocks, dtype=np.uint32)
+    table = _byte_table()
+    for column in np.ascontiguousarray(padded.reshape(blocks, _BLOCK).T):
+        remainders = table[(remainders ^ column) & 0xFF] ^ (remainders >> 8)
+    log2_length = _BLOCK.bit_length() - 1
+    while len(remainders) > 1:
+        remainders = _shifted(remainders[0::2], log2_length) ^ remainders[1::2]
+        log2_length += 1
+    start = np.array([_ALL_ONES], dtype=np.uint32)
+    for bit in range(len(data).bit_length()):
+        if len(data) >> bit & 1:
+            start = _shifted(start, bit)
+    return int(start[0] ^ remainders[0]) ^ _ALL_ONES
+
+
+@cache
+def _byte_table() -> Words:
+    """What one byte leaves of a remainder's lowest eight bits."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
+    return table
+
+
+def _shifted(remainders: Words, log2_bytes: int) -> Words:
+    """The remainders after 2^log2_bytes more zero bytes."""
+    parts = _shift_tables(log2_bytes)
+    shifted: Words = parts[0][remainders & 0xFF]
+    for index in (1, 2, 3):
+        shifted = shifted ^ parts[index][(remainders >> (8 * index)) & 0xFF]
+    return shifted
+
+
+@cache
+def _shift_tables(log2_bytes: int) -> Words:
+    """``_shifted`` of every value of each of a remainder's four bytes, shape (4, 256)."""
+    if log2_bytes:
+        return _shifted(_shift_tables(log2_bytes - 1), log2_bytes - 1)
+    values = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
+    shifted: Words = _byte_table()[values & 0xFF] ^ (values >> 8)
+    return shifted

@@ -1,0 +1,283 @@
+"""What the benchmarks are made of does what its name says. No times here: those are the benchmarks' own."""
+
+from __future__ import annotations
+
+import counting
+import entrances
+import gpu_overhead
+import hard_data
+import module_calls
+import networks
+import onlookers
+import overhead
+import pytest
+import torch
+import where_it_goes
+
+import mpinspect
+from mpinspect.session import KINDS
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("data", hard_data.KINDS)
+def test_hard_data_is_what_its_name_says(data, dtype):
+    torch.manual_seed(0)
+    values = hard_data.fresh(data, 20_000, dtype)
+    assert (values.dtype, values.shape) == (dtype, (20_000,))
+    histogram = mpinspect.count_exponents(values)
+    zeros, powers, exponents = (
+        histogram.zeros / 20_000,
+        int(histogram.powers_of_two.sum()),
+        histogram.counts.nonzero()[0],
+    )
+    finite_normal = torch.isfinite(values) & (values.abs() >= torch.finfo(dtype).tiny)
+    if data == hard_data.ZEROS:
+        assert zeros == 1
+    elif data == hard_data.SUBNORMALS:
+        assert zeros == 0
+        assert not finite_normal.any()
+    elif data == hard_data.HALF_ZEROS:
+        assert 0.48 < zeros < 0.52
+    elif data == hard_data.POWERS:
+        assert powers == 20_000
+        assert finite_normal.all()
+    elif data == hard_data.WIDE:
+        assert finite_normal.all()
+        assert len(exponents) == (30 if dtype == torch.float16 else 60)
+    else:
+        assert zeros < 0.01
+        assert len(exponents) < 25
+
+
+def test_large_data_repeats_a_block_and_fills_all_of_the_memory(monkeypatch):
+    monkeypatch.setattr(hard_data, "_BLOCK", 64)
+    values = hard_data.fresh(hard_data.DENSE, 150, torch.float32)
+    assert torch.equal(values[:64], values[64:128])
+    assert torch.equal(values[:22], values[128:])
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_to_what_ran_on_dense_data():
+    medians = {("dense", "sum"): 2.0, ("dense", "mpinspect"): 6.0, ("zeros", "mpinspect"): 9.0}
+    row = counting.row(torch.float16, 1000, "zeros", "mpinspect", medians)
+    assert (row.dtype, row.over_sum, row.over_dense) == ("float16", 4.5, 1.5)
+    assert row.us == 9e6
+    assert row.ns_per_value == 9e6
+    assert row.gb_per_s == pytest.approx(2000 / 9 / 1e9)
+
+
+def test_everybody_goes_first_once():
+    ways = dict.fromkeys("abc")
+    assert ["".join(counting.in_turn(ways, turn)) for turn in range(3)] == ["abc", "bca", "cab"]
+
+
+def test_the_promises_are_judged_at_their_size_only():
+    def rows(elements):
+        return [
+            counting.Row("float32", elements, data, way, us, 0, 0, over_sum, over_dense)
+            for data, way, us, over_sum, over_dense in [
+                ("dense", "mpinspect", 10.0, 5.5, 1.0),
+                ("half zeros", "mpinspect", 12.0, 6.6, 1.2),
+                ("dense", "add_histogram", 300.0, 0, 1.0),
+            ]
+        ]
+
+    kept = {row["key"]: (row["value"], row["met"]) for row in counting.promises(rows(counting.PROMISED))}
+    assert kept == {
+        "counting.over_sum": (5.5, False),
+        "counting.add_histogram": (30.0, True),
+        "counting.half_zeros": (1.2, True),
+    }
+    assert counting.promises(rows(1000)) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_contestant_runs(dtype):
+    rows = counting.measure(1 << 20, dtype, (hard_data.DENSE, hard_data.ZEROS), 1)
+    ways = [row.way for row in rows if row.data == hard_data.DENSE]
+    assert {"mpinspect", "mpinspect in torch", "sum", "copy", "read"} <= set(ways)
+    assert ("add_histogram" in ways) == (dtype == torch.float32)
+    assert [row.way for row in rows if row.data == hard_data.ZEROS] == ["mpinspect"]
+
+
+# -- the stopwatch -----------------------------------------------------------------------------------------------------
+
+
+def scaled_step(model, optimizer, scaler):
+    optimizer.zero_grad()
+    scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def small():
+    model = networks.tiny_layers(2, 8, 4)
+    return model, networks.sgd(model.parameters()), torch.amp.GradScaler("cpu")
+
+
+def test_the_entrances_cover_all_that_the_inspector_does_in_a_step():
+    model, optimizer, scaler = small()
+    watch = entrances.Stopwatch()
+    with watch.around_entrances(), mpinspect.Inspector(model, optimizers=optimizer, capture=KINDS):
+        scaled_step(model, optimizer, scaler)
+        assert entrances.uncovered(watch, lambda: scaled_step(model, optimizer, scaler)) == []
+    assert watch.seconds > 0
+    assert watch.depth == 0
+
+
+def test_an_entrance_that_is_not_listed_is_found(monkeypatch):
+    left = tuple(path for path in entrances.ENTRANCES if "ParameterHook" not in path)
+    monkeypatch.setattr(entrances, "ENTRANCES", left)
+    model, optimizer, scaler = small()
+    watch = entrances.Stopwatch()
+    with watch.around_entrances(), mpinspect.Inspector(model, optimizers=optimizer):
+        missed = entrances.uncovered(watch, lambda: scaled_step(model, optimizer, scaler))
+    assert "tensor_hooks.py:__call__" in missed
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "mpinspect.capture.capture:Capture.gone",
+        "mpinspect.capture.capture:Gone.__call__",
+        "mpinspect.capture.hooks:gone",
+    ],
+)
+def test_an_entrance_that_is_gone_is_named(monkeypatch, gone):
+    monkeypatch.setattr(entrances, "ENTRANCES", (*entrances.ENTRANCES, gone))
+    with pytest.raises(LookupError, match=gone), entrances.Stopwatch().around_entrances():
+        pass
+
+
+def test_the_entrances_are_put_back():
+    before = [entrances._found(path) for path in entrances.ENTRANCES]
+    with entrances.Stopwatch().around_entrances():
+        assert [entrances._found(path) for path in entrances.ENTRANCES] != before
+    assert [entrances._found(path) for path in entrances.ENTRANCES] == before
+
+
+def test_an_entrance_inside_another_counts_once(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(entrances.time, "perf_counter", lambda: next(clock))
+    watch = entrances.Stopwatch()
+    inner = watch._timed(lambda: None)
+    outer = watch._timed(lambda: (inner(), inner()))
+    outer()
+    # From 0 to 5: the four looks at the clock of the inner ones lie between.
+    assert watch.seconds == 3
+
+
+# -- models, onlookers -------------------------------------------------------------------------------------------------
+
+
+def test_the_models_are_those_of_the_literature():
+    resnet50 = networks.resnet50()
+    assert len(list(resnet50.parameters())) == 161
+    assert sum(parameter.numel() for parameter in resnet50.parameters()) == 25_557_032
+    with torch.device("meta"):
+        gpt2 = networks.gpt2_small()
+    assert sum(parameter.numel() for parameter in gpt2.parameters()) == 124_475_904
+
+
+@pytest.mark.parametrize("onlooker", onlookers.ONLOOKERS, ids=lambda onlooker: onlooker.name)
+def test_every_onlooker_looks_and_leaves_nothing_behind(onlooker):
+    trainer = onlookers.Trainer(networks.tiny_layers(2, 8, 4), networks.sgd, networks.vectors(4, 8, 4))
+    if "wandb" in onlooker.name:
+        pytest.importorskip("wandb")
+    times, callbacks = onlooker.look(trainer, 2)
+    assert len(times) == 2
+    ours = not onlooker.name.startswith(("TensorBoard", "wandb", "Transformers"))
+    assert (callbacks is not None) is ours
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
+    assert not any(parameter._backward_hooks for parameter in trainer.model.parameters())
+    assert trainer.after_backward() is None
+
+
+def test_the_overhead_is_measured_against_bare_steps():
+    subject = overhead.Subject(
+        "tiny", lambda: networks.tiny_layers(2, 8, 4), networks.vectors(4, 8, 4), networks.sgd, 2
+    )
+    rows = overhead.measure(subject, 1, onlookers.ONLOOKERS[:1])
+    assert [row.name for row in rows] == ["bare", onlookers.ONLOOKERS[0].name]
+    assert rows[0].callbacks_fraction is None
+    assert rows[1].callbacks_fraction > 0
+
+
+def test_only_the_promised_model_answers_promises():
+    name = next(onlooker.name for onlooker in onlookers.ONLOOKERS if onlooker.target == "overhead.watch")
+    rows = [overhead.Row(overhead.PROMISED, name, 1.0, 1.0, 0.02), overhead.Row("another", name, 1.0, 1.0, 0.5)]
+    assert [(row["key"], row["value"]) for row in overhead.promises(rows, 0.9)] == [
+        ("overhead.watch", 0.02),
+        ("overhead.module_call", 0.9),
+    ]
+
+
+def test_module_calls_are_of_modules_that_have_a_hook(monkeypatch):
+    monkeypatch.setattr(module_calls, "MODULES", 3)
+    seen = []
+
+    def seconds(model, x, passes):
+        seen.append(sum(bool(module._forward_hooks) for module in model.modules()))
+        # 4 modules, a microsecond each.
+        return 4e-6 if seen[-1] else 0.0
+
+    monkeypatch.setattr(module_calls, "_seconds", seconds)
+    assert module_calls.added_us(rounds=2) == pytest.approx(1.0)
+    assert seen == [0, 4, 0, 4]
+
+
+# -- where it goes -----------------------------------------------------------------------------------------------------
+
+
+def test_time_outside_of_the_package_goes_to_the_function_of_ours_that_called_it():
+    def ours(name):
+        return str(where_it_goes._PACKAGE / "capture" / "watch.py"), 1, name
+
+    training, wrapper, operator = ("train.py", 1, "train"), ("torch.py", 1, "no_grad"), ("~", 0, "add")
+    first, second = ours("first"), ours("second")
+    # train -> first -> wrapper -> second -> operator, and train -> operator. Seconds: 1, 2, 4 and 8; 8 the training's.
+    stats = {
+        training: (1, 1, 100.0, 123.0, {}),
+        first: (1, 1, 1.0, 15.0, {training: (1, 1, 1.0, 15.0)}),
+        wrapper: (1, 1, 2.0, 14.0, {first: (1, 1, 2.0, 14.0)}),
+        second: (3, 3, 4.0, 12.0, {wrapper: (3, 3, 4.0, 12.0)}),
+        operator: (6, 6, 16.0, 16.0, {second: (3, 3, 8.0, 8.0), training: (3, 3, 8.0, 8.0)}),
+    }
+    own = where_it_goes.own_seconds(stats)
+    assert own == {first: (1, pytest.approx(3.0)), second: (3, pytest.approx(12.0))}
+    rows = where_it_goes.rows_of(own, steps=3)
+    assert [(row.function, row.calls_per_step) for row in rows] == [
+        ("capture/watch.py:second", 1.0),
+        ("capture/watch.py:first", pytest.approx(1 / 3)),
+    ]
+    assert [row.fraction for row in rows] == [pytest.approx(0.8), pytest.approx(0.2)]
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_row_answers_for_synchronisations():
+    rows = [
+        gpu_overhead.Row(subject, name, 1.0, 1.01, 0.0, 0.0, synchronisations)
+        for subject in gpu_overhead.PROMISED.values()
+        for name, synchronisations in ((gpu_overhead.DEFAULTS, 0.0), ("another", 0.5))
+    ]
+    kept = {row["key"]: row["value"] for row in gpu_overhead.promises(rows)}
+    assert kept == {"gpu.resnet50": 1.01, "gpu.gpt2": 1.01, "gpu.synchronisations": 0.5}
+    assert gpu_overhead.promises(rows[:2]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_synchronisation_of_the_bare_loop_is_seen():
+    training = gpu_overhead.Training(gpu_overhead.subjects(tiny=True)[0], "cuda")
+    training.step()
+    # GradScaler reads found_inf once a step.
+    assert gpu_overhead.synchronisations(training, 3) >= 1

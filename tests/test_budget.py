@@ -1,0 +1,300 @@
+"""The budget: which steps are sampled and watched where the cost may not exceed a share of the bare steps. No real clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpinspect
+from mpinspect import Inspector, Session
+from mpinspect.capture.budget import FIRST_STEPS, LONGEST_PAUSE, Budget
+from mpinspect.capture.meter import Meter
+
+BARE = 1.0
+
+
+def _run(
+    budget: Budget, steps: int, costs: tuple[float, float, float], stalls: dict[int, float] | None = None
+) -> tuple[list[int], list[int], float]:
+    """Sampled steps, watched steps, and the share spent. ``costs``: of a sampled, a watched and an idle step."""
+    sampled, watched, own, bare = [], [], 0.0, 0.0
+    for step in range(steps):
+        cost = costs[0] if budget.samples else costs[1] if budget.watches else costs[2]
+        sampled += [step] if budget.samples else []
+        watched += [step] if budget.watches else []
+        length = (stalls or {}).get(step, BARE)
+        counted = budget.end_step(None if step == 0 else length + cost, cost)
+        own, bare = own + (cost if step else 0.0), bare + counted
+    return sampled, watched, own / bare
+
+
+@pytest.mark.parametrize("share", [0.005, 0.02, 0.1])
+@pytest.mark.parametrize("costs", [(0.13, 0.0, 0.0), (0.13, 0.001, 0.0), (0.9, 0.004, 0.0001), (0.13, 0.3, 0.0)])
+def test_comes_to_the_share_that_was_given(share: float, costs: tuple[float, float, float]) -> None:
+    budget = Budget(share, watches=costs[1] > 0)
+    sampled, watched, spent = _run(budget, 5000, costs)
+    assert spent == pytest.approx(share, rel=0.07)
+    assert sampled[:FIRST_STEPS] == list(range(FIRST_STEPS))
+    if costs[1] > 0:
+        assert set(sampled) <= set(watched)
+
+
+def test_what_costs_less_is_done_at_every_step() -> None:
+    sampled, watched, spent = _run(Budget(0.02), 200, (0.015, 0.01, 0.0))
+    assert watched == list(range(200))
+    # But for a few steps at the start, when nothing has been earned.
+    assert sampled[5:] == list(range(sampled[5], 200))
+    assert len(sampled) >= 196
+    assert spent == pytest.approx(0.015, rel=0.01)
+
+
+def test_the_watch_comes_before_the_samples() -> None:
+    """At 1% it stays at every step of a budget of 2%; what is left is for samples."""
+    sampled, watched, spent = _run(Budget(0.02), 3000, (0.13, 0.01, 0.0))
+    assert watched == list(range(3000))
+    assert len(sampled) == pytest.approx(3000 * 0.01 / 0.12, rel=0.1)
+    assert spent <= 0.0201
+
+
+def test_a_watch_too_dear_looks_at_one_step_in_some_and_samples_go_on() -> None:
+    sampled, watched, _ = _run(Budget(0.02), 4000, (0.2, 0.08, 0.0))
+    assert len(watched) - len(sampled) == pytest.approx(4000 * 0.8 * 0.02 / 0.08, rel=0.1)
+    gaps = [late - early for early, late in pairwise(watched[20:])]
+    assert max(gaps) <= 6
+    assert len(sampled) == pytest.approx(4000 * 0.2 * 0.02 / 0.2, rel=0.2)
+
+
+def test_every_is_the_least_interval() -> None:
+    sampled, _, spent = _run(Budget(0.5, every=7, watches=False), 100, (0.01, 0.0, 0.0))
+    assert sampled == list(range(0, 100, 7))
+    assert spent < 0.01
+
+
+def test_follows_costs_that_change() -> None:
+    budget = Budget(0.02, watches=False)
+    counts = [len(_run(budget, 1000, (cost, 0.0, 0.0))[0]) for cost in (0.1, 0.4, 0.02)]
+    assert counts[0] == pytest.approx(200, rel=0.05)
+    assert counts[1] == pytest.approx(50, rel=0.1)
+    assert counts[2] > 900
+
+
+@pytest.mark.parametrize("stall", [50.0, 10_000.0])
+def test_a_stalled_step_earns_little(stall: float) -> None:
+    """A validation or a checkpoint between two steps is no reason to sample more."""
+    plain, _, _ = _run(Budget(0.02, watches=False), 1000, (0.1, 0.0, 0.0))
+    stalled, _, spent = _run(
+        Budget(0.02, watches=False), 1000, (0.1, 0.0, 0.0), dict.fromkeys(range(5, 1000, 50), stall)
+    )
+    assert len(plain) <= len(stalled) <= len(plain) * 1.05
+    assert spent == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_stall_inside_the_inspector_is_not_paid_for_ever() -> None:
+    budget = Budget(0.02, watches=False)
+    before, _, _ = _run(budget, 200, (0.1, 0.0, 0.0))
+    assert len(before) == pytest.approx(40, abs=3)
+    while not budget.samples:
+        budget.end_step(BARE, 0.0)
+    budget.end_step(BARE + 1e6, 1e6)
+    after, _, _ = _run(budget, 200, (0.1, 0.0, 0.0))
+    assert 15 <= len(after) < len(before)
+
+
+def test_short_stalls_inside_the_inspector_are_paid_for() -> None:
+    """On a busy machine every fifth look takes ten times as long: the share still holds."""
+    budget = Budget(0.02, samples=False)
+    spent = bare = 0.0
+    looks = 0
+    for _ in range(20_000):
+        cost = 0.0
+        if budget.watches:
+            looks += 1
+            cost = 0.3 if looks % 5 == 0 else 0.03
+        spent += cost
+        bare += budget.end_step(BARE + cost, cost)
+    assert spent / bare == pytest.approx(0.02, rel=0.02)
+
+
+def test_what_idle_steps_cost_is_part_of_the_share() -> None:
+    """Also where a sample costs as much as thousands of steps earn."""
+    _, watched, spent = _run(Budget(0.05), 20_000, (2.0, 0.5, 0.02))
+    assert spent == pytest.approx(0.05, rel=0.07)
+    assert len(watched) > 100
+
+
+def test_never_starves() -> None:
+    """However dear a sample is, one comes at least so often."""
+    sampled, watched, _ = _run(Budget(0.001), 5 * LONGEST_PAUSE, (1e4, 1e3, 0.0))
+    assert len(sampled) >= 5
+    assert max(late - early for early, late in pairwise(watched)) <= LONGEST_PAUSE
+
+
+def test_the_first_steps_are_sampled_whatever_they_cost() -> None:
+    sampled, _, _ = _run(Budget(0.02), 10, (1e3, 0.0, 0.0))
+    assert sampled == list(range(FIRST_STEPS))
+
+
+class _Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_meter_times_outermost_callbacks_and_whole_steps() -> None:
+    clock = _Clock()
+    meter = Meter(clock)
+    meter.begin()
+    clock.now += 2
+    assert meter.end_step() == (None, 2.0)
+    clock.now += 3
+    meter.end()
+    clock.now += 10
+    meter.begin()
+    clock.now += 1
+    assert meter.end_step() == (14.0, 4.0)
+
+
+class _Device:
+    """A device whose times arrive a step late."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self.done: list[float] = []
+        self.late: list[float] = []
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def end_step(self) -> None:
+        self.late.append(0.5)
+
+    def arrived(self) -> list[float]:
+        arrived, self.done, self.late = self.done, self.late, []
+        return arrived
+
+
+def test_what_the_device_spent_is_told_when_it_is_known_and_then_taken_as_usual() -> None:
+    device = _Device()
+    meter = Meter(_Clock(), device)
+    told = []
+    for _ in range(40):
+        meter.begin()
+        told.append(meter.next_step(True))
+        meter.end()
+    assert device.begun == device.ended
+    assert device.begun < 2 * 40
+    assert sum(told) == pytest.approx(0.5 * 40, rel=0.1)
+    assert told[:3] == [0.0, 0.0, 0.5]
+
+
+def _trained(clock: _Clock, steps: int, cost: Callable[[Any], float], **options: Any) -> Inspector:
+    """A run in which a step takes a second and looking at it what ``cost`` says, by the inspector's own clock."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inspector = Inspector(model, optimizers=optimizer, **options)
+    capture = inspector._capture
+    capture.meter.clock = clock
+    forward_ran = capture.forward_ran
+
+    def dear(*args: Any) -> None:
+        meter = capture.meter
+        meter.begin()
+        clock.now += cost(capture)
+        meter.end()
+        forward_ran(*args)
+
+    capture.forward_ran = dear
+    with inspector:
+        for _ in range(steps):
+            clock.now += 1.0
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return inspector
+
+
+def test_the_record_says_what_happened(tmp_path: Path) -> None:
+    clock = _Clock()
+    looked: list[tuple[int, bool]] = []
+
+    def cost(capture: Any) -> float:
+        looked.append((capture.clock.step, capture._sampled))
+        return 0.05 if capture._sampled else 0.01
+
+    inspector = _trained(clock, 400, cost, max_overhead=0.02, log_dir=tmp_path / "run")
+    session = inspector.session()
+    progress = session.progress
+    assert session.info.max_overhead == 0.02
+    assert progress.sampled_steps == len({step for step, sampled in looked if sampled})
+    assert progress.watched_steps == len({step for step, _ in looked})
+    assert 2 < progress.sampled_steps < progress.watched_steps < 400
+    assert progress.measured_steps == 399
+    assert progress.bare_s == pytest.approx(399.0, rel=1e-6)
+    assert progress.overhead == pytest.approx(0.02, rel=0.1)
+    loaded = Session.load(tmp_path / "run")
+    assert loaded.progress == progress
+    assert loaded.info == session.info
+    report = inspector.report()
+    for text in (str(report), report.to_json()):
+        assert "max_overhead" in text
+    assert f"the watch looked at {progress.watched_steps} of 400 steps" in " ".join(str(report).split())
+
+
+def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
+    clock = _Clock()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    inspector = Inspector(model, optimizers=optimizer, max_overhead=0.01, capture=())
+    inspector._capture.meter.clock = clock
+    with inspector:
+        for step in range(300):
+            clock.now += 1.0
+            loss = model(torch.full((1, 2), math.inf if step >= 200 else 1.0)).sum()
+            inspector._capture.meter.begin()
+            clock.now += 0.05 if inspector._capture._looking is not None else 0.0
+            inspector._capture.meter.end()
+            loss.backward()
+            optimizer.step()
+    events = inspector.session().events
+    assert events
+    assert 200 <= events[0].step < 210
+    assert "the step before was not looked at" in events[0].explanation
+
+
+@pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1, 1.5, math.nan, math.inf])
+def test_refuses_what_is_no_share(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"max_overhead=.*between 0 and 1"):
+        Inspector(nn.Linear(1, 1), max_overhead=bad)
+
+
+@pytest.mark.parametrize("bad", [True, False, "2%", [0.1]])
+def test_refuses_what_is_no_number(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"max_overhead=.*give a number"):
+        Inspector(nn.Linear(1, 1), max_overhead=bad)
+
+
+def test_without_a_budget_nothing_is_measured() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    progress = inspector.session().progress
+    assert (progress.watched_steps, progress.measured_steps, progress.overhead) == (None, 0, None)
+    assert inspector._capture.meter is None
+    assert "max_overhead" not in str(mpinspect.Inspector(model).report())

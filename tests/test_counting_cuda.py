@@ -1,0 +1,526 @@
+"""Counting with the Triton kernels: by Triton's interpreter on any machine, compiled where there is a GPU.
+
+TRITON_INTERPRET must be set before triton is imported, and holds for all of a process: torch.compile, in another test of
+the same process, would meet an interpreted Triton. So what needs the interpreter runs in one process of its own
+(``interpreted_kernels.py``), which prints the name of each check that held; each is a test here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.capture import device_rows
+from mpinspect.capture.device_rows import DeviceRows
+from mpinspect.counting import fastest, reference
+from mpinspect.counting.bits import merge_rows
+from mpinspect.counting.cuda import available
+from mpinspect.counting.layout import decode
+from mpinspect.counting.pieces import COUNTABLE
+from mpinspect.session import KINDS, TensorKey
+
+needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
+CHECKS = (
+    *("hypothesis float32", "hypothesis float16", "hypothesis bfloat16", "hypothesis float64", "hypothesis float8"),
+    *("every code", "sizes around a tile", "one kind of value", "window", "strides", "twice", "many", "shares"),
+    "flush-denormals",
+)
+
+
+# -- the kernels, interpreted -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> str:
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=600)
+    return done.stdout + done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_kernels_count_what_the_reference_counts(interpreted: str, check: str) -> None:
+    assert f"held: {check}\n" in interpreted, interpreted[-3000:]
+
+
+COMPILING = """
+import sys, warnings
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from mpinspect.counting.cuda import kernels
+warnings.simplefilter("ignore")
+types = {"values": "*u8", "entries": "*i64", "owners": "*i64", "row": "*i64", "codes": "*i32", "length": "i32", "share": "i32"}
+kinds = {"float64": ("*i64", 52), "float32": ("*i32", 23), "float16": ("*i16", 23)}
+for kind, (pointer, mantissa) in kinds.items():
+    kernel = kernels.count_many if kind == "float32" else kernels.count_one
+    constants = {"KIND": kind, "M": mantissa, "LANES": 32}
+    known = {**types, "values": pointer, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(kernel, {name: known[name] for name in kernel.arg_names}, constexprs=constants)
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
+    print(kind, ".ftz" in compiled.asm["ptx"], "bar.sync" in compiled.asm["ptx"])
+"""
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """Triton's compilers need no GPU. No instruction flushes denormals, and no lane waits for another warp."""
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, env=environment)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["float64", "float32", "float16"], done.stderr[-2000:]
+    assert {tuple(line[1:]) for line in lines} == {("False", "False")}
+
+
+# -- where there is no Triton -------------------------------------------------------------------------------------------
+
+
+def test_counting_on_a_cpu_imports_no_triton() -> None:
+    code = (
+        "import sys, torch, mpinspect\n"
+        "from mpinspect.counting import fastest\n"
+        "fastest.warm_up([torch.device('cpu')])\n"
+        "fastest.count(torch.ones(3))\n"
+        "print('triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """``available`` as in a process that has not counted yet, on a machine with CUDA."""
+    monkeypatch.setattr(available, "_trouble", [])
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    loaded = available._loaded
+    loaded.cache_clear()
+    yield monkeypatch
+    loaded.cache_clear()
+
+
+def test_without_triton_the_reference_counts_and_it_is_said(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setitem(sys.modules, "triton", None)
+    fresh.delitem(sys.modules, "mpinspect.counting.cuda.counter", raising=False)
+    fresh.delitem(sys.modules, "mpinspect.counting.cuda.kernels", raising=False)
+    assert available.count(torch.ones(3)) is None
+    assert fastest.warm_up([torch.device("cuda", 0)]) == [available.trouble()]
+    assert "Triton is not installed" in available.trouble()
+
+
+def test_kernels_that_fail_are_not_tried_again(fresh: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def fail(*given: object) -> torch.Tensor:
+        calls.append(given)
+        raise RuntimeError("no ptxas\nhere")
+
+    ways = types.SimpleNamespace(DTYPES=COUNTABLE, count=fail, warm_up=fail)
+    fresh.setattr(available, "_loaded", lambda: ways)
+    assert available.count(torch.ones(3)) is None
+    assert available.count(torch.ones(3)) is None
+    assert available.warm_up([torch.device("cuda", 0)]) == available.trouble()
+    assert len(calls) == 1
+    assert "no ptxas here" in available.trouble()
+
+
+def test_a_full_gpu_is_no_fault_of_the_kernels(fresh: pytest.MonkeyPatch) -> None:
+    def fail(values: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    fresh.setattr(available, "_loaded", lambda: types.SimpleNamespace(DTYPES=COUNTABLE, count=fail))
+    with pytest.raises(torch.OutOfMemoryError):
+        available.count(torch.ones(3))
+    assert available.trouble() == ""
+
+
+# -- rows in a buffer, and gradients that wait: a CPU stands in for the device ------------------------------------------
+
+
+class _Counter(types.SimpleNamespace):
+    """What the device rows need of ``counting.cuda.counter``, by the reference; tells how often it was called."""
+
+    DTYPES = COUNTABLE
+
+    def __init__(self) -> None:
+        super().__init__(one=0, many=[])
+
+    @staticmethod
+    def Counted(values: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return values, row
+
+    def add(self, values: torch.Tensor, row: torch.Tensor) -> None:
+        self.one += 1
+        row.copy_(merge_rows([row, reference.count(values)]))
+
+    def add_many(self, counted: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.many.append(len(counted))
+        for values, row in counted:
+            row.copy_(merge_rows([row, reference.count(values)]))
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> _Counter:
+    stand_in = _Counter()
+    monkeypatch.setattr(available, "counter", lambda: stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def rows(counter: _Counter, notes: list[str]) -> DeviceRows:
+    return DeviceRows(torch.device("cpu"), notes.append)
+
+
+def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
+    sent = rows.send(given)
+    return {
+        index: row.copy() for indices, copy in sent.copies for index, row in zip(indices, copy.values(), strict=True)
+    }
+
+
+def test_rows_of_several_steps(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers take turns and are emptied; a step of too many rows has the rest beside the buffer, and the next a larger one."""
+    monkeypatch.setattr(device_rows, "_FIRST_CAPACITY", 4)
+    rows = DeviceRows(torch.device("cpu"), [].append)
+    for step in range(6):
+        tensors = [torch.randn(10 + i + step) for i in range(3 if step < 2 else 7)]
+        given = [rows.count(tensor) for tensor in tensors]
+        for tensor, row in zip(tensors, given, strict=True):
+            assert torch.equal(row, reference.count(tensor))
+        found = _sent(rows, given)
+        assert len(found) == (3 if step < 2 else 4 if step == 2 else 7)
+        for index, row in found.items():
+            assert row.tolist() == reference.count(tensors[index]).tolist()
+
+
+def test_what_the_kernels_do_not_take_is_counted_beside_the_buffer(rows: DeviceRows) -> None:
+    sparse = torch.sparse_coo_tensor([[1, 3]], [1.0, 2.0], (5,), check_invariants=True).coalesce()
+    for tensor in (torch.ones(3, dtype=torch.float64), sparse):
+        row = rows.count(tensor)
+        assert torch.equal(row, reference.count(tensor))
+        assert rows.send([row]).done == set()
+
+
+def _hooked(rows: DeviceRows, *parameters: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put a hook on each that has its gradient counted; what it got (a copy) and the row are appended to the list."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for parameter in parameters:
+        parameter.register_hook(
+            lambda gradient, parameter=parameter: seen.append((gradient.clone(), rows.count_later(parameter, gradient)))
+        )
+    return seen
+
+
+def test_weight_gradients_of_a_backward_are_counted_in_one_launch(rows: DeviceRows, counter: _Counter) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    seen = _hooked(rows, *model.parameters())
+    for micro_batch in range(2):
+        model(torch.randn(3, 4)).square().sum().backward()
+        # Before the backward returns: what comes next may change the gradients.
+        for parameter in model.parameters():
+            parameter.grad.mul_(float("nan"))
+        assert counter.many == [4] * (micro_batch + 1)
+    assert rows._waiting == []
+    found = _sent(rows, [row for _, row in seen])
+    for index, (gradient, _) in enumerate(seen):
+        assert found[index].tolist() == reference.count(gradient).tolist()
+
+
+def test_accumulated_gradients_are_still_taken_over_and_not_copied(rows: DeviceRows) -> None:
+    parameter = nn.Parameter(torch.ones(5))
+    addresses = []
+    parameter.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    (parameter * torch.randn(5)).sum().backward()
+    assert parameter.grad.data_ptr() == addresses[0]
+    other = nn.Parameter(torch.ones(5))
+    other.register_hook(lambda gradient: (addresses.append(gradient.data_ptr()), rows.count_later(other, gradient))[0])
+    (other * torch.randn(5)).sum().backward()
+    assert other.grad.data_ptr() == addresses[1]
+
+
+def test_a_gradient_that_something_else_may_change_is_counted_at_once(rows: DeviceRows, counter: _Counter) -> None:
+    another_hook, in_backward = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    seen = _hooked(rows, another_hook, in_backward)
+    another_hook.register_hook(lambda gradient: gradient.mul_(0))
+    in_backward.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    (another_hook * torch.randn(3) + in_backward * torch.randn(3)).sum().backward()
+    assert (counter.one, counter.many) == (2, [])
+    for gradient, row in seen:
+        assert torch.equal(row, reference.count(gradient))
+        assert decode(row.numpy()).nonzero == 3
+
+
+def test_a_gradient_changed_while_it_waits_is_left_out_and_said(rows: DeviceRows, notes: list[str]) -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    seen = _hooked(rows, first, second)
+    product = second * 2
+    # Later in the backward than the gradient of what was made after it.
+    product.register_hook(lambda gradient: first.grad.mul_(2).storage_offset() or None)
+    (product.exp().sum() + (first * torch.randn(3)).sum()).backward()
+    assert len(seen) == 2
+    sent = rows.send([row for _, row in seen])
+    assert sent.done == {0, 1}
+    ((indices, copy),) = sent.copies
+    assert indices == [1]
+    assert copy.values()[0].tolist() == reference.count(seen[1][0]).tolist()
+    assert len(notes) == 1
+    assert "changed in place" in notes[0]
+
+
+def test_a_reentrant_backward_counts_what_waits_first(rows: DeviceRows, counter: _Counter) -> None:
+    parameter = nn.Parameter(torch.randn(4))
+    seen = _hooked(rows, parameter)
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return x * parameter
+
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(2):
+        x = torch.utils.checkpoint.checkpoint(once, x, use_reentrant=True)
+    x.sum().backward()
+    assert len(seen) == 2
+    for gradient, row in seen:
+        assert torch.equal(row, reference.count(gradient))
+
+
+def test_a_backward_that_breaks_off_leaves_nothing_behind(rows: DeviceRows, counter: _Counter) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("the user's")
+
+    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    seen = _hooked(rows, late)
+    hidden = early * 2
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError):
+        (hidden.exp() * late).sum().backward()
+    rows.drop()
+    assert rows._waiting == []
+    (late * 2).sum().backward()
+    assert torch.equal(seen[-1][1], reference.count(seen[-1][0]))
+
+
+def test_many_bytes_do_not_wait(rows: DeviceRows, counter: _Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rows, "_MOST_WAITING", 100)
+    monkeypatch.setattr(device_rows, "_LARGEST_TO_WAIT", 80)
+    parameters = [nn.Parameter(torch.ones(n)) for n in (10, 10, 10, 30)]
+    seen = _hooked(rows, *parameters)
+    sum((parameter * torch.randn(parameter.shape)).sum() for parameter in parameters).backward()
+    assert (counter.one, sum(counter.many)) == (1, 3)
+    assert max(counter.many) <= 2
+    for gradient, row in seen:
+        assert torch.equal(row, reference.count(gradient))
+
+
+def test_kernels_that_fail_at_the_end_of_a_backward(
+    rows: DeviceRows, counter: _Counter, fresh: pytest.MonkeyPatch, notes: list[str]
+) -> None:
+    def fail(counted: object) -> None:
+        raise RuntimeError("no ptxas")
+
+    counter.add_many = fail
+    parameter = nn.Parameter(torch.ones(3))
+    seen = _hooked(rows, parameter)
+    (parameter * 2).sum().backward()
+    sent = rows.send([seen[0][1]])
+    assert (sent.copies, sent.done) == ([], {0})
+    assert notes == [available.trouble()]
+    assert "no ptxas" in notes[0]
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("weight_gradient",)])
+def test_an_inspector_sees_the_same_through_a_buffer(
+    counter: _Counter, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+) -> None:
+    def run(through_buffer: bool) -> tuple[dict[TensorKey, Any], tuple[str, ...], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with monkeypatch.context() as patch, Inspector(model, capture=kinds) as inspector:
+            if through_buffer:
+                tally = inspector._capture._tally
+                device_rows_of = DeviceRows(torch.device("cpu"), inspector._recording.note)
+                tally._device_rows[torch.device("cpu")] = device_rows_of
+                patch.setattr(tally, "_rows_on", lambda device: device_rows_of)
+            for _ in range(5):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+        session = inspector.session()
+        return session.totals(), session.notes, [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain, buffered = run(False), run(True)
+    assert buffered[:2] == plain[:2]
+    assert all(torch.equal(here, there) for here, there in zip(plain[2], buffered[2], strict=True))
+    assert counter.many == [4] * 10
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _messy(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Random bits: every exponent, zeros, infinities, NaNs; then values as a gradient has them."""
+    generator = torch.Generator().manual_seed(numel)
+    bits = torch.randint(0, 256, (numel // 2 * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    if dtype.itemsize == 1:
+        return bits
+    return torch.cat((bits, torch.randn(numel - numel // 2, generator=generator).mul(1e-3).to(dtype)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", sorted(COUNTABLE, key=str), ids=str)
+def test_the_same_integers_on_a_gpu_without_a_wait(dtype: torch.dtype) -> None:
+    from mpinspect.counting.cuda import counter as gpu
+
+    tensors = [_messy(dtype, numel) for numel in (2, 511, 512, 513, 4096, 100_003)]
+    there = [tensor.cuda() for tensor in tensors]
+    for tensor in there:
+        gpu.count(tensor)
+    with _no_synchronisation():
+        rows = [gpu.count(tensor) for tensor in there]
+        odd = [gpu.count(tensor[1::3]) for tensor in there]
+        wide = gpu.count(there[2][:1].expand(1000, 7))
+        many = [gpu.empty_row(gpu.encoding_of(dtype), tensor.device) for tensor in there]
+        gpu.add_many([gpu.Counted(tensor, row) for tensor, row in zip(there, many, strict=True)])
+    for tensor, row, third, together in zip(tensors, rows, odd, many, strict=True):
+        assert torch.equal(row.cpu(), reference.count(tensor))
+        assert torch.equal(third.cpu(), reference.count(tensor[1::3]))
+        assert torch.equal(together.cpu(), reference.count(tensor))
+    assert torch.equal(wide.cpu(), reference.count(tensors[2][:1].expand(1000, 7)))
+    assert available.trouble() == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["subnormal", "nan", "zero", "one", "two scales", "every exponent"])
+def test_large_tensors_of_every_make_up_on_a_gpu(kind: str) -> None:
+    from mpinspect.counting.cuda import counter as gpu
+
+    numel = 3_000_001
+    values = torch.randn(numel)
+    if kind == "subnormal":
+        values = torch.randint(0, 1 << 23, (numel,), dtype=torch.int32).view(torch.float32)
+    elif kind == "two scales":
+        values[::2] *= 2.0**-60
+    elif kind == "every exponent":
+        values = torch.randint(-(1 << 31), 1 << 31, (numel,)).to(torch.int32).view(torch.float32)
+    else:
+        values.fill_({"nan": float("nan"), "zero": 0.0, "one": 1.0}[kind])
+    assert torch.equal(gpu.count(values.cuda()).cpu(), reference.count(values))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_values() -> None:
+    from mpinspect.counting.cuda import counter as gpu
+
+    numel = (1 << 31) + 12_345
+    if torch.cuda.mem_get_info()[0] < 3 * numel:
+        pytest.skip("needs 6.4 GB of free GPU memory")
+    values = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
+    values[-1] = 3
+    histogram = decode(gpu.count(values).cpu().numpy())
+    assert histogram.total == numel
+    assert histogram.counts.tolist() == [numel - 1, 1]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 16)).cuda()
+
+
+@pytest.mark.gpu
+def test_an_inspector_does_not_wait_and_counts_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpinspect.counting.cuda import counter as gpu
+
+    launches: list[int] = []
+    add_many = gpu.add_many
+    gpu.warm_up([torch.device("cuda", 0)])
+    monkeypatch.setattr(gpu, "add_many", lambda counted: (launches.append(len(counted)), add_many(counted)))
+    model, batch = _model(), torch.randn(32, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected: dict[str, Any] = {}
+    with Inspector(model, capture=KINDS) as inspector:
+        for _ in range(6):
+            with _no_synchronisation():
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                histogram = decode(reference.count(parameter.grad.cpu()).numpy())
+                expected[name] = expected[name] + histogram if name in expected else histogram
+            with _no_synchronisation():
+                optimizer.step()
+    session = inspector.session()
+    assert session.notes == ()
+    assert launches == [6] * 6
+    for name, histogram in expected.items():
+        assert session.totals()[TensorKey(name, "weight_gradient")].histogram == histogram
+
+
+@pytest.mark.gpu
+def test_a_backward_on_another_stream_is_counted() -> None:
+    model, batch = _model(), torch.randn(32, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    side = torch.cuda.Stream()
+    with Inspector(model) as inspector:
+        for step in range(8):
+            with torch.cuda.stream(side if step % 2 else torch.cuda.current_stream()):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+            torch.cuda.synchronize()
+    totals = inspector.session().totals()
+    for name, parameter in model.named_parameters():
+        once = decode(reference.count(parameter.grad.cpu()).numpy())
+        assert totals[TensorKey(name, "weight_gradient")].histogram.total == 8 * once.total
+
+
+@pytest.mark.gpu
+def test_a_step_captured_as_a_graph_is_left_alone() -> None:
+    model, batch = _model(), torch.randn(32, 64, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(batch).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with Inspector(model) as inspector:
+        for parameter in model.parameters():
+            parameter.grad = None
+        with torch.cuda.graph(graph):
+            model(batch).square().mean().backward()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    assert any("CUDA graphs" in note for note in inspector.session().notes)
+    assert inspector.session().totals() == {}

@@ -1,0 +1,95 @@
+"""The largest magnitude of a CPU tensor: exact, infinities and NaNs told apart, and nothing where it does not apply."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from mpinspect.counting import magnitude
+from mpinspect.counting.magnitude import largest_magnitude
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Lengths around those of vectors, and one that several threads share.
+LENGTHS = (1, 3, 17, 1000, (1 << 20) + 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_is_the_largest_of_all(dtype: torch.dtype, length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    values = torch.randn(length, generator=generator, dtype=torch.float32).to(dtype)
+    for place in {0, length // 2, length - 1}:
+        for planted in (7.5, -7.5):
+            several = values.clone()
+            several[place] = planted
+            assert largest_magnitude(several) == several.abs().max().item() == 7.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tells_infinity_from_nan(dtype: torch.dtype, length: int) -> None:
+    values = torch.full((length,), torch.finfo(dtype).max, dtype=dtype)
+    assert largest_magnitude(values) == torch.finfo(dtype).max
+    values[length // 2] = -math.inf
+    assert largest_magnitude(values) == math.inf
+    values[-1] = math.nan
+    assert math.isnan(largest_magnitude(values) or 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_code(dtype: torch.dtype) -> None:
+    for value in torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[::37]:
+        found = largest_magnitude(value.reshape(1))
+        assert found == abs(value.item()) or (math.isnan(found or 0.0) and math.isnan(value.item()))
+
+
+def test_subnormals_are_values() -> None:
+    assert largest_magnitude(torch.tensor([1, 0], dtype=torch.int32).view(torch.float32)) == 2.0**-149
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda x: x.t(),
+        lambda x: x.reshape(4, 6, 1, 2).to(memory_format=torch.channels_last),
+        lambda x: x[None, :, None],
+        lambda x: x.reshape(()) if x.numel() == 1 else x,
+        lambda x: x[1:],
+    ],
+    ids=["transposed", "channels last", "ones", "scalar", "rows"],
+)
+def test_any_order_in_memory(arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    values = arrange(torch.arange(-48.0, 0.0).reshape(12, 4))
+    assert largest_magnitude(values) == values.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.arange(12.0).reshape(3, 4)[:, :2],
+        torch.ones(1).expand(5),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3).to(torch.float8_e5m2),
+        torch.ones(3, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+    ids=["gaps", "overlaps", "complex", "float8", "meta", "sparse", "subclass"],
+)
+def test_says_where_it_does_not_apply(values: torch.Tensor) -> None:
+    assert largest_magnitude(values) is None
+
+
+def test_without_numba_it_never_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpinspect.counting.cpu.largest", None)
+    magnitude._by_dtype.cache_clear()
+    try:
+        assert largest_magnitude(torch.ones(2)) is None
+    finally:
+        magnitude._by_dtype.cache_clear()

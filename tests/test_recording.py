@@ -1,0 +1,265 @@
+"""A recording: bounded in memory, passed on beside the training, whole when it is closed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import made_sessions as made
+import pytest
+
+from mpinspect import session as s
+from mpinspect.capture import recording as recordings
+from mpinspect.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording
+from mpinspect.capture.window_list import WindowList
+from mpinspect.session_file import SessionWriter, read_session
+from mpinspect.tensor_columns import TensorColumns
+
+TESTS = Path(__file__).parent
+
+
+class Kept:
+    """A sink that keeps what it is told, and on which thread; the disk behind it answers when it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.told: list[tuple[str, object]] = []
+        self.threads: set[threading.Thread] = set()
+        self.disk = threading.Event()
+        self.disk.set()
+        self._fails = fails
+
+    def _tell(self, what: str, value: object = None) -> None:
+        self.disk.wait()
+        self.threads.add(threading.current_thread())
+        if self._fails:
+            raise OSError("no space left")
+        self.told.append((what, value))
+
+    def watched(self, infos: object) -> None:
+        self._tell("watched", infos)
+
+    def window(self, window: s.Window) -> None:
+        self._tell("window", window)
+
+    def event(self, event: s.Event) -> None:
+        self._tell("event", event)
+
+    def note(self, note: str) -> None:
+        self._tell("note", note)
+
+    def progress(self, progress: s.Progress) -> None:
+        self._tell("progress", progress)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def of(self, what: str) -> list[object]:
+        return [value for name, value in self.told if name == what]
+
+
+def step(recording: Recording, number: int) -> None:
+    recording.add_window(made.step_window(number))
+    recording.step_done(number + 1, 0, number + 1, True)
+
+
+def event(number: int = 0) -> s.Event:
+    return s.Event(number, 0, "backward", "", s.WEIGHT_GRADIENT, "", "inf")
+
+
+@pytest.fixture(autouse=True)
+def _at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings, "WRITE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(recordings, "WRITE_COST_FACTOR", 0)
+
+
+# -- beside the training ------------------------------------------------------------------------------------------------
+
+
+def test_sinks_are_told_on_another_thread_and_have_everything_after_close() -> None:
+    sink = Kept()
+    recording = Recording(s.RunInfo(), [sink])
+    recording.watch(())
+    recording.event(event())
+    for number in range(20):
+        step(recording, number)
+    recording.close()
+    assert threading.current_thread() not in sink.threads
+    assert (sink.told[0][0], sink.told[-1][0]) == ("watched", "close")
+    assert s.merge_windows(*sink.of("window")) == s.merge_windows(*recording.session().windows)
+    assert sink.of("progress")[-1] == recording.progress
+    assert recording.progress.ended
+
+
+def test_a_slow_disk_stops_nobody_and_what_waits_is_merged() -> None:
+    sink = Kept()
+    recording = Recording(s.RunInfo(), [sink])
+    sink.disk.clear()
+    steps = 10 * UNWRITTEN_LIMIT
+    for number in range(steps):
+        step(recording, number)
+        recording.event(event(number))
+    assert recording.is_writing
+    assert len(recording._unwritten) <= UNWRITTEN_LIMIT
+    sink.disk.set()
+    recording.close()
+    assert len(sink.of("window")) <= 3
+    assert sum(window.sampled_steps for window in sink.of("window")) == steps
+    assert s.merge_windows(*sink.of("window")).tensors == s.merge_windows(*recording.session().windows).tensors
+    assert len(sink.of("event")) == steps
+
+
+def test_events_are_announced_at_once_and_passed_on_before_anything_else_is_asked() -> None:
+    sink, announced = Kept(), []
+    recording = Recording(s.RunInfo(), [sink], announce=announced.append)
+    recording.event(event())
+    assert announced == [event()]
+    recording._sinks.wait()
+    assert sink.of("event") == [event()]
+
+
+def test_flush_returns_when_the_file_is_complete(tmp_path: Path) -> None:
+    recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())])
+    for number in range(5):
+        step(recording, number)
+        recording.flush()
+        read = read_session(tmp_path)
+        assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == number + 1
+    recording.close()
+
+
+def test_a_sink_that_fails_is_told_of_once_by_the_thread_that_records() -> None:
+    broken, sound, told = Kept(fails=True), Kept(), []
+    recording = Recording(
+        s.RunInfo(), [broken, sound], tell=lambda note: told.append((note, threading.current_thread()))
+    )
+    step(recording, 0)
+    recording.flush()
+    ((note, thread),) = told
+    assert "Kept failed and is no longer written: no space left" in note
+    assert thread is threading.current_thread()
+    step(recording, 1)
+    recording.close()
+    assert len(told) == 1
+    assert sound.of("note") == [note]
+    assert recording.session().notes == (note,)
+
+
+def test_a_sink_that_fails_at_the_end_is_still_told_of() -> None:
+    recording = Recording(s.RunInfo(), [Kept(fails=True)])
+    with pytest.warns(MpinspectWarning, match="no space left"):
+        recording.close()
+
+
+# -- how a run may end -----------------------------------------------------------------------------------------------------
+
+RUN = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import made_sessions as made
+from mpinspect import session as s
+from mpinspect.capture import recording as recordings
+from mpinspect.session_sinks import open_sinks
+recordings.WRITE_INTERVAL_S, recordings.WRITE_COST_FACTOR = 0.0, 0
+recording = recordings.Recording(s.RunInfo(), open_sinks(sys.argv[2], s.RunInfo()).sinks)
+
+def train(first, last):
+    for step in range(first, last):
+        recording.add_window(made.step_window(step))
+        recording.step_done(step + 1, 0, step + 1, True)
+"""
+
+
+def ended_by(code: str, directory: Path) -> tuple[subprocess.CompletedProcess[str], s.Session]:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN + textwrap.dedent(code), str(TESTS), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done, read_session(directory)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1), ("signal.raise_signal(signal.SIGINT)", -2)],
+    ids=["falls off", "sys.exit", "exception", "Ctrl-C"],
+)
+def test_what_was_handed_over_is_written_however_the_interpreter_ends(end: str, status: int, tmp_path: Path) -> None:
+    done, read = ended_by(f"train(0, 20)\nrecording.write()\n{end}", tmp_path)
+    assert done.returncode == status, done.stderr
+    assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 20
+    assert not read.notes
+
+
+def test_a_recording_may_be_closed_when_threads_are_over(tmp_path: Path) -> None:
+    done, read = ended_by("import atexit\natexit.register(recording.close)\ntrain(0, 20)", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read.progress.ended
+    assert sum(window.sampled_steps for window in read.windows) == 20
+
+
+def test_os_exit_right_after_close_loses_nothing(tmp_path: Path) -> None:
+    done, read = ended_by("train(0, 20)\nrecording.close()\nos._exit(5)", tmp_path)
+    assert done.returncode == 5
+    assert read.progress.ended
+    assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_trains_on_closes_and_ends_without_writing(tmp_path: Path) -> None:
+    """While the parent writes, and both end as interpreters do."""
+    done, read = ended_by(
+        """
+        train(0, 20)
+        child = os.fork()
+        if not child:
+            train(20, 40)
+            recording.close()
+            sys.exit(0)
+        train(20, 30)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        recording.close()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 30
+    assert not read.notes
+
+
+# -- in memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[1] * 200, [1, 5, 2, 9, 1, 1, 1] * 30, [0] * 100, [64, *[1] * 300]])
+def test_windows_stay_few_and_every_step_is_kept_in_order(lengths: list[int]) -> None:
+    kept, merges = WindowList(), 0
+    first = 0
+    for length in lengths:
+        before = len(kept)
+        kept.add(s.Window(first, first + max(length, 1) - 1, length, {}, {0: length}), limit=8)
+        merges = max(merges, before + 1 - len(kept))
+        first += max(length, 1)
+        assert len(kept) <= 16
+    windows = kept.as_tuple()
+    assert merges <= 2, "never much work at once"
+    assert sum(window.sampled_steps for window in windows) == sum(lengths)
+    edges = [(window.first_step, window.last_step) for window in windows]
+    assert all(last + 1 == following for (_, last), (following, _) in pairwise(edges))
+
+
+def test_a_run_of_many_tensors_is_kept_as_columns_and_says_the_same() -> None:
+    keys = [s.TensorKey(f"layer.{number}", s.WEIGHT_GRADIENT) for number in range(40)]
+    tensor = next(iter(made.step_window(3).tensors.values()))
+    windows = [s.Window(number, number, 1, dict.fromkeys(keys, tensor)) for number in range(5)]
+    recording = Recording(s.RunInfo())
+    for window in windows:
+        recording.add_window(window)
+    held = recording.session()
+    assert all(isinstance(window.tensors, TensorColumns) for window in held.windows)
+    assert held.windows == tuple(windows)
+    assert held.totals() == s.Session(windows=tuple(windows)).totals()
