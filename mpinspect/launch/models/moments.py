@@ -37,9 +37,12 @@ def inside_ours(frame: FrameType | None) -> bool:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
+    ours = False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("mpinspect.") and name.removeprefix("mpinspect.").startswith(_ROOMS):
-            return True
+        if name == "mpinspect.background":
+            # The writing of files, which has nothing to do with models, and may take seconds.
+            return False
+        ours = ours or (name.startswith("mpinspect.") and name.removeprefix("mpinspect.").startswith(_ROOMS))
         frame = frame.f_back
-    return False
+    return ours
