@@ -100,6 +100,9 @@ class Sinks:
             try:
                 tell(sink)
             except Exception as error:
+                if sink not in self._sinks:
+                    # Closed or abandoned by another thread in the middle of this.
+                    continue
                 self._sinks.remove(sink)
                 self._failures.append(
                     f"{type(sink).__name__} failed and is no longer written: {error}; the report is still complete"
