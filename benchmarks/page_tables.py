@@ -152,6 +152,34 @@ def traces(results: dict[str, Any]) -> str:
     return f"{sentence}\n\n{markdown(('reader', 'median s', 'least s', 'peak MB'), rows)}"
 
 
+#: What the table of session files shows of a run.
+_SESSION_FIGURES = {
+    "file_mb": "file, MB",
+    "import_s": "import, s",
+    "load_s": "load, s",
+    "analyse_s": "analyse, s",
+    "text_s": "text, s",
+    "command_s": "`mpinspect report`, s",
+    "command_peak_rss_mb": "its peak memory, MB",
+    "median_call_ms": "handing a window over, median, ms",
+    "longest_call_ms": "handing a window over, longest, ms",
+    "longest_operation_ms_while_written": "longest operation of the training thread beside the writing, ms",
+    "longest_operation_ms_alone": "the same without, ms",
+}
+
+
+def session(results: dict[str, Any]) -> str:
+    """Figures down, runs across."""
+    runs = results["runs"]
+    heading = [f"{run['layers']:,} layers, {run['kinds']} kinds, {run['samples']:,} samples" for run in runs]
+    lines = [
+        (label, *(_figure(run.get(name)) for run in runs))
+        for name, label in _SESSION_FIGURES.items()
+        if any(name in run for run in runs)
+    ]
+    return markdown(("", *heading), lines)
+
+
 def anything(results: Any) -> str:
     """Results of any form: numbers side by side, lists of alike records as tables; the promises stand elsewhere."""
     if isinstance(results, list):

@@ -28,7 +28,7 @@ SECTIONS = {
     "gpu_overhead": ("gpu_overhead-gpu", page_tables.gpu_overhead),
     "training_modes": ("training_modes-gpu", page_tables.anything),
     "tensor_cores": ("tensor_cores-gpu", page_tables.anything),
-    "session": ("session-cpu", page_tables.anything),
+    "session": ("session-cpu", page_tables.session),
     "traces": ("traces-cpu", page_tables.traces),
     "shape_lint": ("shape_lint-cpu", page_tables.anything),
     "kernel_names": ("kernel_names-cpu", page_tables.anything),

@@ -1,6 +1,6 @@
 """A large run: what writing it costs the training, and how long reading and reporting it take.
 
-    python benchmarks/session.py [--layers 2000] [--kinds 1] [--samples 1000] [--json benchmarks/results/session-cpu.json]
+    python benchmarks/session.py [--layers 2000] [--kinds 1 5] [--samples 1000] [--json benchmarks/results/session-cpu.json]
 
 Each tensor has one histogram a sample: about 40 powers of two of a normal distribution, the width that gradients of real layers
 have. The run is written three ways:
@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import write_results
+from targets import checked
 
 from mpinspect import session_file
 from mpinspect.capture import recording as recordings
@@ -227,13 +228,13 @@ def _python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    run = MadeRun(options.layers, options.kinds)
+def measure(options: argparse.Namespace, kinds: int) -> dict[str, Any]:
+    run = MadeRun(options.layers, kinds)
     with tempfile.TemporaryDirectory() as directory:
         written = write(Path(directory) / "alone", run, options.samples)
         return {
             "layers": options.layers,
-            "kinds": options.kinds,
+            "kinds": kinds,
             "samples": options.samples,
             **written,
             **read(Path(directory) / "alone", run, options.samples, options.repeats),
@@ -241,16 +242,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def promises(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is promised of 2,000 layers, one kind and 1,000 samples, if that was measured."""
+    large = [run for run in runs if (run["layers"], run["kinds"], run["samples"]) == (2000, 1, 1000)]
+    return [
+        checked(f"session.{key}", run[figure])
+        for run in large
+        for key, figure in (("report", "command_s"), ("memory", "command_peak_rss_mb"))
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2000)
-    parser.add_argument("--kinds", type=int, default=1, choices=range(1, len(KINDS) + 1), help="tensors of a layer")
+    parser.add_argument(
+        "--kinds",
+        type=int,
+        nargs="+",
+        default=[1, len(KINDS)],
+        choices=range(1, len(KINDS) + 1),
+        help="tensors of a layer",
+    )
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--writes", type=int, default=150, help="windows written beside a loop; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    results = measure(options)
+    runs = [measure(options, kinds) for kinds in options.kinds]
+    results = {"runs": runs, "checked": promises(runs)}
     print(json.dumps(results, indent=2))
     if options.json:
         write_results(options.json, results)

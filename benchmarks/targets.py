@@ -53,6 +53,8 @@ TARGETS: dict[str, Target] = {
     "overhead.watch": Target("overhead", "GPT: the watch alone, in callbacks over the step", 0.01, "%"),
     "overhead.budget": Target("overhead", "GPT: max_overhead=0.02, in callbacks over the step", 0.02, "%"),
     "overhead.module_call": Target("overhead", "between samples, watch off, per module call", 1.0, "us"),
+    "session.report": Target("session", "mpinspect report of 2,000 layers, 1,000 samples", 3.0, "s"),
+    "session.memory": Target("session", "its peak memory", 1000.0, "MB"),
     "traces.seconds": Target("traces", "a trace of a million events read, median", 6.0, "s"),
     "traces.memory": Target("traces", "its reader's peak memory", 400.0, "MB"),
     "traces.over_hta": Target("traces", "HolisticTraceAnalysis on the same trace, over ours", 1.0, "x", at_least=True),

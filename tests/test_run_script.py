@@ -298,7 +298,9 @@ def test_options_reach_the_launch(monkeypatch, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("words", "every"), [("", 10), ("--max-overhead 0.02", 1), ("--every 5 --max-overhead=0.02", 5)])
+@pytest.mark.parametrize(
+    ("words", "every"), [("", 10), ("--max-overhead 0.02", 1), ("--every 5 --max-overhead=0.02", 5)]
+)
 def test_every_is_the_least_interval_of_a_budget(words, every, monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
