@@ -219,18 +219,20 @@ def test_only_the_promised_model_answers_promises():
     ]
 
 
-def test_module_calls_are_of_modules_that_have_a_hook(monkeypatch):
+def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
     monkeypatch.setattr(module_calls, "MODULES", 3)
+    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
     seen = []
 
     def seconds(model, x, passes):
-        seen.append(sum(bool(module._forward_hooks) for module in model.modules()))
+        seen.append(sum(bool(parameter._backward_hooks) for parameter in model.parameters()))
+        assert not any(module._forward_hooks for module in model.modules())
         # 4 modules, a microsecond each.
         return 4e-6 if seen[-1] else 0.0
 
     monkeypatch.setattr(module_calls, "_seconds", seconds)
     assert module_calls.added_us(rounds=2) == pytest.approx(1.0)
-    assert seen == [0, 4, 0, 4]
+    assert seen == [0, 2, 0, 2]
 
 
 # -- where it goes -----------------------------------------------------------------------------------------------------

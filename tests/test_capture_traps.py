@@ -775,3 +775,40 @@ def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
             assert torch.equal(torch.load(saved, weights_only=True).weight, model[0].weight)
     assert [kind.__getstate__ for kind in (nn.Module, nn.RNNBase, Stateful)] == getters
     own.remove()
+
+
+# -- between samples -----------------------------------------------------------------------------------------------------
+
+
+def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    users = model[0].register_forward_hook(lambda *_: None)
+    hooked = []
+    with Inspector(model, optimizers=optimizer, every=3, watch=False) as inspector:
+        for _ in range(7):
+            hooked.append([len(module._forward_hooks) for module in model.modules()])
+            model(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+    # The container has no parameter of its own, and its output is that of its last part.
+    assert hooked == [[0, 2, 1, 1] if step % 3 == 0 else [0, 1, 0, 0] for step in range(7)]
+    assert [len(module._forward_hooks) for module in model.modules()] == [0, 1, 0, 0]
+    assert not any(module._forward_hooks_with_kwargs for module in model.modules())
+    users.remove()
+    assert {tensor.samples for tensor in inspector.session().totals().values()} == {3}
+
+
+def test_a_compiled_model_is_not_compiled_again_between_samples() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer, every=3, watch=False).attach()
+    for _ in range(7):
+        compiled(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+    with pytest.warns(mpinspect.MpinspectWarning, match=r"hooks do not run inside torch\.compile"):
+        inspector.detach()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpinspect.counting import count_exponents, fastest, reference
-from mpinspect.counting.cpu import counter
+from mpinspect.counting.cpu import counter, planes
 
 #: Integer dtype, mantissa bits and exponent bits.
 ENCODINGS = {
@@ -58,6 +59,11 @@ def bits_of_kind(kind: str, size: int, dtype: torch.dtype, random: np.random.Gen
 
 def tensor_of(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(dtype)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _every_dtype_is_compiled() -> None:
+    assert fastest.warm_up(dtypes=ENCODINGS) == []
 
 
 def expect_the_same(tensor: torch.Tensor) -> None:
@@ -115,6 +121,55 @@ def test_sizes_around_groups_blocks_and_chunks(size: int) -> None:
     values[-1] = 2.0**100
     expect_the_same(values)
     expect_the_same(values.masked_fill(torch.rand(size, generator=generator) < 0.5, 0))
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
+def test_more_blocks_than_the_planes_hold(dtype: torch.dtype, threads: int) -> None:
+    generator = torch.Generator().manual_seed(threads)
+    values = torch.randn((2 * planes.MOST_BLOCKS + 3) * planes.BLOCK + 5, generator=generator)
+    values[::1001] = 0
+    expect_the_same(values.to(dtype))
+
+
+def test_exponents_that_wander(threads: int) -> None:
+    """Blocks whose exponents leave the window of those before, by little, by much, and for a block that fits no window."""
+    blocks = torch.randn(100, planes.BLOCK, generator=torch.Generator().manual_seed(0))
+    for scales in (torch.arange(100) - 50.0, 40.0 * (torch.arange(100) % 3) - 60, torch.arange(100) // 9 * 11.0 - 60):
+        moved = blocks * torch.exp2(scales)[:, None]
+        moved[7] = torch.exp2(torch.arange(planes.BLOCK) % 200 - 100.0)
+        moved[8, 5], moved[20], moved[30, :7] = torch.inf, 0, 1e-40
+        expect_the_same(moved)
+
+
+@pytest.mark.parametrize("field", [1, 2, 30, 31, 223, 224, 225, 253, 254])
+def test_windows_at_both_ends_of_the_range(field: int) -> None:
+    mantissas = np.random.default_rng(field).integers(0, 1 << 23, planes.BLOCK, dtype=np.uint32)
+    bits = np.tile(np.uint32(field << 23) | mantissas, 3)
+    bits[3] = max(field - 30, 1) << 23
+    bits[planes.BLOCK + 3] = min(field + 30, 254) << 23
+    expect_the_same(tensor_of(bits, torch.float32))
+
+
+def test_without_a_team_our_own_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpinspect.counting.cpu.counter.TEAM", _NoTeam())
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expect_the_same(torch.randn(counter._POOL_FROM + 77))
+    finally:
+        torch.set_num_threads(before)
+
+
+class _NoTeam:
+    there = False
 
 
 def test_more_exponents_than_are_compared() -> None:
@@ -260,3 +315,11 @@ def test_count_exponents_takes_the_fast_way() -> None:
     values = torch.randn(5000)
     assert count_exponents(values).total == 5000
     assert "mpinspect.counting.cpu.counter" in sys.modules
+
+
+def test_what_is_not_compiled_is_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No training step waits for a compiler."""
+    monkeypatch.setattr(counter, "ready", {torch.float32})
+    monkeypatch.setattr(counter, "count", None)
+    values = torch.randn(100, dtype=torch.float64)
+    assert torch.equal(fastest.count(values), reference.count(values))
