@@ -7,6 +7,7 @@ Python's threads share one lock. A thread that computes in Python keeps it for u
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -67,24 +68,32 @@ class Background:
             self._worker = threading.current_thread()
         self._work()
 
-    def wait(self) -> None:
-        """Return when all that was asked for is done. On the background thread itself, and in a forked child, at once."""
+    def wait(self, most_s: float = math.inf) -> None:
+        """Return when all that was asked for is done, or time is up. On the background thread, and in a forked child, at once."""
         if os.getpid() != self._process:
             return
         self._urgent = True
-        while (worker := self._worker) is not None and worker is not threading.current_thread():
+        end = time.monotonic() + most_s
+        while (left := end - time.monotonic()) > 0 and (worker := self._worker) not in (
+            None,
+            threading.current_thread(),
+        ):
             # Not for longer: it may be the main thread at its end, doing the work itself.
-            worker.join(_LOOK_AGAIN_S)
+            worker.join(min(_LOOK_AGAIN_S, left))
 
     def _started(self) -> bool:
         # Once the interpreter waits for threads no more, a new one would be frozen in the middle of a write.
         if not threading.main_thread().is_alive():
             return False
-        self._worker = threading.Thread(target=self._work, name="mpinspect-write", daemon=False)
         try:
+            self._worker = threading.Thread(target=self._work, name="mpinspect-write", daemon=False)
             self._worker.start()
         except RuntimeError:
             return False
+        except BaseException:
+            # Ctrl-C: it may run or not. If it does it finds that it is not the one, and ends.
+            self._worker = None
+            raise
         return True
 
     def _work(self) -> None:
@@ -103,6 +112,8 @@ class Background:
 
     def _next(self) -> Callable[[], None] | None:
         with self._lock:
+            if self._worker is not threading.current_thread():
+                return None
             if self._waiting:
                 return self._waiting.popleft()
             self._worker = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from mpinspect.session import Session
 
+#: From so many times the budget on the report says why it was not kept.
+_CLEARLY_ABOVE = 1.25
+
 
 def overhead_line(session: Session) -> str:
     """A sentence on the cost that was measured and on what was looked at for it; "" where there was no budget.
@@ -20,11 +23,19 @@ def overhead_line(session: Session) -> str:
             f"measured cost {progress.overhead:.2%} of the bare steps (max_overhead {most:.3g}): {progress.own_s:.3g} s to "
             f"{progress.bare_s:.3g} s over {progress.measured_steps:,} steps"
         )
+        if progress.overhead > _CLEARLY_ABOVE * most:
+            cost += (
+                ", above what was asked for: the first two steps are sampled whatever they cost, and of very short steps the "
+                "hooks alone take more"
+            )
     parts = [cost]
     if session.info.kinds:
         parts.append(f"sampled {_share(progress.sampled_steps, progress.steps)}")
     if session.info.watch and progress.watched_steps is not None:
-        parts.append(f"the watch looked at {_share(progress.watched_steps, progress.steps)}")
+        watched = f"the watch looked at {_share(progress.watched_steps, progress.steps)}"
+        if progress.watched_steps < progress.steps:
+            watched += ": an infinity or a NaN that came and went between them was not seen"
+        parts.append(watched)
     return "; ".join(parts)
 
 

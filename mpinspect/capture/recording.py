@@ -31,6 +31,8 @@ SCALE_LIMIT = 1000
 #: Least time between two writes, and how many times a write's own cost must pass between two (2% at most).
 WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 50
+#: What the first event may have the training wait for.
+FIRST_EVENT_WAIT_S = 0.1
 #: Windows that wait for a slow disk.
 UNWRITTEN_LIMIT = 16
 #: From so many tensors on a window that comes as objects is kept as columns.
@@ -99,6 +101,9 @@ class Recording:
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)
             self._sinks.each(lambda sink: sink.event(event), urgent=True)
+            if len(self.events) == 1:
+                # The run may die in this very step: the first culprit is on disk before it goes on, unless the disk is slow.
+                self._sinks.wait(FIRST_EVENT_WAIT_S)
             self._announce(event)
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -67,9 +68,9 @@ class Sinks:
         self.wait()
         self._sinks.clear()
 
-    def wait(self) -> None:
-        """Returns when everything has been passed on."""
-        self._background.wait()
+    def wait(self, most_s: float = math.inf) -> None:
+        """Returns when everything has been passed on, or time is up."""
+        self._background.wait(most_s)
 
     def failures(self) -> list[str]:
         """A sentence for each that failed since this was last asked."""
