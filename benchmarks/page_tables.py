@@ -171,7 +171,7 @@ _SESSION_FIGURES = {
 def session(results: dict[str, Any]) -> str:
     """Figures down, runs across."""
     runs = results["runs"]
-    heading = [f"{run['layers']:,} layers, {run['kinds']} kinds, {run['samples']:,} samples" for run in runs]
+    heading = [f"{run['layers'] * run['kinds']:,} tensors, {run['samples']:,} samples" for run in runs]
     lines = [
         (label, *(_figure(run.get(name)) for run in runs))
         for name, label in _SESSION_FIGURES.items()
