@@ -17,16 +17,15 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from entrances import Stopwatch, faults_are_errors
 from machine import write_results
-from networks import GPT, Batch, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
+from networks import GPT, Subject, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
 from targets import checked, verdicts
-from torch import nn
 from torch.nn import functional as F
 
 import mpinspect
@@ -42,15 +41,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 #: Promise -> the subject that answers it.
 PROMISED = {"gpu.resnet50": "ResNet-50, batch 128", "gpu.gpt2": "GPT-2 small, 8 x 1024 tokens"}
-
-
-@dataclass(frozen=True)
-class Subject:
-    name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[str], Batch]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    channels_last: bool = False
 
 
 @dataclass

@@ -6,6 +6,7 @@ Batches are made on a device; every network takes ``x`` and gives logits of shap
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,23 @@ from torch import nn
 from torch.nn import functional as F
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network to train, its batch (for a device) and its optimizer.
+
+    Args:
+        times: so many times the steps that a benchmark asks for, where steps are short.
+        channels_last: its memory format on a GPU.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[str], Batch]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    times: int = 1
+    channels_last: bool = False
 
 
 # -- ResNet ---------------------------------------------------------------------------------------------------------------

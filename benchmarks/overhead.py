@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,25 +19,12 @@ import torch
 from entrances import Stopwatch, faults_are_errors, uncovered
 from machine import write_results
 from module_calls import added_us
-from networks import GPT, LSTM, Batch, adamw, images, resnet50, sgd, tiny_layers, tokens, vectors
+from networks import GPT, LSTM, Subject, adamw, images, resnet50, sgd, tiny_layers, tokens, vectors
 from onlookers import ONLOOKERS, Onlooker, Trainer
 from targets import checked, verdicts
-from torch import nn
 
 import mpinspect
 from mpinspect.session import KINDS
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, its batch and optimizer; ``times`` so many steps as an onlooker asks for, where steps are short."""
-
-    name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[str], Batch]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    times: int = 1
-
 
 #: The promises are of this one.
 PROMISED = "GPT, 13.9 M parameters"

@@ -1,5 +1,6 @@
-"""A few threads of our own, on which torch does not spread an operation over further threads.
+"""Threads to share work among: torch's own for compiled work (``TEAM``), a few of ours for torch operations (``POOL``).
 
+On ours torch does not spread an operation over further threads.
 Counting and emulated products work on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than
 it saves, and stalls for milliseconds at a time where another process keeps a core busy; giving each thread its own
 chunks does not.

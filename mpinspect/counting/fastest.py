@@ -6,9 +6,10 @@ CPU the loops compiled by numba are several times faster (the extra mpinspect[cp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -22,19 +23,12 @@ from mpinspect.counting.pieces import plain_values
 @torch.no_grad()
 def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
     """Count the exponents of a tensor's elements: arguments, row and errors are those of ``reference.count``."""
-    if divisor is None and isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda":
-        values, implicit_zeros = plain_values(tensor)
-        on_gpu = available.count(values)
-        if on_gpu is not None:
-            if implicit_zeros:
-                on_gpu[ZEROS] += implicit_zeros
-            return on_gpu
-    if divisor is None and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-        counter = _cpu_counter()
-        if counter is not None:
+    if divisor is None and isinstance(tensor, torch.Tensor):
+        way = _WAYS.get(tensor.device.type)
+        if way is not None:
             values, implicit_zeros = plain_values(tensor)
-            if values.dtype in counter.ready:
-                row: torch.Tensor = counter.count(values)
+            row = way(values)
+            if row is not None:
                 if implicit_zeros:
                     row[ZEROS] += implicit_zeros
                 return row
@@ -42,7 +36,7 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
 
 
 def warm_up(devices: Iterable[torch.device] = (), dtypes: Iterable[torch.dtype] = ()) -> list[str]:
-    """Compile, or load, what will count, so that no training step waits for it; may take some seconds, once on a machine.
+    """Compile, or load, what will count, so that no training step waits for it; may take ten seconds, once on a machine.
 
     Args:
         devices: those on which tensors will lie; the CPU is always prepared for.
@@ -71,12 +65,25 @@ def _prepared(devices: list[torch.device], dtypes: list[torch.dtype]) -> list[st
 _trouble: list[str] = []
 
 
-def _cpu_counter() -> ModuleType | None:
-    """The module that counts with numba, ready for the usual dtypes; None where it is not installed or fails."""
-    return apart(_loaded) if not _loaded.cache_info().currsize else _loaded()
+def _count_on_cpu(values: torch.Tensor) -> torch.Tensor | None:
+    """The row of a strided CPU tensor; None where numba is not installed or fails, or the dtype was not prepared for."""
+    counter: Any = _cpu_counter()
+    if counter is None or values.dtype not in counter.ready:
+        return None
+    row: torch.Tensor = counter.count(values)
+    return row
+
+
+#: By type of device: the row of a strided tensor, or None where this way does not apply.
+_WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {"cpu": _count_on_cpu, "cuda": available.count}
 
 
 @cache
+def _cpu_counter() -> ModuleType | None:
+    """The module that counts with numba, ready for the usual dtypes; None where it is not installed or fails."""
+    return apart(_loaded)
+
+
 def _loaded() -> ModuleType | None:
     try:
         from mpinspect.counting.cpu import counter

@@ -66,6 +66,9 @@ def _values(job: Any, start: Any, word: Any) -> Any:
     return carray(pointer(job[_BITS] + start * job[_ITEM_SIZE], word), (min(job[_CHUNK], job[_LENGTH] - start),))
 
 
+# Four times alike: numba keeps nothing on disk of a function that is handed a compiled one.
+
+
 def _share_of_float32(address: Any) -> None:
     job = _fields(address)
     number = fetch_and_add(address + 8 * _NUMBERS, 1)
