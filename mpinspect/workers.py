@@ -120,25 +120,30 @@ class Team:
 
     @property
     def there(self) -> bool:
-        """Whether ``run`` can be called."""
-        return not self._forked and _openmp("GOMP_parallel") is not None
+        """Whether there is a team to work with."""
+        return not self._forked and _team() != NO_TEAM
 
-    def run(self, function: int, data: int, threads: int) -> None:
-        """Call a compiled function on so many threads at once, or fewer; returns when all are done.
-
-        The interpreter lock is released meanwhile.
-
-        Args:
-            function: address of a C function that takes one pointer and returns nothing.
-            data: the pointer.
-        """
-        parallel = _openmp("GOMP_parallel")
-        assert parallel is not None
-        parallel(ctypes.c_void_p(function), ctypes.c_void_p(data), ctypes.c_uint(threads), ctypes.c_uint(0))
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of ``GOMP_parallel`` and ``omp_get_thread_num``, for compiled code to call."""
+        return _team()
 
     def forget(self) -> None:
         """This is a forked child: the threads are gone, and GCC's library would wait for them for ever."""
         self._forked = True
+
+
+#: Instead of a team's addresses.
+NO_TEAM = (0, 0)
+
+
+@cache
+def _team() -> tuple[int, int]:
+    functions = [_openmp(name) for name in ("GOMP_parallel", "omp_get_thread_num")]
+    if None in functions:
+        return NO_TEAM
+    parallel, thread_number = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)  # type: ignore[arg-type]
+    return parallel, thread_number
 
 
 def _openmp_setter() -> Callable[[int], None] | None:

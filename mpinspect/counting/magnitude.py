@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpinspect.counting.apart import apart
+from mpinspect.counting.pieces import fills_its_memory
 from mpinspect.workers import POOL, TEAM, single_threaded
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
     if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     largest = _by_dtype().get(tensor.dtype)
-    if largest is None or not (tensor.is_contiguous() or _fills_its_memory(tensor)):
+    if largest is None or not (tensor.is_contiguous() or fills_its_memory(tensor)):
         return None
     address, length = tensor.data_ptr(), tensor.numel()
     if not address:
@@ -40,10 +41,10 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
         return None
     if length >= _TEAM_FROM and torch.get_num_threads() > 1:
         if TEAM.there:
-            return largest.by_team(address, length, torch.get_num_threads())
+            return largest.of(address, length, torch.get_num_threads())
         if length >= _POOL_FROM:
             return _in_pieces(largest, address, length, tensor.element_size())
-    return largest.alone(address, length)
+    return largest.of(address, length)
 
 
 def warm_up() -> None:
@@ -51,19 +52,9 @@ def warm_up() -> None:
     apart(_by_dtype)
 
 
-def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie without gap or overlap in some order: transposed, or channels last."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _in_pieces(largest: Largest, address: int, length: int, itemsize: int) -> float:
     def work(starts: Iterable[int]) -> float:
-        found = [largest.alone(address + start * itemsize, min(_PIECE, length - start)) for start in starts]
+        found = [largest.of(address + start * itemsize, min(_PIECE, length - start)) for start in starts]
         return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
     with single_threaded():

@@ -73,6 +73,16 @@ def flat_bits(values: torch.Tensor, size: int) -> tuple[Iterator[torch.Tensor], 
     return _pieces(bits, size), times
 
 
+def fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements lie without gap or overlap in some order: transposed, or channels last."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     if bits.is_contiguous():
         yield from torch.split(bits.view(-1), size)

@@ -1,9 +1,9 @@
 """The loops that count, compiled by numba: one pass over the bits, block by block in the first-level cache.
 
 Adding to one of some hundred counters for every value takes five cycles a value, for neighbours mostly want the same
-counter and wait for each other. So nothing is scattered here. A block of float32 words whose exponents lie close enough
-together, as gradients' do, goes to the ``planes``. In any other each exponent field that occurs is counted by comparing the
-whole block with it, many values to an instruction; its extremes tell which to look for.
+counter and wait for each other. So nothing is scattered here. A block of float32 words is added to the ``planes``, which is of
+use if its exponents lie close enough together, as gradients' do. In any other each exponent field that occurs is counted by
+comparing the whole block with it, many values to an instruction; its extremes tell which to look for.
 
 What is rare is looked for in groups of values: the largest mantissa of a group, turned so that powers of two sort above
 values near the top of their exponent, tells whether one of its values needs a look of its own.
@@ -18,14 +18,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 
 from mpinspect.counting.cpu import planes
 from mpinspect.counting.cpu.compiling import compiled
-from mpinspect.counting.cpu.memory import as_type
-from mpinspect.counting.layout import HEADER, INFS, NANS, ZEROS
+from mpinspect.counting.cpu.memory import as_type, bits_of_float64, lowest_one, ones, pointer
+from mpinspect.counting.cpu.vectors import LANES as _LANES
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NO_MINIMUM, ZEROS
 
-# Value i of a block belongs to group i modulo _GROUPS.
+carray: Any = numba.carray  # type: ignore[attr-defined]
+
+# Value i of a block belongs to group i modulo _GROUPS, except in the planes.
 _BLOCK, _GROUPS = planes.BLOCK, planes.COLUMNS
 #: Exponents of one block that are counted by comparison; values beyond them are added up one by one.
 _MOST_COMPARED = 64
@@ -85,11 +89,21 @@ class _Scratch(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Blocks in the planes: ``state`` (int64) is the exponent field that bit 0 counts, and how many blocks there are."""
+    """Blocks in the planes.
+
+    ``state``, int64: the lowest and the highest exponent field in them; how many blocks; which of the two ``lower`` holds the
+    lower planes. ``masks``: a block's sixteen masks, four to a word. ``padded``: a block.
+    """
 
     planes: Any
+    lower: Any
+    masks: Any
     totals: Any
+    padded: Any
     state: Any
+
+
+_LOWEST, _HIGHEST, _BLOCKS, _SIDE = range(4)
 
 
 _FORMAT32, _FORMAT64 = _format(np.uint32, 23, 127), _format(np.uint64, 52, 1023)
@@ -226,75 +240,170 @@ def _move_infinities(bits: Any, f: Any, row: Any) -> Any:
 
 
 @compiled
-def _add_block(block: Any, f: Any, scratch: Any, row: Any, ends: Any) -> None:
+def _add_block(block: Any, f: Any, scratch: Any, row: Any, ends: Any) -> Any:
+    """Count a block. Returns what ``_survey`` does, infinities and NaNs included."""
     low, high = _add_values(block, f, f.first, scratch, row)
     if low < f.mantissa:
         _move_subnormals(block, f, scratch, row)
-    if high >= f.infinity:
-        high = _move_infinities(block, f, row)
     ends[0] = min(ends[0], low)
-    ends[1] = max(ends[1], high)
+    ends[1] = max(ends[1], _move_infinities(block, f, row) if high >= f.infinity else high)
+    return low, high
 
 
 @compiled
-def _extremes(bits: Any, f: Any) -> Any:
-    """The least magnitude minus one, and the largest magnitude, as ``_survey`` has them."""
-    low, high = as_type(f.zero - f.one, f.one), f.zero
-    for j in range(len(bits)):
-        magnitude = as_type(bits[j] & f.mask, f.one)
-        low = min(low, as_type(magnitude - f.one, f.one))
-        high = max(high, magnitude)
-    return low, high
+def _fields(low: Any, high: Any) -> Any:
+    """The exponent fields of float32 extremes as ``_survey`` has them."""
+    f = _FORMAT32
+    return np.int64(as_type(low + f.one, f.one) >> f.mantissa_bits), np.int64(high >> f.mantissa_bits)
+
+
+@compiled
+def _fits_a_window(lowest: Any, highest: Any) -> Any:
+    return lowest > 0 and highest < _FORMAT32.highest_field and highest - lowest < planes.WINDOW
 
 
 @compiled
 def _empty_planes(window: Any, row: Any) -> None:
     """Add what the planes hold to the row."""
-    first, blocks = window.state
-    if blocks:
-        planes.take(window.planes, blocks, window.totals)
-        for bit in range(planes.WINDOW):
-            row[_FORMAT32.first + 3 * (first + bit) + 1] += window.totals[bit]
-        # Nothing but zeros is let in from outside the window.
-        row[ZEROS] += window.totals[planes.WINDOW]
-        window.state[1] = 0
+    lowest, highest, blocks = window.state[_LOWEST], window.state[_HIGHEST], window.state[_BLOCKS]
+    if not blocks:
+        return
+    lower = window.lower[window.state[_SIDE]]
+    window.planes[: planes.LOWER] = lower[: planes.LOWER]
+    planes.take(window.planes, blocks, window.totals)
+    zeros = blocks * _BLOCK
+    for field in range(lowest, highest + 1):
+        found = np.int64(window.totals[field % planes.WINDOW])
+        row[_FORMAT32.first + 3 * field + 1] += found
+        zeros -= found
+    row[ZEROS] += zeros
+    lower[:] = np.uint32(0)
+    window.state[_BLOCKS] = 0
 
 
 @compiled
-def _add_block32(block: Any, scratch: Any, window: Any, row: Any, ends: Any) -> None:
-    """Count a block of float32 words, in the planes if they suit it."""
+def _move_columns_to_edges(bits: Any, masks: Any, row: Any) -> None:
+    """Powers of two and values near the top, counted among the others so far, to their own counters: of a block in the planes."""
     f = _FORMAT32
-    if len(block) < _BLOCK:
-        _add_block(block, f, scratch, row, ends)
-        return
-    low, high = _extremes(block, f)
-    lowest, highest = np.int64(as_type(low + f.one, f.one) >> f.mantissa_bits), np.int64(high >> f.mantissa_bits)
-    if high == f.zero:
-        row[ZEROS] += len(block)
-        return
-    span = highest - lowest
-    if lowest == 0 or highest == f.highest_field or span >= planes.WINDOW:
-        _add_block(block, f, scratch, row, ends)
-        return
-    first, blocks = window.state
-    if blocks == planes.MOST_BLOCKS or lowest < first or highest >= first + planes.WINDOW:
-        _empty_planes(window, row)
-        # As much room below as above, for the blocks to come.
-        first = max(lowest - (planes.WINDOW - 1 - span) // 2, 1)
-        blocks = 0
-        window.state[0] = first
-    planes.add_block(block, np.uint32(first), scratch.groups, window.planes, blocks)
-    window.state[1] = blocks + 1
-    _find_edges(block, f, f.first, lowest, highest, scratch, row)
-    ends[0] = min(ends[0], low)
-    ends[1] = max(ends[1], high)
+    for word in range(len(masks)):
+        mask = masks[word]
+        while mask:
+            place = lowest_one(mask)
+            mask = np.uint64(mask & np.uint64(mask - np.uint64(1)))
+            # Four masks to a word.
+            start = (4 * word + place // _LANES) * planes.COLUMNS + place % _LANES
+            for index in range(start, start + planes.COLUMNS, _LANES):
+                magnitude = np.uint32(bits[index] & f.mask)
+                rest = np.uint32(magnitude & f.mantissa)
+                if magnitude and (rest == f.zero or rest >= f.near_top):
+                    counters = f.first + 3 * np.int64(magnitude >> f.mantissa_bits)
+                    row[counters + 1] -= 1
+                    row[counters + (0 if rest == f.zero else 2)] += 1
+
+
+@compiled
+def _find_edges_in_planes(block: Any, masks: Any, lowest: Any, highest: Any, scratch: Any, row: Any) -> None:
+    """Move what the masks of a block tell of to the edge counters."""
+    suspicious = 0
+    for mask in masks:
+        suspicious += ones(mask)
+    if suspicious > _MOST_GROUPS:
+        _move_many_to_edges(block, _FORMAT32, _FORMAT32.first, lowest, highest, scratch.fields, row)
+    elif suspicious:
+        _move_columns_to_edges(block, masks, row)
+
+
+@compiled
+def _without_owner(array: Any) -> Any:
+    """The array's memory as an array that keeps nothing alive: free to be handed on, where others are counted in and out."""
+    return carray(pointer(array.ctypes.data, array.dtype.type(0)), array.shape)
+
+
+@compiled
+def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
+    """Add whole blocks of float32 words to the planes, up to one that fits no window; returns how many values that are."""
+    f, window, state = _FORMAT32, counting.window, counting.window.state
+    all_planes, lower, masks = _without_owner(window.planes), _without_owner(window.lower), _without_owner(window.masks)
+    row, size = _without_owner(counting.row), 4 * (planes.LOWER + 1) * planes.COLUMNS
+    lowest, highest, blocks, side = state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE]
+    least, largest = np.uint32(2**32 - 1), f.zero
+    start = 0
+    while start + _BLOCK <= len(bits):
+        block = bits[start : start + _BLOCK]
+        low, high = planes.add_block(
+            block.ctypes.data, lower.ctypes.data + side * size, lower.ctypes.data + (1 - side) * size, masks.ctypes.data
+        )
+        if high == f.zero:
+            row[ZEROS] += _BLOCK
+            start += _BLOCK
+            continue
+        # Both are doubled.
+        first, last = np.int64(low >> np.uint32(24)), np.int64(high >> np.uint32(24))
+        if not _fits_a_window(first, last):
+            break
+        if blocks == 0:
+            lowest, highest = first, last
+        elif blocks == planes.MOST_BLOCKS or max(last, highest) - min(first, lowest) >= planes.WINDOW:
+            state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE] = lowest, highest, blocks, side
+            _empty_planes(window, counting.row)
+            blocks = 0
+            # Once more, to planes that are empty now.
+            continue
+        side = 1 - side
+        planes.add_carries(all_planes, lower[side, planes.LOWER], blocks)
+        lowest, highest, blocks = min(first, lowest), max(last, highest), blocks + 1
+        _find_edges_in_planes(block, masks, first, last, counting.scratch, row)
+        least, largest = min(least, low), max(largest, high)
+        start += _BLOCK
+    state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE] = lowest, highest, blocks, side
+    if largest != f.zero:
+        counting.ends[0] = min(counting.ends[0], np.uint32((least >> f.one) - f.one))
+        counting.ends[1] = max(counting.ends[1], np.uint32(largest >> f.one))
+    return start
+
+
+@compiled
+def _add_words(bits: Any, counting: Any) -> None:
+    """Count float32 words."""
+    start = 0
+    while start < len(bits):
+        if start + _BLOCK <= len(bits):
+            start += _add_fitting_blocks(bits[start:], counting)
+            # After one that did not fit the next one is likely not to fit either.
+            while start + _BLOCK <= len(bits):
+                low, high = _add_block(
+                    bits[start : start + _BLOCK], _FORMAT32, counting.scratch, counting.row, counting.ends
+                )
+                start += _BLOCK
+                if _fits_a_window(*_fields(low, high)):
+                    break
+        else:
+            _add_part_of_a_block(bits[start:], counting)
+            start = len(bits)
+
+
+@compiled
+def _add_part_of_a_block(bits: Any, counting: Any) -> None:
+    """The same for less than a block, which zeros make one."""
+    padded = counting.window.padded
+    padded[: len(bits)] = bits
+    padded[len(bits) :] = np.uint32(0)
+    if _add_fitting_blocks(padded, counting):
+        counting.row[ZEROS] -= _BLOCK - len(bits)
+    else:
+        _add_block(bits, _FORMAT32, counting.scratch, counting.row, counting.ends)
 
 
 @compiled
 def _new_window() -> Any:
-    # No block lies in a window that begins beyond all fields.
-    state = np.array([_FORMAT32.highest_field + 1, 0])
-    return _Window(np.zeros((planes.ROWS, planes.COLUMNS), np.uint32), np.empty(32, np.uint32), state)
+    return _Window(
+        np.zeros((planes.ROWS, planes.COLUMNS), np.uint32),
+        np.zeros((2, planes.LOWER + 1, planes.COLUMNS), np.uint32),
+        np.empty(4, np.uint64),
+        np.empty(32, np.uint32),
+        np.empty(_BLOCK, np.uint32),
+        np.zeros(4, np.int64),
+    )
 
 
 @compiled
@@ -303,37 +412,61 @@ def _new_scratch() -> Any:
     return _Scratch(np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, np.uint32), integers, integers.view(np.uint32))
 
 
-@compiled
-def add_float32(bits: Any, row: Any, ends: Any) -> None:
-    """Add float32 values to a NARROW row, but for its two extremes, which go to ``ends``.
+class _Counting(NamedTuple):
+    """One thread's way from values to a row.
 
     Args:
-        bits: uint32, one-dimensional, contiguous.
-        row: int64, shape (NARROW.length,).
-        ends: uint32, shape (2,): the least non-zero magnitude minus one and the largest finite one so far; to begin with
-            2^32 - 1 and 0.
+        row: int64, shape (NARROW.length,) or (WIDE.length,), zeros to begin with.
+        ends: unsigned integers as wide as a value, shape (2,): the least non-zero magnitude minus one and the largest finite one
+            so far; to begin with all bits and none. The row gets them in the end.
+        wide: uint32, shape (_BLOCK,): where narrower values are written as float32 words.
     """
-    scratch, window = _new_scratch(), _new_window()
-    for start in range(0, len(bits), _BLOCK):
-        _add_block32(bits[start : start + _BLOCK], scratch, window, row, ends)
-    _empty_planes(window, row)
+
+    row: Any
+    ends: Any
+    scratch: Any
+    window: Any
+    wide: Any
 
 
 @compiled
-def add_float64(bits: Any, row: Any, ends: Any) -> None:
-    """The same for float64 values: uint64 bits and ends, and a WIDE row."""
+def counting32(row: Any) -> Any:
+    """To count float32, float16 or bfloat16 values into a NARROW row."""
+    ends = np.zeros(2, np.uint32)
+    ends[0] = np.uint32(2**32 - 1)
+    return _Counting(row, ends, _new_scratch(), _new_window(), np.empty(_BLOCK, np.uint32))
+
+
+@compiled
+def counting64(row: Any) -> Any:
+    """To count float64 values into a WIDE row."""
+    ends = np.zeros(2, np.uint64)
+    ends[0] = np.uint64(2**64 - 1)
     integers = np.empty(_BLOCK, np.float64)
     scratch = _Scratch(np.empty(_BLOCK, np.uint16), np.empty(_GROUPS, np.uint64), integers, integers.view(np.uint64))
-    for start in range(0, len(bits), _BLOCK):
-        _add_block(bits[start : start + _BLOCK], _FORMAT64, scratch, row, ends)
+    return _Counting(row, ends, scratch, None, None)
 
 
 @compiled
-def add_float16(bits: Any, row: Any, ends: Any) -> None:
-    """The same for float16 values: uint16 bits; row and ends as for float32."""
-    scratch, window = _new_scratch(), _new_window()
-    wide = np.empty(_BLOCK, np.uint32)
-    for start in range(0, len(bits), _BLOCK):
+def add_float32(counting: Any, address: Any, length: Any) -> None:
+    """Count so many float32 values from an address on."""
+    _add_words(carray(pointer(address, np.uint32(0)), (length,)), counting)
+
+
+@compiled
+def add_float64(counting: Any, address: Any, length: Any) -> None:
+    """The same for float64 values."""
+    bits = carray(pointer(address, np.uint64(0)), (length,))
+    for start in range(0, length, _BLOCK):
+        _add_block(bits[start : start + _BLOCK], _FORMAT64, counting.scratch, counting.row, counting.ends)
+
+
+@compiled
+def add_float16(counting: Any, address: Any, length: Any) -> None:
+    """The same for float16 values."""
+    bits = carray(pointer(address, np.uint16(0)), (length,))
+    scratch, wide = counting.scratch, counting.wide
+    for start in range(0, length, _BLOCK):
         narrow = bits[start : start + _BLOCK]
         # A subnormal is its mantissa, an integer, times 2^-24. No subnormal float32 occurs on the way.
         for j in range(len(narrow)):
@@ -344,18 +477,53 @@ def add_float16(bits: Any, row: Any, ends: Any) -> None:
             normal = np.uint32(shifted + np.uint32((224 if magnitude >= np.uint32(0x7C00) else 112) << 23))
             subnormal = np.uint32(scratch.of_integers[j] - np.uint32(24 << 23)) if magnitude else np.uint32(0)
             wide[j] = normal if magnitude >= np.uint32(0x400) else subnormal
-        _add_block32(wide[: len(narrow)], scratch, window, row, ends)
-    _empty_planes(window, row)
+        _add_words(wide[: len(narrow)], counting)
 
 
 @compiled
-def add_bfloat16(bits: Any, row: Any, ends: Any) -> None:
-    """The same for bfloat16 values: uint16 bits; row and ends as for float32."""
-    scratch, window = _new_scratch(), _new_window()
-    wide = np.empty(_BLOCK, np.uint32)
-    for start in range(0, len(bits), _BLOCK):
+def add_bfloat16(counting: Any, address: Any, length: Any) -> None:
+    """The same for bfloat16 values."""
+    bits = carray(pointer(address, np.uint16(0)), (length,))
+    wide = counting.wide
+    for start in range(0, length, _BLOCK):
         narrow = bits[start : start + _BLOCK]
         for j in range(len(narrow)):
             wide[j] = np.uint32(np.uint32(narrow[j]) << np.uint32(16))
-        _add_block32(wide[: len(narrow)], scratch, window, row, ends)
-    _empty_planes(window, row)
+        _add_words(wide[: len(narrow)], counting)
+
+
+@compiled
+def finish32(counting: Any) -> None:
+    """All values are in: complete the row."""
+    f, row, ends = _FORMAT32, counting.row, counting.ends
+    _empty_planes(counting.window, row)
+    least = np.uint32(ends[0] + f.one)
+    row[MIN_BITS] = _as_float64(least) if ends[0] < np.uint32(f.infinity - f.one) else NO_MINIMUM
+    row[MAX_BITS] = _as_float64(ends[1])
+
+
+@compiled
+def finish64(counting: Any) -> None:
+    """All values are in: complete the row."""
+    f, row, ends = _FORMAT64, counting.row, counting.ends
+    row[MIN_BITS] = np.int64(ends[0]) + 1 if ends[0] < np.uint64(f.infinity - f.one) else NO_MINIMUM
+    row[MAX_BITS] = np.int64(ends[1])
+
+
+@compiled
+def _as_float64(magnitude: Any) -> Any:
+    """float64 bits of the value with these float32 magnitude bits, finite, by integers."""
+    if magnitude > _FORMAT32.mantissa:
+        return (np.int64(magnitude) << 29) + ((1023 - 127) << 52)
+    return bits_of_float64(np.float64(magnitude) * 2.0**-149)
+
+
+@compiled
+def merge(rows: Any, row: Any) -> None:
+    """One row for several: counts add, extremes are kept."""
+    row[:] = rows[0]
+    for k in range(1, len(rows)):
+        low, high = min(row[MIN_BITS], rows[k, MIN_BITS]), max(row[MAX_BITS], rows[k, MAX_BITS])
+        for i in range(len(row)):
+            row[i] += rows[k, i]
+        row[MIN_BITS], row[MAX_BITS] = low, high

@@ -1,13 +1,18 @@
-"""What numba lacks: integers of a given width, memory by its address, and a counter that several threads draw from."""
+"""What numba lacks: integers of a given width and their bits, memory by its address, C functions by theirs, and a counter that
+several threads draw from.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numba.types
+from llvmlite import ir
 from numba.extending import intrinsic
 
 types: Any = numba.types
+
+_BYTE_POINTER: Any = ir.IntType(8).as_pointer()
 
 
 def _as_type(context: Any, value: Any, like: Any) -> Any:
@@ -38,6 +43,81 @@ def _fetch_and_add(context: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+def _ones(context: Any, word: Any) -> Any:
+    """How many bits of a uint64 are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+def _lowest_one(context: Any, word: Any) -> Any:
+    """The number of the lowest bit that is set in a uint64; one is."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+def _bits_of_float64(context: Any, value: Any) -> Any:
+    """The bits of a float64, as an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
+def _call(context: Any, function: Any, argument: Any) -> Any:
+    """Call the C function at an address with an int64; it returns nothing."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        c_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(arguments[0], c_type.as_pointer()), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _call_for_int(context: Any, function: Any) -> Any:
+    """What the C function at an address, which takes nothing, returns: an int."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        c_type = ir.FunctionType(ir.IntType(32), [])
+        found = builder.call(builder.inttoptr(arguments[0], c_type.as_pointer()), [])
+        return builder.sext(found, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+def _call_parallel(context: Any, parallel: Any, function: Any, argument: Any, threads: Any) -> Any:
+    """Call ``GOMP_parallel``, which is at the first address, with a C function, its argument and a number of threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        unsigned = ir.IntType(32)
+        c_type = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _BYTE_POINTER, unsigned, unsigned])
+        builder.call(
+            builder.inttoptr(arguments[0], c_type.as_pointer()),
+            [
+                builder.inttoptr(arguments[1], _BYTE_POINTER),
+                builder.inttoptr(arguments[2], _BYTE_POINTER),
+                builder.trunc(arguments[3], unsigned),
+                ir.Constant(unsigned, 0),
+            ],
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
 as_type: Any = intrinsic(_as_type)
 pointer: Any = intrinsic(_pointer)
 fetch_and_add: Any = intrinsic(_fetch_and_add)
+ones: Any = intrinsic(_ones)
+lowest_one: Any = intrinsic(_lowest_one)
+bits_of_float64: Any = intrinsic(_bits_of_float64)
+call: Any = intrinsic(_call)
+call_for_int: Any = intrinsic(_call_for_int)
+call_parallel: Any = intrinsic(_call_parallel)

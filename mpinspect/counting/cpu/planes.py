@@ -1,26 +1,36 @@
-"""32 counters side by side, in the bits of words: the fastest way to count what falls into a window of 31 exponents.
+"""32 counters side by side, in the bits of words: the fastest way to count what falls into a window of 32 exponents.
 
-A value becomes one bit of a 32-bit word, 1 << (exponent field - the window's first), bit 31 if it lies outside. Words are
-added up bit by bit: plane k holds bit k of 32 counters, for each of 256 columns. A full adder of three words is a few logical
-operations for all of the counters, and in a tree of them a value costs one (carry-save addition, as in Harley and Seal's
-population count). Nothing is scattered, so that no addition waits for another.
+A value becomes one bit of a 32-bit word, that of its exponent field modulo 32; zero becomes none. Words are added up bit by bit:
+plane k holds bit k of 32 counters, for each of 256 columns. A full adder of three words is a few logical operations for
+all of the counters, and in a tree of them a value costs one (carry-save addition, as in Harley and Seal's population count).
+Nothing is scattered, so that no addition waits for another.
+
+Whether a block fits into the window is known once it has been read. So it is added to copies of the lower planes while it is
+read, and they replace the planes if it did fit.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba.types
 import numpy as np
+from numba.extending import intrinsic
 
 from mpinspect.counting.cpu.compiling import compiled
+from mpinspect.counting.cpu.vectors import I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, add_rows, constant
+
+types: Any = numba.types
 
 #: Exponents in a window.
-WINDOW = 31
-#: Values in a block, and columns: value i belongs to column i modulo COLUMNS.
+WINDOW = 32
+#: Values in a block, and columns: sixteen values, sixteen apart, belong to one.
 BLOCK, COLUMNS = 4096, 256
 #: Blocks that fit into the planes: a column's sums have ten bits then, and those of all columns eighteen.
 MOST_BLOCKS = 63
-#: Rows of the array: a plane for each bit, then the carries that wait for another of their weight, from 16 on.
+#: Planes that are copied; a row of carries follows them.
+LOWER = 4
+#: Rows of the other planes: one for each bit, then the carries that wait for another of their weight, from 16 on.
 ROWS = 18 + 6
 
 _BITS_OF_A_COLUMN, _WAITING = 10, 18
@@ -29,90 +39,130 @@ _LAST_COLUMNS = 2
 
 _Word = np.uint32
 
+_ROW_BYTES = 4 * COLUMNS
+#: The mantissa begins with the ninth bit of a word that is rotated by as many as sign and exponent have.
+_TURN = 9
+#: Turned mantissas less than 2^-11 below the next power of two are within this of the end; what is below the mantissa.
+_NEAR_TOP, _BELOW = 1 << (32 - 11), (1 << _TURN) - 1
+#: How far ahead memory is asked for: a block.
+_AHEAD = 4 * BLOCK
+
+
+class _Sums:
+    """Words on their way into the planes: at most two of each weight, a third makes one of them and one of the next weight."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self._waiting: list[list[Any]] = [[] for _ in range(LOWER + 1)]
+
+    def add(self, word: Any, plane: int) -> None:
+        waiting = self._waiting[plane]
+        waiting.append(word)
+        if len(waiting) == 3 and plane < LOWER:
+            total, carry = self._code.full_adder(*waiting)
+            waiting[:] = [total]
+            self.add(carry, plane + 1)
+
+    def total(self, plane: int) -> Any:
+        """The words of this weight as one."""
+        waiting = self._waiting[plane]
+        if len(waiting) == 2:
+            self.add(constant(Words, 0), plane)
+        return waiting[0]
+
+    def carries(self) -> Any:
+        """The carries out of the planes: sixteen values and fifteen already counted make one at most."""
+        first, *others = self._waiting[LOWER]
+        for other in others:
+            first = self._code.builder.or_(first, other)
+        return first
+
+
+def _add_block(context: Any, bits: Any, before: Any, after: Any, masks: Any) -> Any:
+    """Add a block to copies of the lower planes, and say what it holds.
+
+    Args:
+        bits: address of BLOCK float32 values.
+        before: of the lower planes, uint32, LOWER rows of COLUMNS.
+        after: of where they are to be written with the block added, and the carries out of them, LOWER + 1 rows of COLUMNS.
+        masks: of 16 uint16, filled: bit i of mask k tells that among the sixteen values from 256 k + i on, sixteen apart,
+            one is a power of two or has a significand of at least 2 - 2^-11.
+
+    Returns:
+        (uint32, uint32): twice the least non-zero magnitude (2^32 - 1 if there is none), twice the largest one.
+    """
+    int64, word = types.int64, types.uint32
+    return types.UniTuple(word, 2)(int64, int64, int64, int64), _generate_add_block
+
+
+def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    bits, before, after, masks = arguments
+    code = Code(builder)
+
+    def body(turn: Any, ends: list[Any]) -> list[Any]:
+        """Sixteen columns: their 256 values lie side by side."""
+        values = builder.add(bits, builder.mul(turn, constant(I64, LANES * VECTOR_BYTES)))
+        offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
+        old, new = builder.add(before, offset), builder.add(after, offset)
+        sums, nearest = _Sums(code), constant(Words, 2**32 - 1)
+        least, largest = ends
+        for row in range(LANES):
+            value = code.load(values, row * VECTOR_BYTES)
+            code.prefetch(values, row * VECTOR_BYTES + _AHEAD)
+            magnitude = builder.add(value, value)
+            nonzero = builder.icmp_unsigned("!=", magnitude, constant(Words, 0))
+            turned = code.operation("fshl", value, value, constant(Words, _TURN))
+            bit = code.operation("fshl", constant(Words, 1), constant(Words, 1), turned)
+            sums.add(builder.select(nonzero, bit, constant(Words, 0)), 0)
+            least = builder.select(nonzero, code.operation("umin", least, magnitude), least)
+            largest = code.operation("umax", largest, magnitude)
+            # Mantissas near the top come to lie below zero, the mantissa of a power of two, which moves up as much.
+            moved = builder.add(turned, constant(Words, _NEAR_TOP))
+            nearest = builder.select(nonzero, code.operation("umin", nearest, moved), nearest)
+        for plane in range(LOWER):
+            sums.add(code.load(old, plane * _ROW_BYTES), plane)
+            code.store(sums.total(plane), new, plane * _ROW_BYTES)
+        code.store(sums.carries(), new, LOWER * _ROW_BYTES)
+        found = builder.icmp_unsigned("<=", nearest, constant(Words, _NEAR_TOP + _BELOW))
+        code.store(builder.bitcast(found, I16), builder.add(masks, builder.add(turn, turn)), 0)
+        return [least, largest]
+
+    least, largest = code.loop(constant(I64, COLUMNS // LANES), [constant(Words, 2**32 - 1), constant(Words, 0)], body)
+    ends = [
+        code.operation("vector.reduce.umin", least, result=I32),
+        code.operation("vector.reduce.umax", largest, result=I32),
+    ]
+    return context.make_tuple(builder, signature.return_type, ends)
+
+
+add_block: Any = intrinsic(_add_block)
+
+
+@compiled
+def add_carries(planes: Any, carries: Any, blocks: Any) -> None:
+    """Take the carries out of the lower planes into the others.
+
+    Each waits for a second of its weight: so every other block adds to plane 4, every fourth to plane 5, and so on.
+
+    Args:
+        planes: uint32, shape (ROWS, COLUMNS), zeros to begin with.
+        carries: uint32, shape (COLUMNS,); overwritten.
+        blocks: how many the planes hold already, below MOST_BLOCKS.
+    """
+    level, rows = 0, planes.ctypes.data
+    while blocks & 1:
+        add_rows(
+            rows + (LOWER + level) * _ROW_BYTES, rows + (_WAITING + level) * _ROW_BYTES, carries.ctypes.data, COLUMNS
+        )
+        blocks, level = blocks >> 1, level + 1
+    planes[_WAITING + level, :] = carries
+
 
 @compiled
 def _add_words(a: Any, b: Any, c: Any) -> Any:
     """A full adder for each bit of three words: the sum, the carry."""
     both = _Word(a ^ b)
     return _Word(both ^ c), _Word(_Word(a & b) | _Word(c & both))
-
-
-@compiled
-def _word(bits: Any, first: Any) -> Any:
-    field = _Word(_Word(bits & _Word(0x7FFFFFFF)) >> _Word(23))
-    return _Word(_Word(1) << min(_Word(field - first), _Word(31)))
-
-
-@compiled
-def _add_two(total: Any, a: Any, b: Any, first: Any) -> Any:
-    """The words of two values, added to a word: the sum, the carry."""
-    return _add_words(total, _word(a, first), _word(b, first))
-
-
-@compiled
-def _larger_turned(group: Any, bits: Any) -> Any:
-    """The larger of ``group`` and the value's mantissa, turned as ``kernels`` says; zero has none."""
-    magnitude = _Word(bits & _Word(0x7FFFFFFF))
-    turned = _Word(0) if magnitude == _Word(0) else _Word(_Word(magnitude << _Word(9)) - _Word(1))
-    return max(group, turned)
-
-
-@compiled
-def add_block(bits: Any, first: Any, groups: Any, planes: Any, blocks: Any) -> None:
-    """Add a block to the planes, and fill ``groups`` with its columns' largest turned mantissas.
-
-    Args:
-        bits: uint32, shape (BLOCK,): float32 values.
-        first: uint32, the exponent field that bit 0 counts.
-        groups: uint32, shape (COLUMNS,).
-        planes: uint32, shape (ROWS, COLUMNS), zeros to begin with.
-        blocks: how many the planes hold already, below MOST_BLOCKS.
-    """
-    b0, b1, b2, b3 = bits[0:256], bits[256:512], bits[512:768], bits[768:1024]
-    b4, b5, b6, b7 = bits[1024:1280], bits[1280:1536], bits[1536:1792], bits[1792:2048]
-    b8, b9, ba, bb = bits[2048:2304], bits[2304:2560], bits[2560:2816], bits[2816:3072]
-    bc, bd, be, bf = bits[3072:3328], bits[3328:3584], bits[3584:3840], bits[3840:4096]
-    p0, p1, p2, p3, carries = planes[0], planes[1], planes[2], planes[3], planes[_BITS_OF_A_COLUMN]
-    for j in range(COLUMNS):
-        x, y, z = b0[j], b1[j], b2[j]
-        group = _larger_turned(_larger_turned(_larger_turned(_Word(0), x), y), z)
-        s0, c0 = _add_two(_word(x, first), y, z, first)
-        x, y = b3[j], b4[j]
-        group = _larger_turned(_larger_turned(group, x), y)
-        s0, c1 = _add_two(s0, x, y, first)
-        x, y = b5[j], b6[j]
-        group = _larger_turned(_larger_turned(group, x), y)
-        s0, c2 = _add_two(s0, x, y, first)
-        x, y = b7[j], b8[j]
-        group = _larger_turned(_larger_turned(group, x), y)
-        s0, c3 = _add_two(s0, x, y, first)
-        x, y = b9[j], ba[j]
-        group = _larger_turned(_larger_turned(group, x), y)
-        s0, c4 = _add_two(s0, x, y, first)
-        x, y = bb[j], bc[j]
-        group = _larger_turned(_larger_turned(group, x), y)
-        s0, c5 = _add_two(s0, x, y, first)
-        x, y = bd[j], be[j]
-        group = _larger_turned(_larger_turned(group, x), y)
-        s0, c6 = _add_two(s0, x, y, first)
-        x = bf[j]
-        groups[j] = _larger_turned(group, x)
-        p0[j], c7 = _add_words(s0, _word(x, first), p0[j])
-        s1, d0 = _add_words(c0, c1, c2)
-        s1, d1 = _add_words(s1, c3, c4)
-        s1, d2 = _add_words(s1, c5, c6)
-        p1[j], d3 = _add_words(s1, c7, p1[j])
-        s2, e0 = _add_words(d0, d1, d2)
-        p2[j], e1 = _add_words(s2, d3, p2[j])
-        p3[j], carries[j] = _add_words(e0, e1, p3[j])
-    # Each carry waits for a second of its weight: so every other block adds to plane 4, every fourth to plane 5, and so on.
-    level = 0
-    while blocks & 1:
-        plane, waiting = planes[4 + level], planes[_WAITING + level]
-        for j in range(COLUMNS):
-            plane[j], carries[j] = _add_words(plane[j], waiting[j], carries[j])
-        blocks, level = blocks >> 1, level + 1
-    planes[_WAITING + level, :] = carries
 
 
 @compiled
@@ -134,7 +184,8 @@ def take(planes: Any, blocks: Any, totals: Any) -> None:
     """Read the 32 counters off, and empty the planes.
 
     Args:
-        blocks: how many the planes hold.
+        planes: uint32, shape (ROWS, COLUMNS), the lower ones among them by now.
+        blocks: how many they hold.
         totals: uint32, shape (32,), filled.
     """
     _add_waiting(planes, blocks)

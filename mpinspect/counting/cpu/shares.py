@@ -1,8 +1,11 @@
-"""The loops of ``kernels`` as C functions that the threads of an OpenMP team run together.
+"""Work on a tensor for the threads of an OpenMP team: which values each takes, and the C functions that they run.
 
-All of them get the same job: an array of int64 that says where the values lie and where the rows of the threads. A thread
-draws a number, which is its row's, and then chunks of values, until there are none left: one whose core is busy
-with something else takes fewer.
+Every thread begins with its own part of the tensor, as torch's operations split tensors: what this thread's core wrote a
+moment ago may still be in its cache. Having finished it, a thread helps the others: one whose core is busy with something
+else takes fewer values.
+
+All functions get the same job: an array of int64 that says where the values lie and where the results go. There is one function
+for each kind of work and dtype, all alike: numba keeps nothing on disk of a function that is handed a compiled one.
 """
 
 from __future__ import annotations
@@ -13,111 +16,184 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from mpinspect.counting.cpu.compiling import compiled, function_of_c
-from mpinspect.counting.cpu.kernels import add_bfloat16, add_float16, add_float32, add_float64
-from mpinspect.counting.cpu.memory import fetch_and_add, pointer
+from mpinspect.counting.cpu import kernels
+from mpinspect.counting.cpu.compiling import compiled, compiled_for, function_of_c
+from mpinspect.counting.cpu.memory import as_type, call, call_for_int, call_parallel, fetch_and_add, pointer
+from mpinspect.counting.cpu.vectors import largest_doubled
 
-#: The fields of a job: addresses of the values' bits, of the rows and of their ends; lengths; what threads draw from.
-_BITS, _ROWS, _ENDS, _LENGTH, _ITEM_SIZE, _ROW_LENGTH, _CHUNK, _NUMBERS, _NEXT = range(9)
-_FIELDS = 9
+#: The fields of a job: address and number of the values; address and width (int64s) of a thread's results; threads and the values
+#: of a thread's part; address of ``omp_get_thread_num``, or 0; results given out; values given out, part by part.
+_VALUES, _LENGTH, _RESULTS, _WIDTH, _THREADS, _PART, _THREAD_NUMBER, _GIVEN, _TAKEN = range(9)
+#: Values to take at a time, and what parts are multiples of: whole blocks, a few microseconds of work.
+_CHUNK, _WHOLE = 1 << 15, 1 << 12
+#: Bytes that ``largest_doubled`` takes at a time.
+_VECTORS = 256
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
 
-Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+@compiled
+def _job(address: Any) -> Any:
+    return carray(pointer(address, np.int64(0)), (_TAKEN,))
 
 
-def job(bits: Bits, rows: npt.NDArray[np.int64], ends: Bits, chunk: int) -> npt.NDArray[np.int64]:
-    """What a team is to do; the arrays must outlive it.
+@compiled
+def _result(address: Any) -> Any:
+    """Where this thread's results go: int64, zeros."""
+    job = _job(address)
+    number = fetch_and_add(address + 8 * _GIVEN, 1)
+    return carray(pointer(job[_RESULTS] + 8 * number * job[_WIDTH], np.int64(0)), (job[_WIDTH],))
+
+
+@compiled
+def _own_part(address: Any) -> Any:
+    thread_number = _job(address)[_THREAD_NUMBER]
+    return call_for_int(thread_number) if thread_number else np.int64(0)
+
+
+@compiled
+def _next(address: Any, own: Any, turn: Any) -> Any:
+    """The next values of the part that is ``turn`` parts after one's own: number of the first, how many (0: none left), turn."""
+    job = _job(address)
+    while turn < job[_THREADS]:
+        part = (own + turn) % job[_THREADS]
+        begin = part * job[_PART]
+        end = min(begin + job[_PART], job[_LENGTH])
+        start = begin + fetch_and_add(address + 8 * (_TAKEN + part), _CHUNK)
+        if start < end:
+            return start, min(_CHUNK, end - start), turn
+        turn += 1
+    return np.int64(0), np.int64(0), turn
+
+
+def _count_float32(address: Any) -> None:
+    counting, values = kernels.counting32(_result(address)), _job(address)[_VALUES]
+    own = _own_part(address)
+    start, length, turn = _next(address, own, 0)
+    while length:
+        kernels.add_float32(counting, values + 4 * start, length)
+        start, length, turn = _next(address, own, turn)
+    kernels.finish32(counting)
+
+
+def _count_float64(address: Any) -> None:
+    counting, values = kernels.counting64(_result(address)), _job(address)[_VALUES]
+    own = _own_part(address)
+    start, length, turn = _next(address, own, 0)
+    while length:
+        kernels.add_float64(counting, values + 8 * start, length)
+        start, length, turn = _next(address, own, turn)
+    kernels.finish64(counting)
+
+
+def _count_float16(address: Any) -> None:
+    counting, values = kernels.counting32(_result(address)), _job(address)[_VALUES]
+    own = _own_part(address)
+    start, length, turn = _next(address, own, 0)
+    while length:
+        kernels.add_float16(counting, values + 2 * start, length)
+        start, length, turn = _next(address, own, turn)
+    kernels.finish32(counting)
+
+
+def _count_bfloat16(address: Any) -> None:
+    counting, values = kernels.counting32(_result(address)), _job(address)[_VALUES]
+    own = _own_part(address)
+    start, length, turn = _next(address, own, 0)
+    while length:
+        kernels.add_bfloat16(counting, values + 2 * start, length)
+        start, length, turn = _next(address, own, turn)
+    kernels.finish32(counting)
+
+
+@compiled
+def _largest_bits(address: Any, length: Any, one: Any, size: Any) -> Any:
+    """The largest magnitude's bits; ``one``: 1 as an unsigned integer as wide as a value, ``size`` bytes."""
+    whole = length * size // _VECTORS
+    high = largest_doubled(address, whole, one) if whole else as_type(one - one, one)
+    bits = carray(pointer(address, one), (length,))
+    for i in range(whole * _VECTORS // size, length):
+        # The sign is shifted out at the top.
+        high = max(high, as_type(bits[i] << one, one))
+    return np.int64(as_type(high >> one, one))
+
+
+@compiled
+def _find_largest(address: Any, one: Any, size: Any) -> None:
+    values, own = _job(address)[_VALUES], _own_part(address)
+    result = _result(address)
+    high = np.int64(0)
+    start, length, turn = _next(address, own, 0)
+    while length:
+        high = max(high, _largest_bits(values + size * start, length, one, size))
+        start, length, turn = _next(address, own, turn)
+    result[0] = high
+
+
+def _largest_of_16_bits(address: Any) -> None:
+    _find_largest(address, np.uint16(1), 2)
+
+
+def _largest_of_32_bits(address: Any) -> None:
+    _find_largest(address, np.uint32(1), 4)
+
+
+def _largest_of_64_bits(address: Any) -> None:
+    _find_largest(address, np.uint64(1), 8)
+
+
+@compiled
+def _run(work: Any, values: Any, length: Any, results: Any, team: Any) -> Any:
+    """Run a share on as many threads as there are results (int64, shape (threads, width), zeros), or fewer; says on how many."""
+    threads, width = results.shape
+    job = np.zeros(_TAKEN + threads, np.int64)
+    job[_VALUES], job[_LENGTH], job[_RESULTS], job[_WIDTH] = values, length, results.ctypes.data, width
+    job[_THREADS], job[_PART] = threads, -(-length // (threads * _WHOLE)) * _WHOLE
+    if threads == 1:
+        call(work, job.ctypes.data)
+    else:
+        parallel, job[_THREAD_NUMBER] = team
+        call_parallel(parallel, work, job.ctypes.data, threads)
+    return job[_GIVEN]
+
+
+@compiled_for("void(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")
+def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, threads: Any, team: Any) -> None:
+    """Count values into a row of ``counting.layout``.
 
     Args:
-        bits: the values', one-dimensional, contiguous.
-        rows, ends: one row and its two ends for each thread, as the loops of ``kernels`` take them.
-        chunk: values to take at a time.
+        work: ``address_of("count", ...)``.
+        values, length: their address, and how many they are.
+        row, row_length: address of int64s to overwrite, and how many.
+        threads: to share the work among; more than one only if there is a team.
+        team: addresses of ``GOMP_parallel`` and ``omp_get_thread_num``, or zeros.
     """
-    lengths = (len(bits), bits.itemsize, rows.shape[1], chunk)
-    return np.array([bits.ctypes.data, rows.ctypes.data, ends.ctypes.data, *lengths, 0, 0], np.int64)
+    rows = np.zeros((threads, row_length), np.int64)
+    used = _run(work, values, length, rows, team)
+    kernels.merge(rows[:used], carray(pointer(row, np.int64(0)), (row_length,)))
 
 
-@compiled
-def _fields(address: Any) -> Any:
-    return carray(pointer(address, np.int64(0)), (_FIELDS,))
+@compiled_for("int64(int64, int64, int64, int64, UniTuple(int64, 2))")
+def largest(work: Any, values: Any, length: Any, threads: Any, team: Any) -> Any:
+    """The bits of the largest magnitude among values; arguments as for ``fill_row``."""
+    results = np.zeros((threads, 1), np.int64)
+    used = _run(work, values, length, results, team)
+    return results[:used].max()
 
 
-@compiled
-def _row(job: Any, number: Any) -> Any:
-    return carray(pointer(job[_ROWS] + 8 * number * job[_ROW_LENGTH], np.int64(0)), (job[_ROW_LENGTH],))
-
-
-@compiled
-def _ends(job: Any, number: Any, word: Any) -> Any:
-    all_ends = carray(pointer(job[_ENDS], word), (2 * (number + 1),))
-    return all_ends[2 * number :]
-
-
-@compiled
-def _next(address: Any, job: Any) -> Any:
-    return fetch_and_add(address + 8 * _NEXT, job[_CHUNK])
-
-
-@compiled
-def _values(job: Any, start: Any, word: Any) -> Any:
-    return carray(pointer(job[_BITS] + start * job[_ITEM_SIZE], word), (min(job[_CHUNK], job[_LENGTH] - start),))
-
-
-# Four times alike: numba keeps nothing on disk of a function that is handed a compiled one.
-
-
-def _share_of_float32(address: Any) -> None:
-    job = _fields(address)
-    number = fetch_and_add(address + 8 * _NUMBERS, 1)
-    row, ends = _row(job, number), _ends(job, number, np.uint32(0))
-    start = _next(address, job)
-    while start < job[_LENGTH]:
-        add_float32(_values(job, start, np.uint32(0)), row, ends)
-        start = _next(address, job)
-
-
-def _share_of_float64(address: Any) -> None:
-    job = _fields(address)
-    number = fetch_and_add(address + 8 * _NUMBERS, 1)
-    row, ends = _row(job, number), _ends(job, number, np.uint64(0))
-    start = _next(address, job)
-    while start < job[_LENGTH]:
-        add_float64(_values(job, start, np.uint64(0)), row, ends)
-        start = _next(address, job)
-
-
-def _share_of_float16(address: Any) -> None:
-    job = _fields(address)
-    number = fetch_and_add(address + 8 * _NUMBERS, 1)
-    row, ends = _row(job, number), _ends(job, number, np.uint32(0))
-    start = _next(address, job)
-    while start < job[_LENGTH]:
-        add_float16(_values(job, start, np.uint16(0)), row, ends)
-        start = _next(address, job)
-
-
-def _share_of_bfloat16(address: Any) -> None:
-    job = _fields(address)
-    number = fetch_and_add(address + 8 * _NUMBERS, 1)
-    row, ends = _row(job, number), _ends(job, number, np.uint32(0))
-    start = _next(address, job)
-    while start < job[_LENGTH]:
-        add_bfloat16(_values(job, start, np.uint16(0)), row, ends)
-        start = _next(address, job)
-
-
-_SHARES: dict[str, Callable[[Any], None]] = {
-    "float32": _share_of_float32,
-    "float64": _share_of_float64,
-    "float16": _share_of_float16,
-    "bfloat16": _share_of_bfloat16,
+_WORK: dict[str, Callable[[Any], None]] = {
+    "count float32": _count_float32,
+    "count float64": _count_float64,
+    "count float16": _count_float16,
+    "count bfloat16": _count_bfloat16,
+    "largest of 16 bits": _largest_of_16_bits,
+    "largest of 32 bits": _largest_of_32_bits,
+    "largest of 64 bits": _largest_of_64_bits,
 }
 
 
 @cache
-def address_of(encoding: str) -> int:
-    """The C function, which takes a job's address, for values of this encoding; compiled, or found, at the first call."""
-    return function_of_c(_SHARES[encoding])
+def address_of(work: str) -> int:
+    """The C function, which takes a job's address; compiled, or found on disk, at the first call."""
+    return function_of_c(_WORK[work])

@@ -1,0 +1,144 @@
+"""Loops written in LLVM's own instructions, on vectors of 64 bytes: LLVM makes of them what a processor has.
+
+numba's vectors are half as long where a processor has both, it knows no rotations, and whether it makes vectors of a loop at all
+is a matter of how the loop is written. Here every instruction is one that was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba.core.cgutils
+import numba.types
+from llvmlite import ir
+from numba.extending import intrinsic
+
+types: Any = numba.types
+_cgutils: Any = numba.core.cgutils
+
+#: Bytes of a vector, and the 32-bit words in it.
+VECTOR_BYTES, LANES = 64, 16
+
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8: Any = ir.IntType(8)
+Words: Any = ir.VectorType(I32, LANES)
+
+
+def constant(kind: Any, value: int) -> Any:
+    """An integer, or a vector of the same one, of this type."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+class Code:
+    """A builder of instructions, with what is needed here beside those that it knows."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def operation(self, name: str, *operands: Any, result: Any = None) -> Any:
+        """One of LLVM's intrinsic operations, by its name without the type of the operands."""
+        kind = operands[0].type
+        width = (kind.element if isinstance(kind, ir.VectorType) else kind).width
+        suffix = f"v{kind.count}i{width}" if isinstance(kind, ir.VectorType) else f"i{width}"
+        c_type = ir.FunctionType(result or kind, [operand.type for operand in operands])
+        function = _cgutils.get_or_insert_function(self.builder.module, c_type, f"llvm.{name}.{suffix}")
+        return self.builder.call(function, operands)
+
+    def place(self, address: Any, offset: int, kind: Any) -> Any:
+        """So many bytes after an address, as a pointer."""
+        return self.builder.inttoptr(self.builder.add(address, constant(I64, offset)), kind.as_pointer())
+
+    def load(self, address: Any, offset: int, kind: Any = Words) -> Any:
+        # Values are aligned, vectors of them need not be.
+        return self.builder.load(self.place(address, offset, kind), align=1)
+
+    def store(self, value: Any, address: Any, offset: int) -> None:
+        self.builder.store(value, self.place(address, offset, value.type), align=1)
+
+    def prefetch(self, address: Any, offset: int) -> None:
+        """Have a line brought into the first-level cache; the address need not be one of the process."""
+        place = self.place(address, offset, _I8)
+        kinds = [place.type, I32, I32, I32]
+        function = _cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
+        )
+        # To read, to keep in every cache, data.
+        self.builder.call(function, [place, constant(I32, 0), constant(I32, 3), constant(I32, 1)])
+
+    def full_adder(self, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+        """For each bit the sum and the carry. The carry is ``a``, or ``c`` where ``a`` and ``b`` differ."""
+        builder = self.builder
+        differ = builder.xor(a, b)
+        return builder.xor(differ, c), builder.xor(a, builder.and_(differ, builder.xor(a, c)))
+
+    def loop(self, turns: Any, state: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+        """Run a body so many times (int64, 1 or more), from the number of the turn and a state to the next one."""
+        builder = self.builder
+        entry = builder.block
+        start, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
+        builder.branch(start)
+        builder.position_at_end(start)
+        variables = [builder.phi(value.type) for value in (turns, *state)]
+        following = body(variables[0], variables[1:])
+        next_turn = builder.add(variables[0], constant(I64, 1))
+        for variable, first, then in zip(variables, (constant(I64, 0), *state), (next_turn, *following), strict=True):
+            variable.add_incoming(first, entry)
+            variable.add_incoming(then, builder.block)
+        builder.cbranch(builder.icmp_unsigned("<", next_turn, turns), start, done)
+        builder.position_at_end(done)
+        return following
+
+
+def _largest_doubled(context: Any, address: Any, turns: Any, one: Any) -> Any:
+    """The largest of so many times 256 bytes (int64, 1 or more) as unsigned integers without their highest bits, doubled.
+
+    Args:
+        one: 1 as an unsigned integer as wide as a value.
+    """
+    width, streams = one.bitwidth, 4
+    kind = ir.VectorType(ir.IntType(width), VECTOR_BYTES * 8 // width)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        code = Code(builder)
+
+        def body(turn: Any, largest: list[Any]) -> list[Any]:
+            here = builder.add(arguments[0], builder.mul(turn, constant(I64, streams * VECTOR_BYTES)))
+            loaded = [code.load(here, VECTOR_BYTES * stream, kind) for stream in range(streams)]
+            return [
+                code.operation("umax", high, builder.add(value, value))
+                for high, value in zip(largest, loaded, strict=True)
+            ]
+
+        a, b, c, d = code.loop(arguments[1], [constant(kind, 0)] * streams, body)
+        high = code.operation("umax", code.operation("umax", a, b), code.operation("umax", c, d))
+        return code.operation("vector.reduce.umax", high, result=kind.element)
+
+    return one(types.int64, types.int64, one), generate
+
+
+def _add_rows(context: Any, a: Any, b: Any, c: Any, words: Any) -> Any:
+    """Full adders of rows of 32-bit words at three addresses: the sums to the first row, the carries to the third.
+
+    Args:
+        words: how many, a multiple of LANES.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        code = Code(builder)
+
+        def body(turn: Any, _: list[Any]) -> list[Any]:
+            rows = [builder.add(row, builder.mul(turn, constant(I64, VECTOR_BYTES))) for row in arguments[:3]]
+            total, carry = code.full_adder(*(code.load(row, 0) for row in rows))
+            code.store(total, rows[0], 0)
+            code.store(carry, rows[2], 0)
+            return []
+
+        code.loop(builder.udiv(arguments[3], constant(I64, LANES)), [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
+largest_doubled: Any = intrinsic(_largest_doubled)
+add_rows: Any = intrinsic(_add_rows)
