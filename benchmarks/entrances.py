@@ -25,6 +25,7 @@ ENTRANCES = (
     "mpinspect.capture.tensor_hooks:OutputGradientHook.__call__",
     "mpinspect.capture.tensor_hooks:ParameterHook.__call__",
     "mpinspect.capture.tensor_hooks:AccumulatedHook.__call__",
+    "mpinspect.capture.waiting:WaitingGradients._backward_ends",
     "mpinspect.capture.optimizer_steps:_before",
     "mpinspect.capture.optimizer_steps:_after",
     "mpinspect.capture.backward_scale:ScaleOfBackward._begins",

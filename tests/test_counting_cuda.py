@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector
-from mpinspect.capture import device_rows
+from mpinspect.capture import device_rows, waiting
 from mpinspect.capture.device_rows import DeviceRows
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.bits import merge_rows
@@ -187,9 +187,13 @@ def notes() -> list[str]:
     return []
 
 
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
 @pytest.fixture
 def rows(counter: _Counter, notes: list[str]) -> DeviceRows:
-    return DeviceRows(torch.device("cpu"), notes.append)
+    return DeviceRows(torch.device("cpu"), notes.append, _at_once)
 
 
 def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
@@ -202,7 +206,7 @@ def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
 def test_rows_of_several_steps(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers take turns and are emptied; a step of too many rows has the rest beside the buffer, and the next a larger one."""
     monkeypatch.setattr(device_rows, "_FIRST_CAPACITY", 4)
-    rows = DeviceRows(torch.device("cpu"), [].append)
+    rows = DeviceRows(torch.device("cpu"), [].append, _at_once)
     for step in range(6):
         tensors = [torch.randn(10 + i + step) for i in range(3 if step < 2 else 7)]
         given = [rows.count(tensor) for tensor in tensors]
@@ -241,7 +245,7 @@ def test_weight_gradients_of_a_backward_are_counted_in_one_launch(rows: DeviceRo
         for parameter in model.parameters():
             parameter.grad.mul_(float("nan"))
         assert counter.many == [4] * (micro_batch + 1)
-    assert rows._waiting == []
+    assert not rows._waiting
     found = _sent(rows, [row for _, row in seen])
     for index, (gradient, _) in enumerate(seen):
         assert found[index].tolist() == reference.count(gradient).tolist()
@@ -315,14 +319,14 @@ def test_a_backward_that_breaks_off_leaves_nothing_behind(rows: DeviceRows, coun
     with pytest.raises(KeyError):
         (hidden.exp() * late).sum().backward()
     rows.drop()
-    assert rows._waiting == []
+    assert not rows._waiting
     (late * 2).sum().backward()
     assert torch.equal(seen[-1][1], reference.count(seen[-1][0]))
 
 
 def test_many_bytes_do_not_wait(rows: DeviceRows, counter: _Counter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_rows, "_MOST_WAITING", 100)
-    monkeypatch.setattr(device_rows, "_LARGEST_TO_WAIT", 80)
+    monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
+    monkeypatch.setattr(waiting, "_LARGEST_TO_WAIT", 80)
     parameters = [nn.Parameter(torch.ones(n)) for n in (10, 10, 10, 30)]
     seen = _hooked(rows, *parameters)
     sum((parameter * torch.randn(parameter.shape)).sum() for parameter in parameters).backward()
@@ -359,9 +363,9 @@ def test_an_inspector_sees_the_same_through_a_buffer(
         with monkeypatch.context() as patch, Inspector(model, capture=kinds) as inspector:
             if through_buffer:
                 tally = inspector._capture._tally
-                device_rows_of = DeviceRows(torch.device("cpu"), inspector._recording.note)
+                device_rows_of = DeviceRows(torch.device("cpu"), inspector._recording.note, _at_once)
                 tally._device_rows[torch.device("cpu")] = device_rows_of
-                patch.setattr(tally, "_rows_on", lambda device: device_rows_of)
+                patch.setattr(tally, "_rows_for", lambda tensor: device_rows_of)
             for _ in range(5):
                 optimizer.zero_grad()
                 for _ in range(2):

@@ -93,3 +93,19 @@ def test_without_numba_it_never_applies(monkeypatch: pytest.MonkeyPatch) -> None
         assert largest_magnitude(torch.ones(2)) is None
     finally:
         magnitude._by_dtype.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_flush_denormals_mode_changes_nothing(dtype: torch.dtype) -> None:
+    """The largest of many subnormals is not flushed on its way, not even one of float64."""
+    smallest = torch.finfo(dtype).smallest_normal
+    values = (torch.arange(300, dtype=torch.float64) / 512 * smallest).to(dtype)
+    truth = float(values.abs().max())
+    assert 0 < truth < smallest
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        found = largest_magnitude(values)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == truth

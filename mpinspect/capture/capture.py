@@ -5,6 +5,7 @@ Nothing keeps a tensor of the model: what stays are rows of counts and reduced v
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections import deque
@@ -89,7 +90,8 @@ class Capture(Guarded):
         self.clock = StepClock(schedule)
         for optimizer in optimizers:
             self.clock.know(optimizer)
-        self._tally = Tally(recording.note, recording.scale)
+        self._me = weakref.ref(self)
+        self._tally = Tally(recording.note, recording.scale, functools.partial(_when_a_backward_ends, self._me))
         self._watch = Watch({layer.path for layer in self._layers if layer.is_leaf}) if watch else None
         self._budget: Budget | None = None
         if max_overhead is not None:
@@ -126,7 +128,6 @@ class Capture(Guarded):
         self._rested: tuple[frozenset[str], Watch | None] | None = None
         #: Steps that the watch looked at, and not at the one before; events arrive a few steps late at most.
         self._after_pause: deque[int] = deque(maxlen=8)
-        self._me = weakref.ref(self)
         self.attached = False
         #: Whether this step is sampled, and the watch where it looks at this step.
         self._sampled = False
@@ -442,6 +443,11 @@ class Capture(Guarded):
         if row is not None or not self._scale.by_scaler or self._optimizers.any_fused:
             watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, row)
 
+    @entrance
+    def backward_ended(self, count: Callable[[], None]) -> None:
+        """A backward is over, and counts what waited for that."""
+        count()
+
     def _add_gradient(
         self, key: TensorKey, gradient: torch.Tensor, scale: BackwardScale, row: torch.Tensor
     ) -> torch.Tensor | None:
@@ -662,6 +668,12 @@ class Capture(Guarded):
             return True
         before, self._weight_state = self._weight_state, _state(first)
         return first.grad is None or self._weight_state != before
+
+
+def _when_a_backward_ends(capture: weakref.ref[Capture], count: Callable[[], None]) -> None:
+    alive = capture()
+    if alive is not None:
+        alive.backward_ended(count)
 
 
 def _is_never_called(module: torch.nn.Module) -> bool:

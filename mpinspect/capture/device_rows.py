@@ -4,8 +4,7 @@ Two buffers take turns, step by step. At the end of a step a stream of its own c
 the training goes on; a buffer is used again only behind that copy, which the device waits for, never the host. Memory is
 allocated in the first two sampled steps, and torch's caches keep it.
 
-Weight gradients are many and mostly small, and launching a kernel takes longer than counting one. So where nothing can
-change a gradient in the meantime it waits, and the end of the backward counts all that wait in one launch.
+Weight gradients mostly wait for the end of their backward (``waiting``), to be counted in one launch.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.sent import Sent
+from mpinspect.capture.waiting import Enter, Waiting, WaitingGradients
 from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
@@ -26,11 +27,6 @@ from mpinspect.counting.pieces import plain_values
 
 #: Rows of a buffer at first: 3.4 MB. One that was too small is made anew, twice what the step would have needed.
 _FIRST_CAPACITY = 512
-#: A larger gradient is counted at once: its reading takes longer than the launch.
-_LARGEST_TO_WAIT = 16 << 20
-#: No more bytes of gradients than these wait together.
-_MOST_WAITING = 64 << 20
-_WAITING_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -43,38 +39,16 @@ class _Buffer:
     copied: Any = None
 
 
-@dataclass
-class _Waiting:
-    """A gradient to be counted when the backward ends, if it is then what it was."""
-
-    values: torch.Tensor
-    version: int
-    slot: int
-    stream: Any
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What ``DeviceRows.send`` did.
-
-    Args:
-        copies: the rows sent, by their index, and the copy that takes them in this order: one, or none.
-        done: indices of all rows that lie in the buffer, with those that could not be counted.
-    """
-
-    copies: list[tuple[list[int], HostCopy]]
-    done: set[int]
-
-
 class DeviceRows:
     """The rows that one capture fills on one CUDA device.
 
     Args:
         device: with an index.
         note: called with a sentence on what could not be counted.
+        enter: see WaitingGradients.
     """
 
-    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, note: Callable[[str], None], enter: Enter) -> None:
         self._device = device
         self._note = note
         self._buffers: list[_Buffer | None] = [None, None]
@@ -87,10 +61,7 @@ class DeviceRows:
         self._not_counted: set[int] = set()
         self._ready: Any = None
         self._copy_stream: Any = None
-        self._waiting: list[_Waiting] = []
-        self._waiting_bytes = 0
-        #: The backward (graph task) whose end counts what waits.
-        self._task = -1
+        self._waiting = WaitingGradients(self._count_waiting, self._not_counted_too, note, enter)
 
     # -- counting -------------------------------------------------------------------------------------------------
 
@@ -114,41 +85,28 @@ class DeviceRows:
     @torch.no_grad()
     def count_later(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The row of a parameter's gradient that has just arrived: filled by the end of this backward, or at once."""
-        task = torch._C._current_graph_task_id()
-        if self._waiting and task != self._task:
-            # Of a backward around this one, or of one that broke off: what comes now may change their gradients.
-            self.count_waiting()
-        if task == -1 or available.counter() is None or not _may_wait(parameter, gradient):
+        if available.counter() is None or not self._waiting.takes(parameter, gradient):
             return self.count(gradient)
-        values = gradient.detach()
-        if self._waiting_bytes + values.nbytes > _MOST_WAITING:
-            self.count_waiting()
         slot = self._take()
         if slot is None:
             return self.count(gradient)
-        if not self._waiting:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        self._waiting.append(_Waiting(values, values._version, slot, stream))
-        self._waiting_bytes += values.nbytes
+        self._waiting.add(gradient, slot, stream)
         return self._given(slot)
 
+    def _not_counted_too(self, slots: list[int]) -> None:
+        self._not_counted.update(slots)
+
     @torch.no_grad()
-    def count_waiting(self) -> None:
-        """Count the gradients that wait, on the streams that they came on."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        intact = [each for each in waiting if each.values._version == each.version]
-        if len(intact) < len(waiting):
-            self._not_counted.update(each.slot for each in waiting if each.values._version != each.version)
-            self._note("weight gradients were changed in place during the backward, before they could be counted")
-        by_stream: dict[Any, list[_Waiting]] = {}
-        for each in intact:
+    def _count_waiting(self, waiting: list[Waiting]) -> None:
+        """Count gradients that waited, on the streams that they came on."""
+        by_stream: dict[Any, list[Waiting]] = {}
+        for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
             self._count_together(stream, group)
 
-    def _count_together(self, stream: Any, group: list[_Waiting]) -> None:
+    def _count_together(self, stream: Any, group: list[Waiting]) -> None:
         counter: Any = available.counter()
         try:
             with torch.cuda.stream(stream):
@@ -161,17 +119,11 @@ class DeviceRows:
         available.gave_up(error)
         self._note(available.trouble())
 
-    def _backward_ends(self) -> None:
-        try:
-            self.count_waiting()
-        except Exception as error:
-            self._note(f"mpinspect failed to count weight gradients ({error!r}); the training is not affected")
-
     # -- the buffers ------------------------------------------------------------------------------------------------
 
     def send(self, rows: list[torch.Tensor]) -> Sent:
         """Send those of the step's rows that lie in the buffer to the host, in one copy. Does not wait."""
-        self.count_waiting()
+        self._waiting.count()
         slots = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
         counted = {index: slot for index, slot in slots.items() if slot not in self._not_counted}
         copies: list[tuple[list[int], HostCopy]] = []
@@ -184,7 +136,7 @@ class DeviceRows:
 
     def drop(self) -> None:
         """Forget the rows of this step, and what waits."""
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting.drop()
         self._close()
 
     def _close(self) -> None:
@@ -259,19 +211,3 @@ class _SlotsCopy(HostCopy):
         """int64, (slots, NARROW.length); waits for the GPU where they are not there yet."""
         rows: npt.NDArray[Any] = super().values()[self._slots]
         return rows
-
-
-def _may_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether nothing but the gradient's accumulation is known to touch it until the backward ends."""
-    return (
-        type(gradient) is torch.Tensor
-        and gradient.dtype in _WAITING_DTYPES
-        and gradient.layout is torch.strided
-        and gradient.is_contiguous()
-        and gradient.nbytes <= _LARGEST_TO_WAIT
-        # Gradients that are averaged over ranks are changed by way of .data, which no version tells.
-        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        # Our own hook, and no other: not one that may change the gradient, nor an optimizer that steps in the backward.
-        and len(parameter._backward_hooks or ()) == 1
-        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )

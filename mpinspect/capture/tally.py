@@ -1,7 +1,7 @@
 """From raw rows of counts to windows: what was counted, gathered until somebody asks.
 
-Rows stay on the device that counted them until the end of their step; then one copy takes them all to the host,
-on a GPU asynchronously (``device_rows``) and looked at a step later.
+Rows stay on the device that counted them until the end of their step (``host_rows``, ``device_rows``); then one copy takes
+them all to the host, from a GPU asynchronously and looked at a step later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from mpinspect.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
 from mpinspect.capture.device_rows import DeviceRows
 from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.host_rows import HostRows
 from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
+from mpinspect.capture.waiting import Enter
 from mpinspect.capture.window_rows import WindowRows
 from mpinspect.counting import fastest
 from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, Window
@@ -84,11 +86,18 @@ class Tally:
     Args:
         drop: called with a sentence whenever a sample had to be thrown away.
         scale_seen: called with the step and the scale of its gradients (None: not known).
+        enter: runs what is left to be done at the end of a backward.
     """
 
-    def __init__(self, drop: Callable[[str], None], scale_seen: Callable[[int, float | None], None]) -> None:
+    def __init__(
+        self,
+        drop: Callable[[str], None],
+        scale_seen: Callable[[int, float | None], None],
+        enter: Enter = lambda work: work(),
+    ) -> None:
         self._drop = drop
         self._scale_seen = scale_seen
+        self._enter = enter
         self._pending: list[Sample] = []
         self._pending_lost: list[tuple[TensorKey, str, bool, torch.Tensor]] = []
         self._travelling: deque[_Step] = deque()
@@ -96,29 +105,36 @@ class Tally:
         self._arrangement = Arrangement([], [], [])
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
+        self._host_rows = HostRows(drop, enter)
         self._device_rows: dict[torch.device, DeviceRows] = {}
 
     def count(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
         """The row of a tensor for a sample of the current step, as from ``counting.count``. Waits for no GPU.
 
-        On a CUDA device it may be part of a buffer, and holds something else two steps later.
+        It may be part of a buffer, and hold something else when the next step begins.
         """
-        rows = self._rows_on(tensor.device) if divisor is None else None
+        rows = self._rows_for(tensor) if divisor is None else None
         return fastest.count(tensor, divisor) if rows is None else rows.count(tensor)
 
     def count_gradient(
         self, parameter: torch.Tensor, gradient: torch.Tensor, divisor: float | torch.Tensor | None
     ) -> torch.Tensor:
-        """The same for a parameter's gradient as it arrives; on a CUDA device the row may be filled when the backward ends."""
-        rows = self._rows_on(gradient.device) if divisor is None else None
+        """The same for a parameter's gradient as it arrives: the row may be filled when the backward ends."""
+        rows = self._rows_for(gradient) if divisor is None else None
         return fastest.count(gradient, divisor) if rows is None else rows.count_later(parameter, gradient)
 
-    def _rows_on(self, device: torch.device) -> DeviceRows | None:
-        if device.type != "cuda":
-            return None
+    def _rows_for(self, tensor: torch.Tensor) -> HostRows | DeviceRows | None:
+        if tensor.is_cpu:
+            return self._host_rows
+        return self._rows_on(tensor.device) if tensor.is_cuda else None
+
+    def _buffers(self) -> list[HostRows | DeviceRows]:
+        return [self._host_rows, *self._device_rows.values()]
+
+    def _rows_on(self, device: torch.device) -> DeviceRows:
         rows = self._device_rows.get(device)
         if rows is None:
-            rows = self._device_rows[device] = DeviceRows(device, self._drop)
+            rows = self._device_rows[device] = DeviceRows(device, self._drop, self._enter)
         return rows
 
     def add(self, sample: Sample) -> None:
@@ -133,7 +149,7 @@ class Tally:
         """Forget the samples of the current step."""
         self._pending.clear()
         self._pending_lost.clear()
-        for rows in self._device_rows.values():
+        for rows in self._buffers():
             rows.drop()
 
     @property
@@ -188,8 +204,8 @@ class Tally:
         )
 
     def _send_rows(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
-        """Those in a device's buffer in one copy, the others beside it."""
-        sent = [on_device.send(rows) for on_device in self._device_rows.values()]
+        """Those in a buffer in one copy, the others beside it."""
+        sent = [buffer.send(rows) for buffer in self._buffers()]
         copies = [of_buffer for each in sent for of_buffer in each.copies]
         done = {index for each in sent for index in each.done}
         return copies + _copy_alike([None if index in done else row for index, row in enumerate(rows)])

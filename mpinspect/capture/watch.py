@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mpinspect.capture import culprit
@@ -335,7 +337,7 @@ class Watch:
         row: torch.Tensor | None,
         is_input: bool = False,
     ) -> _Look | None:
-        value = _value(tensor, row)
+        value = _value(tensor, row, phase == FORWARD)
         if value is None:
             return None
         look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
@@ -343,10 +345,13 @@ class Watch:
         return look
 
 
-def _value(tensor: torch.Tensor, row: torch.Tensor | None) -> _Value | None:
-    """What is to be known of a tensor; None for those that have no value, or none that can be had."""
+def _value(tensor: torch.Tensor, row: torch.Tensor | None, at_once: bool) -> _Value | None:
+    """What is to be known of a tensor; None for those that have no value, or none that can be had.
+
+    ``at_once``: of a row on a CPU, which is filled by now; others are read when the step ends.
+    """
     if row is not None:
-        return _from_row(row.numpy()) if row.is_cpu else (row,)
+        return _from_row(row.numpy()) if at_once and row.is_cpu else (row,)
     if not tensor.numel():
         return None
     largest = largest_magnitude(tensor)
@@ -402,8 +407,14 @@ def _largest(looks: list[_Look], copies: list[tuple[list[int], HostCopy]]) -> li
     """The largest magnitude of each look, inf or NaN included."""
     largest = [look.value if isinstance(look.value, float) else 0.0 for look in looks]
     for indices, copy in copies:
-        for index, values in zip(indices, copy.values(), strict=True):
-            largest[index] = _from_row(values) if len(values) == layout.HEADER else _from_extremes(*values.tolist())
+        values = copy.values()
+        found = (
+            _from_rows(values)
+            if values.shape[1] == layout.HEADER
+            else [_from_extremes(*pair) for pair in values.tolist()]
+        )
+        for index, value in zip(indices, found, strict=True):
+            largest[index] = value
     return largest
 
 
@@ -412,6 +423,13 @@ def _from_extremes(low: float, high: float) -> float:
 
 
 def _from_row(row: Any) -> float:
-    if row[layout.NANS]:
-        return math.nan
-    return math.inf if row[layout.INFS] else float(row[layout.MAX_BITS : layout.HEADER].view("float64")[0])
+    return _from_rows(row[None, : layout.HEADER])[0]
+
+
+def _from_rows(heads: npt.NDArray[np.int64]) -> list[float]:
+    """Of the heads of rows, shape (n, HEADER)."""
+    largest = heads[:, layout.MAX_BITS].copy().view(np.float64)
+    largest[heads[:, layout.INFS] > 0] = math.inf
+    largest[heads[:, layout.NANS] > 0] = math.nan
+    found: list[float] = largest.tolist()
+    return found

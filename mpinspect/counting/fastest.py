@@ -51,7 +51,7 @@ def warm_up(devices: Iterable[torch.device] = (), dtypes: Iterable[torch.dtype] 
 
 def _prepared(devices: list[torch.device], dtypes: list[torch.dtype]) -> list[str]:
     said = []
-    counter = _cpu_counter()
+    counter = cpu_counter()
     if counter is not None:
         counter.warm_up(dtypes)
     elif _trouble:
@@ -67,7 +67,7 @@ _trouble: list[str] = []
 
 def _count_on_cpu(values: torch.Tensor) -> torch.Tensor | None:
     """The row of a strided CPU tensor; None where numba is not installed or fails, or the dtype was not prepared for."""
-    counter: Any = _cpu_counter()
+    counter: Any = cpu_counter()
     if counter is None or values.dtype not in counter.ready:
         return None
     row: torch.Tensor = counter.count(values)
@@ -79,8 +79,8 @@ _WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {"cpu": _count
 
 
 @cache
-def _cpu_counter() -> ModuleType | None:
-    """The module that counts with numba, ready for the usual dtypes; None where it is not installed or fails."""
+def cpu_counter() -> ModuleType | None:
+    """``counting.cpu.counter``, ready for the usual dtypes; None where numba is not installed or fails."""
     return apart(_loaded)
 
 

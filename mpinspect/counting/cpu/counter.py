@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from mpinspect.counting.bits import BINARY32, BINARY64, Encoding, merge_rows
+from mpinspect.counting.bits import BINARY32, BINARY64, Encoding, empty_row, merge_rows
 from mpinspect.counting.cpu import shares
-from mpinspect.counting.layout import HEADER, MIN_BITS
+from mpinspect.counting.layout import HEADER, MIN_BITS, NARROW
 from mpinspect.counting.pieces import fills_its_memory, flat_bits
 from mpinspect.workers import NO_TEAM, POOL, TEAM
 
@@ -28,16 +29,18 @@ class _Way:
     work: str
     encoding: Encoding
 
-    def row(self, address: int, length: int, threads: int = 1) -> torch.Tensor:
-        """The row of so many values in memory; by more threads than one, which must be torch's."""
+    def row(self, values: torch.Tensor) -> torch.Tensor:
+        """The row of a tensor whose elements lie in memory without gap."""
         row = torch.empty(self.encoding.layout.length, dtype=torch.int64, device="cpu")
-        team = TEAM.addresses if threads > 1 else NO_TEAM
-        shares.fill_row(shares.address_of(self.work), address, length, row.data_ptr(), len(row), threads, team)
+        length = values.numel()
+        threads, team = _threads_for(length)
+        work = shares.address_of(self.work)
+        shares.fill_row(work, _address(values, length), length, row.data_ptr(), len(row), threads, team)
         return row
 
     def row_of_pieces(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The row of all values in these dense pieces, counted by this thread."""
-        return merge_rows([self.row(piece.data_ptr(), piece.numel()) for piece in pieces] or [self.row(0, 0)])
+        """The row of all values in some such tensors, counted by this thread."""
+        return merge_rows([self.row(piece) for piece in pieces] or [empty_row(self.encoding, torch.device("cpu"))])
 
 
 _WAYS = {
@@ -52,17 +55,63 @@ _USUAL = (torch.float32, torch.float16, torch.bfloat16)
 #: The dtypes whose loops are compiled: no other is counted this way, for a compiler takes seconds. 8-bit ones never are,
 #: whose few codes torch counts as fast.
 ready: set[torch.dtype] = set()
+#: What a thread does for each of them.
+_WORK: dict[torch.dtype, int] = {}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def takes(tensor: torch.Tensor) -> bool:
+    """Whether ``fill`` and ``fill_many`` can count this tensor as it is, into a row of the layout NARROW."""
+    return (
+        tensor.dtype in _WORK
+        and tensor.dtype is not torch.float64
+        and type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    )
+
+
+def fill(tensor: torch.Tensor, row: int) -> None:
+    """Count a tensor that this module ``takes`` into the row at an address."""
+    length = tensor.numel()
+    threads, team = _threads_for(length)
+    shares.fill_row(_WORK[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
+
+
+def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """The same for many tensors and their rows, one after the other, in one compiled call."""
+    entries = [(_WORK[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
+    shares.fill_rows(np.array(entries, np.int64), NARROW.length, *_threads_for(_TEAM_FROM), _TEAM_FROM)
+
+
+def _threads_for(length: int) -> tuple[int, tuple[int, int]]:
+    """How many threads count so many values, and the team that they are."""
+    if length >= _TEAM_FROM and TEAM.there and (threads := torch.get_num_threads()) > 1:
+        return threads, TEAM.addresses
+    return 1, NO_TEAM
+
+
+def _address(tensor: torch.Tensor, length: int) -> int:
+    """Of the first of a tensor's so many values.
+
+    Raises:
+        ValueError: there are values, and no memory.
+    """
+    address = tensor.data_ptr()
+    if not address and length:
+        raise ValueError(
+            "the tensor's memory has been given back, as sharded training does between uses: nothing to count"
+        )
+    return address
 
 
 def count(values: torch.Tensor) -> torch.Tensor:
     """The row of a strided CPU tensor of a dtype that is ``ready``, any shape and strides."""
     way = _WAYS[values.dtype]
     threads, length = torch.get_num_threads(), values.numel()
-    dense = values.is_contiguous() or fills_its_memory(values)
-    if dense and (threads == 1 or length < _TEAM_FROM):
-        return way.row(values.data_ptr(), length)
-    if dense and TEAM.there:
-        return way.row(values.data_ptr(), length, threads)
+    if (length < _TEAM_FROM or threads == 1 or TEAM.there) and (values.is_contiguous() or fills_its_memory(values)):
+        return way.row(values)
     pieces, times = flat_bits(values, _chunk(length, threads))
     row = merge_rows(POOL.map(way.row_of_pieces, list(pieces), threads if length >= _POOL_FROM else 1))
     if times != 1:
@@ -81,5 +130,5 @@ def warm_up(dtypes: Iterable[torch.dtype] = ()) -> None:
     Takes seconds the first time on a machine, some tenths of one the first time in a process, and no time after that.
     """
     for dtype in {*_USUAL, *dtypes}.intersection(_WAYS).difference(ready):
-        shares.address_of(_WAYS[dtype].work)
+        _WORK[dtype] = shares.address_of(_WAYS[dtype].work)
         ready.add(dtype)

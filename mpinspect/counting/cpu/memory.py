@@ -70,6 +70,15 @@ def _bits_of_float64(context: Any, value: Any) -> Any:
     return types.int64(types.float64), generate
 
 
+def _float64_of_bits(context: Any, bits: Any) -> Any:
+    """The float64 with these bits, an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
 def _call(context: Any, function: Any, argument: Any) -> Any:
     """Call the C function at an address with an int64; it returns nothing."""
 
@@ -118,6 +127,7 @@ fetch_and_add: Any = intrinsic(_fetch_and_add)
 ones: Any = intrinsic(_ones)
 lowest_one: Any = intrinsic(_lowest_one)
 bits_of_float64: Any = intrinsic(_bits_of_float64)
+float64_of_bits: Any = intrinsic(_float64_of_bits)
 call: Any = intrinsic(_call)
 call_for_int: Any = intrinsic(_call_for_int)
 call_parallel: Any = intrinsic(_call_parallel)

@@ -19,7 +19,15 @@ import numpy as np
 
 from mpinspect.counting.cpu import kernels
 from mpinspect.counting.cpu.compiling import compiled, compiled_for, function_of_c
-from mpinspect.counting.cpu.memory import as_type, call, call_for_int, call_parallel, fetch_and_add, pointer
+from mpinspect.counting.cpu.memory import (
+    as_type,
+    call,
+    call_for_int,
+    call_parallel,
+    fetch_and_add,
+    float64_of_bits,
+    pointer,
+)
 from mpinspect.counting.cpu.vectors import largest_doubled
 
 #: The fields of a job: address and number of the values; address and width (int64s) of a thread's results; threads and the values
@@ -174,12 +182,38 @@ def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, thr
     kernels.merge(rows[:used], carray(pointer(row, np.int64(0)), (row_length,)))
 
 
-@compiled_for("int64(int64, int64, int64, int64, UniTuple(int64, 2))")
-def largest(work: Any, values: Any, length: Any, threads: Any, team: Any) -> Any:
-    """The bits of the largest magnitude among values; arguments as for ``fill_row``."""
+@compiled_for("void(int64[:, ::1], int64, int64, UniTuple(int64, 2), int64)")
+def fill_rows(table: Any, row_length: Any, threads: Any, team: Any, shared_from: Any) -> None:
+    """The same for many tensors, one after the other.
+
+    Args:
+        table: shape (tensors, 4): work, values, length and row of each.
+        shared_from: the least length whose work is shared.
+    """
+    for k in range(len(table)):
+        work, values, length, row = table[k]
+        fill_row(work, values, length, row, row_length, threads if length >= shared_from else 1, team)
+
+
+@compiled_for("float64(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")
+def largest(work: Any, values: Any, length: Any, mantissa_bits: Any, bias: Any, threads: Any, team: Any) -> Any:
+    """The largest magnitude among values, 1 or more; infinity if one is infinite, NaN if one is.
+
+    Args:
+        mantissa_bits, bias: of their encoding; the others as for ``fill_row``.
+    """
     results = np.zeros((threads, 1), np.int64)
     used = _run(work, values, length, results, team)
-    return results[:used].max()
+    bits = results[:used].max()
+    if mantissa_bits == 52:
+        return float64_of_bits(bits)
+    # As a float64 every other value is a normal one: no flush-denormals mode touches it.
+    field, mantissa = bits >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
+    if field > 2 * bias:
+        return np.nan if mantissa else np.inf
+    if field == 0:
+        return np.ldexp(np.float64(mantissa), 1 - bias - mantissa_bits)
+    return np.ldexp(np.float64(mantissa + (1 << mantissa_bits)), field - bias - mantissa_bits)
 
 
 _WORK: dict[str, Callable[[Any], None]] = {

@@ -1,0 +1,115 @@
+"""Rows of counts on the CPU: memory made once, which numba's loops fill, and from which a step's rows go on in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.sent import Sent
+from mpinspect.capture.waiting import Enter, Waiting, WaitingGradients
+from mpinspect.counting import fastest
+from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
+
+#: Rows at first: 0.9 MB. Memory that was too small is made anew, with twice what the step would have needed.
+_FIRST_CAPACITY = 128
+
+
+class HostRows:
+    """The rows that one capture fills on the CPU.
+
+    Args:
+        note: called with a sentence on what could not be counted.
+        enter: see WaitingGradients.
+    """
+
+    def __init__(self, note: Callable[[str], None], enter: Enter) -> None:
+        self._capacity = _FIRST_CAPACITY
+        self._memory: torch.Tensor | None = None
+        #: Its rows, their addresses and, by id, their numbers.
+        self._slots: tuple[torch.Tensor, ...] = ()
+        self._addresses: list[int] = []
+        self._slot_of: dict[int, int] = {}
+        #: How many rows the open step has asked for, and slots of those that hold nothing.
+        self._asked = 0
+        self._not_counted: set[int] = set()
+        self._waiting = WaitingGradients(self._count_together, self._leave_out, note, enter)
+
+    @cached_property
+    def _counter(self) -> Any:
+        """``counting.cpu.counter``, or None. Asked for when something is counted first: that loads it."""
+        return fastest.cpu_counter()
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
+        counter = self._counter
+        if counter is None or not counter.takes(tensor):
+            return fastest.count(tensor)
+        slot = self._take()
+        if slot is None:
+            return fastest.count(tensor)
+        counter.fill(tensor, self._addresses[slot])
+        return self._slots[slot]
+
+    def count_later(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The row of a parameter's gradient that has just arrived: filled by the end of this backward, or at once."""
+        counter = self._counter
+        if counter is None or not self._waiting.takes(parameter, gradient) or not counter.takes(gradient):
+            return self.count(gradient)
+        slot = self._take()
+        if slot is None:
+            return self.count(gradient)
+        self._waiting.add(gradient, slot)
+        return self._slots[slot]
+
+    def send(self, rows: list[torch.Tensor]) -> Sent:
+        """Copy those of the step's rows that lie here, and begin the next step."""
+        self._waiting.count()
+        taken = min(self._asked, len(self._slots))
+        slots = {index: slot for index, row in enumerate(rows) if (slot := self._slot_of.get(id(row), taken)) < taken}
+        counted = {index: slot for index, slot in slots.items() if slot not in self._not_counted}
+        copies: list[tuple[list[int], HostCopy]] = []
+        if self._memory is not None and counted:
+            chosen = torch.tensor(list(counted.values()), device="cpu")
+            copies.append((list(counted), HostCopy(self._memory.index_select(0, chosen))))
+        self._close()
+        return Sent(copies, set(slots))
+
+    def drop(self) -> None:
+        """Forget the rows of this step, and what waits."""
+        self._waiting.drop()
+        self._close()
+
+    def _close(self) -> None:
+        if self._asked > self._capacity:
+            self._capacity = 2 * self._asked
+        self._asked, self._not_counted = 0, set()
+
+    def _take(self) -> int | None:
+        """The next slot, its row holding anything; None where the memory is full."""
+        if not self._asked and len(self._slots) < self._capacity:
+            with torch.inference_mode(False):
+                self._memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device="cpu")
+            self._slots = self._memory.unbind(0)
+            self._addresses = [row.data_ptr() for row in self._slots]
+            self._slot_of = {id(row): slot for slot, row in enumerate(self._slots)}
+        slot = self._asked
+        self._asked += 1
+        return slot if slot < len(self._slots) else None
+
+    def _count_together(self, waiting: list[Waiting]) -> None:
+        assert self._counter is not None
+        try:
+            self._counter.fill_many([(each.values, self._addresses[each.slot]) for each in waiting])
+        except Exception:
+            self._leave_out([each.slot for each in waiting])
+            raise
+
+    def _leave_out(self, slots: list[int]) -> None:
+        self._not_counted.update(slots)
+        for slot in slots:
+            # The watch looks at it.
+            self._slots[slot].zero_()[MIN_BITS] = NO_MINIMUM

@@ -1,0 +1,234 @@
+"""Rows of counts on the CPU: weight gradients are counted together when their backward ends, as they were when they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mpinspect
+from mpinspect import Inspector
+from mpinspect.capture import host_rows, waiting
+from mpinspect.capture.host_rows import HostRows
+from mpinspect.counting import count_exponents, fastest, reference
+from mpinspect.counting.cpu import counter
+from mpinspect.counting.layout import decode
+from mpinspect.session import TensorKey
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    assert fastest.warm_up() == []
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.fixture
+def rows(notes: list[str]) -> HostRows:
+    return HostRows(notes.append, _at_once)
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients each compiled call counted."""
+    found: list[int] = []
+    fill_many = counter.fill_many
+
+    def counted(pairs: Any) -> None:
+        found.append(len(pairs))
+        fill_many(pairs)
+
+    monkeypatch.setattr(counter, "fill_many", counted)
+    return found
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def sent(rows: HostRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
+    copies = rows.send(given).copies
+    return {index: row for indices, copy in copies for index, row in zip(indices, copy.values(), strict=True)}
+
+
+def hooked(rows: HostRows, *parameters: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put a hook on each that has its gradient counted; what it got (a copy) and the row are appended to the list."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for parameter in parameters:
+        parameter.register_hook(
+            lambda gradient, parameter=parameter: seen.append((gradient.clone(), rows.count_later(parameter, gradient)))
+        )
+    return seen
+
+
+def test_rows_of_several_steps(rows: HostRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of too many rows has the rest beside the memory, and the next one a larger one."""
+    monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 4)
+    rows = HostRows([].append, _at_once)
+    for step in range(6):
+        tensors = [torch.randn(10 + i + step) for i in range(3 if step < 2 else 7)]
+        given = [rows.count(tensor) for tensor in tensors]
+        found = sent(rows, given)
+        assert len(found) == (3 if step < 2 else 4 if step == 2 else 7)
+        for index, tensor in enumerate(tensors):
+            assert found.get(index, given[index].numpy()).tolist() == reference.count(tensor).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_a_backward_are_counted_in_one_call(
+    rows: HostRows, together: list[int], threads: int, dtype: torch.dtype
+) -> None:
+    shapes = [(3,), (300, 401), (1,), (17, 5), (0,)]
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    seen = hooked(rows, *parameters)
+    for micro_batch in range(2):
+        sum((parameter * torch.randn(parameter.shape).to(dtype)).sum().float() for parameter in parameters).backward()
+        # Before the backward returns: what comes next may change the gradients.
+        for parameter in parameters:
+            parameter.grad.fill_(float("nan"))
+        assert together == [len(shapes)] * (micro_batch + 1)
+    found = sent(rows, [row for _, row in seen])
+    for index, (gradient, _) in enumerate(seen):
+        assert found[index].tolist() == reference.count(gradient).tolist()
+
+
+def test_the_gradient_is_taken_over_and_not_copied(rows: HostRows, together: list[int]) -> None:
+    parameter = nn.Parameter(torch.ones(5))
+    addresses = []
+    parameter.register_hook(
+        lambda gradient: (addresses.append(gradient.data_ptr()), rows.count_later(parameter, gradient))[0]
+    )
+    (parameter * torch.randn(5)).sum().backward()
+    assert together == [1]
+    assert parameter.grad.data_ptr() == addresses[0]
+
+
+def test_a_gradient_that_something_else_may_change_is_counted_at_once(rows: HostRows, together: list[int]) -> None:
+    another_hook, in_backward = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    seen = hooked(rows, another_hook, in_backward)
+    another_hook.register_hook(lambda gradient: gradient.mul_(0))
+    in_backward.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    (another_hook * torch.randn(3) + in_backward * torch.randn(3)).sum().backward()
+    assert together == []
+    for gradient, row in seen:
+        assert torch.equal(row, reference.count(gradient))
+        assert decode(row.numpy()).nonzero == 3
+
+
+def test_a_gradient_changed_while_it_waits_is_left_out_and_said(rows: HostRows, notes: list[str]) -> None:
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    seen = hooked(rows, first, second)
+    product = second * 2
+    # Later in the backward than the gradient of what was made after it.
+    product.register_hook(lambda gradient: first.grad.mul_(2).storage_offset() or None)
+    (product.exp().sum() + (first * torch.randn(3)).sum()).backward()
+    found = rows.send([row for _, row in seen])
+    assert found.done == {0, 1}
+    ((indices, copy),) = found.copies
+    assert indices == [1]
+    assert copy.values()[0].tolist() == reference.count(seen[1][0]).tolist()
+    assert len(notes) == 1
+    assert "changed in place" in notes[0]
+
+
+def test_a_backward_that_breaks_off_leaves_nothing_behind(rows: HostRows, together: list[int]) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("the user's")
+
+    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    seen = hooked(rows, late)
+    hidden = early * 2
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError):
+        (hidden.exp() * late).sum().backward()
+    rows.drop()
+    (late * 2).sum().backward()
+    assert together == [1]
+    assert torch.equal(seen[-1][1], reference.count(seen[-1][0]))
+
+
+def test_many_bytes_do_not_wait(rows: HostRows, together: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
+    monkeypatch.setattr(waiting, "_LARGEST_TO_WAIT", 80)
+    parameters = [nn.Parameter(torch.ones(n)) for n in (10, 10, 10, 30)]
+    seen = hooked(rows, *parameters)
+    sum((parameter * torch.randn(parameter.shape)).sum() for parameter in parameters).backward()
+    assert sum(together) == 3
+    assert max(together) <= 2
+    for gradient, row in seen:
+        assert torch.equal(row, reference.count(gradient))
+
+
+def test_counting_that_fails_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are no samples, the watch sees nothing wrong, and the training goes on."""
+
+    def broken(pairs: Any) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(counter, "fill_many", broken)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        with pytest.warns(mpinspect.MpinspectWarning, match="out of order"):
+            model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    session = inspector.session()
+    assert {key.kind for key in session.totals()} == {"activation_gradient"}
+    assert session.events == ()
+
+
+def test_what_the_watch_sees_of_gradients_that_waited() -> None:
+    """An infinite gradient is named, and the largest magnitudes of the steps before are those of the gradients."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    largest = []
+    with Inspector(model) as inspector:
+        for factor in (1.0, 2.0**20, float("inf")):
+            optimizer.zero_grad()
+            # The output stays finite, as does the gradient at it.
+            (model(torch.ones(1, 3)).sum() + (model.weight * factor).sum()).backward()
+            largest.append(float(model.weight.grad.abs().max()))
+            optimizer.step()
+    (event,) = inspector.session().events
+    assert (event.what, event.tensor, event.value) == ("weight_gradient", "weight", "inf")
+    assert event.last_maxima == tuple(largest[:2])
+
+
+def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[TensorKey, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with Inspector(model, capture=mpinspect.session.KINDS) as inspector:
+            for _ in range(3):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+        return inspector.session().totals()
+
+    fast = run()
+    monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
+    assert run() == fast
+
+
+def test_memory_that_was_given_back_is_an_error_and_no_crash() -> None:
+    values = torch.randn(10)
+    values.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="memory has been given back"):
+        count_exponents(values)
