@@ -26,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _what_counts_is_compiled() -> None:
+    """No test waits for a compiler, nor finds the line that says so on its stderr."""
+    from mpinspect.counting import fastest, magnitude
+
+    fastest.warm_up()
+    magnitude.warm_up()
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden(name, text)``: the text equals tests/golden/``name``; rewritten under --update-golden."""

@@ -240,6 +240,28 @@ def test_without_a_watch_the_counts_tell():
     assert ids(analyse(session_of({weight("w"): nan}))) == {"non-finite-event": "warning"}
 
 
+@pytest.mark.parametrize(("skipped", "severity"), [(0, None), (1, "info"), (10, "info"), (11, "warning")])
+def test_skipped_steps_that_nobody_watched_are_told(skipped, severity):
+    progress = Progress(100, 100, skipped, 100, True)
+    session = session_of({weight("w"): FINE}, progress=progress)
+    assert found(analyse(session), "unwatched-skips") is None
+    unwatched = replace(session, info=replace(session.info, watch=False))
+    budget = replace(session, progress=replace(progress, watched_steps=40))
+    for each, why in ((unwatched, "the watch was off"), (budget, "max_overhead")):
+        finding = found(analyse(each), "unwatched-skips")
+        assert (finding and finding.severity) == severity
+        if finding:
+            assert f"{skipped} of 100 steps were skipped" in finding.message
+            assert why in finding.message
+
+
+def test_skips_that_an_event_explains_are_told_once():
+    session = session_of({weight("w"): FINE}, progress=Progress(100, 100, 3, 100, True), events=(event(50),))
+    report = analyse(replace(session, info=replace(session.info, watch=False)))
+    assert found(report, "unwatched-skips") is None
+    assert found(report, "non-finite-event").evidence["skipped_steps"] == 3
+
+
 def test_the_gravest_come_first():
     report = analyse(session_of(DEMO, events=(event(3, "forward", forward_finite=False),)))
     severities = [SEVERITIES.index(finding.severity) for finding in report.findings]

@@ -35,7 +35,8 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> l
         in_half = any(window.passed_through == "float16" for window in totals.values())
         # What came first is the cause, or nearest to it.
         findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
-    return findings or _from_counts(totals)
+    findings = findings or _from_counts(totals)
+    return findings if backward else [*findings, *_unseen_skips(session)]
 
 
 def _harmless(events: Sequence[Event]) -> Finding:
@@ -132,6 +133,27 @@ def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> boo
         return skipped >= FEWEST_SKIPS and len(set(scales)) == 1
     later, rest = skipped - opening, session.progress.steps - opening
     return later >= FEWEST_SKIPS and later > SKIPPED_TOLERANCE * rest
+
+
+def _unseen_skips(session: Session) -> list[Finding]:
+    """Steps that were skipped where the watch was off, or did not look at every step."""
+    progress, skipped = session.progress, session.progress.skipped_steps
+    if not skipped or (session.info.watch and progress.watched_steps is None):
+        return []
+    often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
+    why = "the watch looked at none of them (max_overhead)" if session.info.watch else "the watch was off"
+    return [
+        Finding(
+            "unwatched-skips",
+            "warning" if often else "info",
+            "",
+            f"{skipped} of {progress.steps} steps were skipped for their gradients, and {why}: in which layer these turned "
+            "infinite or NaN is not known."
+            + (" That is more than a dynamic scaler's probing explains." if often else ""),
+            {"skipped_steps": skipped, "steps": progress.steps},
+            "To have it named, watch every step: watch=True without max_overhead (mpinspect run does by default).",
+        )
+    ]
 
 
 def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:

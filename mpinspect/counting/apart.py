@@ -1,12 +1,21 @@
-"""Running a compiler where it holds nothing of the caller's."""
+"""Running a compiler where it holds nothing of the caller's, and saying so where it takes its time."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+#: After so long somebody may wonder what goes on.
+_SAID_AFTER_S = 2.0
+_LINE = (
+    "mpinspect: compiling what counts, for this machine; where it can be kept on disk, the next start finds it there"
+)
 
 
 def apart(work: Callable[[], Result]) -> Result:
@@ -18,9 +27,21 @@ def apart(work: Callable[[], Result]) -> Result:
     """
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="mpinspect-compile") as executor:
-            return executor.submit(work).result()
+            done = executor.submit(work)
+            try:
+                return done.result(_SAID_AFTER_S)
+            except NotYet:
+                if not done.done():
+                    _say(_LINE)
+                return done.result()
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
             raise
         # No new threads any more.
         return work()
+
+
+def _say(line: str) -> None:
+    # Nobody may be listening, or there may be nothing to write to.
+    with contextlib.suppress(Exception):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,38 @@
+"""A compiler that takes its time says so, once it has; its errors and its results are those of the work."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mpinspect.counting.apart import apart
+
+
+def test_slow_work_is_told_of_and_quick_work_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert apart(lambda: 5) == 5
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
+    assert apart(lambda: time.sleep(0.1) or 7) == 7
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mpinspect: compiling what counts")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("own"), RuntimeError("own")], ids=repr)
+def test_errors_are_those_of_the_work(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        apart(fail)
+
+
+def test_a_stderr_that_is_closed_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
+    monkeypatch.setattr("sys.stderr", None)
+    assert apart(lambda: time.sleep(0.05) or threading.current_thread().name).startswith("mpinspect-compile")
