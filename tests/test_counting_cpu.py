@@ -192,6 +192,8 @@ def test_strides_expansion_and_shape(dtype: torch.dtype) -> None:
     expect_the_same(torch.randn(1).to(dtype).expand(700_000))
     expect_the_same(torch.randn(900, 900).to(dtype)[:, :800])
     expect_the_same(values[:0])
+    expect_the_same(values[:, 0, 0])
+    expect_the_same(values.view(-1)[1::7])
 
 
 def test_complex_sparse_and_narrow_tensors() -> None:

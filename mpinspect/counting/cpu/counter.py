@@ -39,8 +39,10 @@ class _Way:
         return row
 
     def row_of_pieces(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The row of all values in some such tensors, counted by this thread."""
-        return merge_rows([self.row(piece) for piece in pieces] or [empty_row(self.encoding, torch.device("cpu"))])
+        """The row of all values in some tensors, counted by this thread."""
+        return merge_rows(
+            [self.row(piece.contiguous()) for piece in pieces] or [empty_row(self.encoding, torch.device("cpu"))]
+        )
 
 
 _WAYS = {
