@@ -29,11 +29,10 @@ class _Way:
     work: str
     encoding: Encoding
 
-    def row(self, values: torch.Tensor) -> torch.Tensor:
+    def row(self, values: torch.Tensor, threads: int = 1, team: tuple[int, int] = NO_TEAM) -> torch.Tensor:
         """The row of a tensor whose elements lie in memory without gap."""
         row = torch.empty(self.encoding.layout.length, dtype=torch.int64, device="cpu")
         length = values.numel()
-        threads, team = _threads_for(length)
         work = shares.address_of(self.work)
         shares.fill_row(work, _address(values, length), length, row.data_ptr(), len(row), threads, team)
         return row
@@ -113,7 +112,7 @@ def count(values: torch.Tensor) -> torch.Tensor:
     way = _WAYS[values.dtype]
     threads, length = torch.get_num_threads(), values.numel()
     if (length < _TEAM_FROM or threads == 1 or TEAM.there) and (values.is_contiguous() or fills_its_memory(values)):
-        return way.row(values)
+        return way.row(values, *_threads_for(length))
     pieces, times = flat_bits(values, _chunk(length, threads))
     row = merge_rows(POOL.map(way.row_of_pieces, list(pieces), threads if length >= _POOL_FROM else 1))
     if times != 1:
