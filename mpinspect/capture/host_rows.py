@@ -73,8 +73,9 @@ class HostRows:
         counted = {index: slot for index, slot in slots.items() if slot not in self._not_counted}
         copies: list[tuple[list[int], HostCopy]] = []
         if self._memory is not None and counted:
-            chosen = torch.tensor(list(counted.values()), device="cpu")
-            copies.append((list(counted), HostCopy(self._memory.index_select(0, chosen))))
+            # By NumPy: torch would share so small a copy among its threads, and wait for them where their cores are busy.
+            chosen = self._memory.numpy()[list(counted.values())]
+            copies.append((list(counted), HostCopy(torch.from_numpy(chosen))))
         self._close()
         return Sent(copies, set(slots))
 
