@@ -33,7 +33,7 @@ LOWER = 4
 #: Rows of the other planes: one for each bit, then the carries that wait for another of their weight, from 16 on.
 ROWS = 18 + 6
 
-_BITS_OF_A_COLUMN, _WAITING = 10, 18
+_WAITING = 18
 # Columns that are left when the counters are read off.
 _LAST_COLUMNS = 2
 
@@ -166,12 +166,12 @@ def _add_words(a: Any, b: Any, c: Any) -> Any:
 
 
 @compiled
-def _add_waiting(planes: Any, blocks: Any) -> None:
-    """Add the carries that still wait to the planes."""
-    for level in range(6):
+def _add_waiting(planes: Any, blocks: Any, used: Any) -> None:
+    """Add the carries that still wait to the planes, of which so many are used."""
+    for level in range(used - LOWER):
         if blocks >> level & 1:
             carries = planes[_WAITING + level]
-            for k in range(4 + level, _BITS_OF_A_COLUMN):
+            for k in range(LOWER + level, used):
                 plane = planes[k]
                 for j in range(COLUMNS):
                     carry = carries[j]
@@ -188,8 +188,12 @@ def take(planes: Any, blocks: Any, totals: Any) -> None:
         blocks: how many they hold.
         totals: uint32, shape (32,), filled.
     """
-    _add_waiting(planes, blocks)
-    columns, used = COLUMNS, _BITS_OF_A_COLUMN
+    # As many as the largest sum of a column has bits.
+    used = LOWER
+    while blocks * BLOCK // COLUMNS >> used:
+        used += 1
+    _add_waiting(planes, blocks, used)
+    columns = COLUMNS
     while columns > _LAST_COLUMNS:
         columns //= 2
         carries = planes[used, :columns]
@@ -205,4 +209,5 @@ def take(planes: Any, blocks: Any, totals: Any) -> None:
             word = planes[k, j]
             for bit in range(32):
                 totals[bit] = _Word(totals[bit] + _Word(_Word(_Word(word >> _Word(bit)) & _Word(1)) << _Word(k)))
-    planes[:] = _Word(0)
+    # What waits is written before it is read.
+    planes[:used] = _Word(0)
