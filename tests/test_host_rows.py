@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from mpinspect.capture.host_rows import HostRows
 from mpinspect.counting import count_exponents, fastest, reference
 from mpinspect.counting.cpu import counter
 from mpinspect.counting.layout import decode
+from mpinspect.exponents import merge
 from mpinspect.session import TensorKey
 
 
@@ -157,8 +160,9 @@ def test_a_backward_that_breaks_off_leaves_nothing_behind(rows: HostRows, togeth
     with pytest.raises(KeyError):
         (hidden.exp() * late).sum().backward()
     rows.drop()
-    (late * 2).sum().backward()
     assert together == [1]
+    (late * 2).sum().backward()
+    assert together == [1, 1]
     assert torch.equal(seen[-1][1], reference.count(seen[-1][0]))
 
 
@@ -232,3 +236,203 @@ def test_memory_that_was_given_back_is_an_error_and_no_crash() -> None:
     values.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="memory has been given back"):
         count_exponents(values)
+
+
+# -- backwards that are not as usual ---------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def broken_off(inspector: Inspector, train: Callable[[], None]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _inside(inspector, train)
+
+
+def _inside(inspector: Inspector, train: Callable[[], None]) -> None:
+    with inspector:
+        train()
+
+
+def test_a_backward_that_breaks_off_at_the_end_of_the_inspection() -> None:
+    """What the watch is told of the last gradients is what they were, not what another step left in memory."""
+
+    def train() -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            (loss_of(model) * (float("inf") if step == 1 else 1.0)).backward()
+            if step == 1:
+                optimizer.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
+        hidden = model[0](torch.ones(4, 6))
+        hidden.register_hook(interrupt)
+        model[2](hidden).square().mean().backward()
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer)
+    broken_off(inspector, train)
+    assert [event.step for event in inspector.session().events] == [1]
+
+
+def test_a_gradient_that_is_infinite_where_a_backward_breaks_off() -> None:
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        hidden = model[1](model[0](torch.ones(4, 6)))
+        hidden.register_hook(interrupt)
+        model[2](hidden.detach() * 1e20 + hidden).backward(torch.full((4, 3), 1e25))
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer, capture=("weight_gradient",))
+    broken_off(inspector, train)
+    (event,) = inspector.session().events
+    assert (event.step, event.what, event.tensor, event.value) == (3, "weight_gradient", "2.weight", "inf")
+
+
+def test_nothing_is_held_of_a_backward_that_broke_off_once_the_training_goes_on() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        hidden = model[0](torch.ones(4, 6))
+        handle = hidden.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model[2](hidden).square().mean().backward()
+        handle.remove()
+        held = inspector._capture._tally._host_rows._waiting
+        assert len(held) == 2
+        loss = loss_of(model)
+        assert not held
+        loss.backward()
+        optimizer.step()
+
+
+def test_full_backward_hooks_may_do_anything_to_gradients_that_came_before() -> None:
+    def clamp(*_: object) -> None:
+        for parameter in model[2].parameters():
+            parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+    def largest(with_hook: bool) -> float:
+        handle = model[1].register_full_backward_hook(clamp) if with_hook else None
+        model.zero_grad()
+        with Inspector(model) as inspector:
+            loss_of(model).backward()
+        if handle is not None:
+            handle.remove()
+        return inspector.session().totals()[TensorKey("2.weight", "weight_gradient")].histogram.max_exponent
+
+    model = network()
+    assert largest(with_hook=True) == largest(with_hook=False) > -9
+
+
+def test_one_gradient_that_cannot_be_counted_takes_no_other_with_it() -> None:
+    def take_memory(gradient: torch.Tensor) -> None:
+        model[2].weight.grad.untyped_storage().resize_(0)
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector:
+        for step in range(8):
+            optimizer.zero_grad()
+            hidden = model[0](torch.ones(4, 6))
+            if step < 4:
+                hidden.register_hook(take_memory)
+            with pytest.warns(mpinspect.MpinspectWarning, match="given back") if step == 0 else nullcontext():
+                model[2](hidden).square().mean().backward()
+            if step < 4:
+                model[2].weight.grad = None
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+    samples = {key.name: window.samples for key, window in inspector.session().totals().items()}
+    assert samples == {"0.weight": 8, "0.bias": 8, "2.weight": 4, "2.bias": 8}
+
+
+def test_ctrl_c_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What their rows hold is of another step: no sample."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector:
+        for step in range(4):
+            optimizer.zero_grad()
+            with monkeypatch.context() as patch:
+                if step == 2:
+                    patch.setattr(counter, "fill_many", interrupt)
+                with pytest.raises(KeyboardInterrupt) if step == 2 else nullcontext():
+                    loss_of(model).backward()
+            optimizer.step()
+    assert {window.samples for window in inspector.session().totals().values()} == {3}
+    assert inspector.session().events == ()
+
+
+def test_a_backward_in_another_thread_in_the_middle_of_this_one() -> None:
+    """Its gradients are counted, and leave those that wait in peace."""
+    model = network()
+    expected: dict[str, list[Any]] = {}
+    with Inspector(model, capture=("weight_gradient",)) as inspector:
+        hidden = model[0](torch.ones(4, 6))
+
+        def another(gradient: torch.Tensor) -> None:
+            thread = threading.Thread(target=lambda: loss_of(model).backward())
+            thread.start()
+            thread.join()
+
+        hidden.register_hook(another)
+        hooks = [
+            parameter.register_hook(
+                lambda gradient, name=name: expected.setdefault(name, []).append(count_exponents(gradient.clone()))
+            )
+            for name, parameter in model.named_parameters()
+            if name.startswith("0")
+        ]
+        model[2](hidden).square().mean().backward()
+        for handle in hooks:
+            handle.remove()
+    totals = inspector.session().totals()
+    assert {key.name: window.samples for key, window in totals.items()} == dict.fromkeys(
+        dict(model.named_parameters()), 2
+    )
+    for name, histograms in expected.items():
+        assert totals[TensorKey(name, "weight_gradient")].histogram == merge(histograms)
+
+
+def test_batched_gradients_are_said_and_stop_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            optimizer.zero_grad()
+            output = model(torch.ones(4, 6))
+            if step == 1:
+                with pytest.warns(mpinspect.MpinspectWarning, match="is_grads_batched"):
+                    torch.autograd.grad(
+                        output,
+                        list(model.parameters()),
+                        torch.eye(12).view(12, 4, 3),
+                        is_grads_batched=True,
+                        retain_graph=True,
+                    )
+            output.square().mean().backward()
+            optimizer.step()
+    totals = inspector.session().totals()
+    assert totals[TensorKey("0.weight", "weight_gradient")].samples == 4
+    assert totals[TensorKey("0", "activation_gradient")].samples == 4
+
+
+def test_a_zero_tensor_has_no_memory() -> None:
+    row = fastest.count(torch._efficientzerotensor(5))
+    assert row.tolist() == reference.count(torch.zeros(5)).tolist()

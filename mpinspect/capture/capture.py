@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
 from mpinspect.capture import optimizer_steps, pickling
@@ -304,6 +305,8 @@ class Capture(Guarded):
         if not torch.is_grad_enabled():
             # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
             return layer.module.training
+        if self._sampled and self.clock.after_backward:
+            self._tally.count_waiting()
         if self.clock.forward(self._updated):
             self._end_step()
             self.clock.forward(self._updated)
@@ -411,7 +414,7 @@ class Capture(Guarded):
         self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
         """The gradient at a tensor has arrived."""
-        if (reason := out_of_reach(self._may_capture_graphs)) is not None:
+        if (reason := out_of_reach(self._may_capture_graphs, gradient)) is not None:
             self._recording.note(reason)
             return
         gradient = local_part(gradient)
@@ -427,7 +430,7 @@ class Capture(Guarded):
     @entrance
     def weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
         """The gradient of a parameter has arrived."""
-        if (reason := out_of_reach(self._may_capture_graphs)) is not None:
+        if (reason := out_of_reach(self._may_capture_graphs, gradient)) is not None:
             self._recording.note(reason)
             return
         gradient = local_part(gradient)
@@ -645,6 +648,8 @@ class Capture(Guarded):
         if any(_can_be_hooked(watched.parameter) for watched in self._later):
             self._hook_parameters(self._later)
         self._wrapped_inputs = any(module._backward_hooks for module, _ in self._hook_ids)
+        # In one of those anything may be done to gradients that have come before.
+        self._tally.may_wait = not self._wrapped_inputs and not global_hooks._global_backward_hooks
         for module, hook_id in self._hook_ids:
             # Another hook that came later may change the output: see what the next module is given.
             hooks: Any = module._forward_hooks

@@ -88,10 +88,9 @@ class DeviceRows:
         if available.counter() is None or not self._waiting.takes(parameter, gradient):
             return self.count(gradient)
         slot = self._take()
-        if slot is None:
-            return self.count(gradient)
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        self._waiting.add(gradient, slot, stream)
+        if slot is None or not self._waiting.add(gradient, slot, stream):
+            return self.count(gradient)
         return self._given(slot)
 
     def _not_counted_too(self, slots: list[int]) -> None:
@@ -135,9 +134,15 @@ class DeviceRows:
         return Sent(copies, set(slots))
 
     def drop(self) -> None:
-        """Forget the rows of this step, and what waits."""
-        self._waiting.drop()
-        self._close()
+        """None of the step's rows becomes a sample; until the step after the next one they hold what was counted."""
+        try:
+            self._waiting.count()
+        finally:
+            self._close()
+
+    def count_waiting(self) -> None:
+        """Count what a backward left behind that did not come to its end."""
+        self._waiting.count_left_behind()
 
     def _close(self) -> None:
         if self._open is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,9 @@ class HostRows:
     """
 
     def __init__(self, note: Callable[[str], None], enter: Enter) -> None:
+        self._note = note
+        #: Backwards may run in several threads.
+        self._lock = threading.Lock()
         self._capacity = _FIRST_CAPACITY
         self._memory: torch.Tensor | None = None
         #: Its rows, their addresses and, by id, their numbers.
@@ -60,9 +64,8 @@ class HostRows:
         if counter is None or not self._waiting.takes(parameter, gradient) or not counter.takes(gradient):
             return self.count(gradient)
         slot = self._take()
-        if slot is None:
+        if slot is None or not self._waiting.add(gradient, slot):
             return self.count(gradient)
-        self._waiting.add(gradient, slot)
         return self._slots[slot]
 
     def send(self, rows: list[torch.Tensor]) -> Sent:
@@ -80,34 +83,52 @@ class HostRows:
         return Sent(copies, set(slots))
 
     def drop(self) -> None:
-        """Forget the rows of this step, and what waits."""
-        self._waiting.drop()
-        self._close()
+        """None of the step's rows becomes a sample; until the next step begins they hold what was counted."""
+        try:
+            self._waiting.count()
+        finally:
+            self._close()
+
+    def count_waiting(self) -> None:
+        """Count what a backward left behind that did not come to its end."""
+        self._waiting.count_left_behind()
 
     def _close(self) -> None:
-        if self._asked > self._capacity:
-            self._capacity = 2 * self._asked
-        self._asked, self._not_counted = 0, set()
+        with self._lock:
+            if self._asked > self._capacity:
+                self._capacity = 2 * self._asked
+            self._asked, self._not_counted = 0, set()
 
     def _take(self) -> int | None:
         """The next slot, its row holding anything; None where the memory is full."""
-        if not self._asked and len(self._slots) < self._capacity:
-            with torch.inference_mode(False):
-                self._memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device="cpu")
-            self._slots = self._memory.unbind(0)
-            self._addresses = [row.data_ptr() for row in self._slots]
-            self._slot_of = {id(row): slot for slot, row in enumerate(self._slots)}
-        slot = self._asked
-        self._asked += 1
-        return slot if slot < len(self._slots) else None
+        with self._lock:
+            if not self._asked and len(self._slots) < self._capacity:
+                with torch.inference_mode(False):
+                    self._memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device="cpu")
+                self._slots = self._memory.unbind(0)
+                self._addresses = [row.data_ptr() for row in self._slots]
+                self._slot_of = {id(row): slot for slot, row in enumerate(self._slots)}
+            slot = self._asked
+            self._asked += 1
+            return slot if slot < len(self._slots) else None
 
     def _count_together(self, waiting: list[Waiting]) -> None:
         assert self._counter is not None
+        pairs = [(each.values, self._addresses[each.slot]) for each in waiting]
         try:
-            self._counter.fill_many([(each.values, self._addresses[each.slot]) for each in waiting])
+            self._counter.fill_many(pairs)
         except Exception:
-            self._leave_out([each.slot for each in waiting])
-            raise
+            self._count_one_by_one(waiting)
+
+    def _count_one_by_one(self, waiting: list[Waiting]) -> None:
+        """Something about one of them is amiss: the others are none the worse for it."""
+        assert self._counter is not None
+        for each in waiting:
+            try:
+                self._counter.fill_many([(each.values, self._addresses[each.slot])])
+            except Exception as error:
+                self._leave_out([each.slot])
+                self._note(f"a weight gradient could not be counted: {error}")
 
     def _leave_out(self, slots: list[int]) -> None:
         self._not_counted.update(slots)

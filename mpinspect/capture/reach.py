@@ -8,18 +8,25 @@ from typing import Any
 import torch
 
 _TRANSFORMED = "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
+_BATCHED = "gradients of is_grads_batched=True are not seen: each is many in one, and holds no values"
 _TRACED = "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
 _GRAPHED = "steps run as CUDA graphs are not seen: nothing can be counted inside one"
 
 
-def out_of_reach(may_capture_graphs: bool) -> str | None:
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+
+
+def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None) -> str | None:
     """Why tensors can't be looked at just now, in a sentence; None where they can. Does not wait for a GPU.
 
     Args:
         may_capture_graphs: whether there is a GPU whose streams could be capturing a graph.
+        gradient: that has arrived: many in one, in ``torch.autograd.grad(..., is_grads_batched=True)``.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _TRANSFORMED
+    if gradient is not None and _is_batched(gradient):
+        return _BATCHED
     if torch._C._get_tracing_state() is not None:
         return _TRACED
     # What we launched would be replayed into memory that is ours no more.

@@ -76,6 +76,11 @@ class StepClock:
         """Whether anything happened in the current step."""
         return self._forward_since_backward or self._backward_since_forward or bool(self._done)
 
+    @property
+    def after_backward(self) -> bool:
+        """Whether a backward reached the model since the last forward."""
+        return self._backward_since_forward
+
     def know(self, optimizer: object) -> None:
         """This optimizer belongs to the model."""
         self._known.add(optimizer)

@@ -97,6 +97,8 @@ class Tally:
     ) -> None:
         self._drop = drop
         self._scale_seen = scale_seen
+        #: Whether gradients may wait for the end of their backward.
+        self.may_wait = True
         self._enter = enter
         self._pending: list[Sample] = []
         self._pending_lost: list[tuple[TensorKey, str, bool, torch.Tensor]] = []
@@ -120,6 +122,8 @@ class Tally:
         self, parameter: torch.Tensor, gradient: torch.Tensor, divisor: float | torch.Tensor | None
     ) -> torch.Tensor:
         """The same for a parameter's gradient as it arrives: the row may be filled when the backward ends."""
+        if not self.may_wait:
+            return self.count(gradient, divisor)
         rows = self._rows_for(gradient) if divisor is None else None
         return fastest.count(gradient, divisor) if rows is None else rows.count_later(parameter, gradient)
 
@@ -136,6 +140,11 @@ class Tally:
         if rows is None:
             rows = self._device_rows[device] = DeviceRows(device, self._drop, self._enter)
         return rows
+
+    def count_waiting(self) -> None:
+        """Count what a backward left behind that did not come to its end: its gradients are held no longer."""
+        for rows in self._buffers():
+            rows.count_waiting()
 
     def add(self, sample: Sample) -> None:
         """Take a sample of the current step."""

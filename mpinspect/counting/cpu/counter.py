@@ -109,6 +109,9 @@ def _address(tensor: torch.Tensor, length: int) -> int:
 
 def count(values: torch.Tensor) -> torch.Tensor:
     """The row of a strided CPU tensor of a dtype that is ``ready``, any shape and strides."""
+    if values._is_zerotensor():
+        # It has no memory.
+        values = torch.zeros_like(values)
     way = _WAYS[values.dtype]
     threads, length = torch.get_num_threads(), values.numel()
     if (length < _TEAM_FROM or threads == 1 or TEAM.there) and (values.is_contiguous() or fills_its_memory(values)):
