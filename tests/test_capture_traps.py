@@ -799,6 +799,43 @@ def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch)
     assert {tensor.samples for tensor in inspector.session().totals().values()} == {3}
 
 
+def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the user's that comes later still comes after ours: the gradient is counted as it arrives."""
+    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    earlier = model.bias.register_hook(lambda gradient: gradient * 2)
+    hooked = []
+    with Inspector(model, optimizers=optimizer, every=3, watch=False) as inspector:
+        for step in range(7):
+            if step == 4:
+                later = model.weight.register_hook(lambda gradient: gradient * 0)
+            hooked.append([len(parameter._backward_hooks) for parameter in (model.weight, model.bias)])
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            assert model.weight.grad.tolist() == ([[1.0] * 3] * 2 if step < 4 else [[0.0] * 3] * 2)
+            optimizer.step()
+    assert hooked == [[1, 2], [0, 2], [0, 2], [1, 2], [1, 2], [1, 2], [2, 2]]
+    totals = inspector.session().totals()
+    assert (totals[TensorKey("weight", "weight_gradient")].histogram.zeros, len(model.weight._backward_hooks)) == (0, 1)
+    # Doubled: by a hook that was there before.
+    assert totals[TensorKey("bias", "weight_gradient")].histogram.min_exponent == 1
+    assert {tensor.samples for tensor in totals.values()} == {3}
+    earlier.remove()
+    later.remove()
+
+
+def test_detaching_between_samples_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, optimizers=optimizer, every=3, watch=False):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert not model._forward_hooks
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
 def test_a_compiled_model_is_not_compiled_again_between_samples() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

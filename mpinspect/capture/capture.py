@@ -28,6 +28,7 @@ from mpinspect.capture.guard import Guarded, entrance, guarded
 from mpinspect.capture.hooks import HandleList
 from mpinspect.capture.keeps_finite import keeps_finite, may_keep_finite
 from mpinspect.capture.layers import Layer, WatchedParameter
+from mpinspect.capture.lifted import LiftedHooks
 from mpinspect.capture.loss_scale import BackwardScale
 from mpinspect.capture.meter import Meter
 from mpinspect.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
@@ -111,8 +112,8 @@ class Capture(Guarded):
         self._in_optimizer_step: set[int] = set()
         self._handles = HandleList()
         self._hook_ids: list[tuple[torch.nn.Module, int]] = []
-        #: Hooks of modules that are off while nothing is to be seen.
-        self._lifted: list[tuple[torch.nn.Module, int, Any]] = []
+        self._parameter_hooks: list[tuple[torch.Tensor, int]] = []
+        self._lifted = LiftedHooks()
         #: Parameters that can't be hooked yet: frozen, or lazy ones without a shape.
         self._later: list[WatchedParameter] = []
         #: The narrowest format that an output or a gradient of this step was seen in.
@@ -180,7 +181,8 @@ class Capture(Guarded):
                 "scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
             )
         self._hook_ids.clear()
-        self._lifted.clear()
+        self._parameter_hooks.clear()
+        self._lifted.forget()
 
     def rest(self, resting: bool) -> None:
         """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
@@ -196,7 +198,7 @@ class Capture(Guarded):
         """Take the hooks off these modules, by id; whether there were any. Their parameters stay hooked."""
         leave = [(module, hook) for module, hook in self._hook_ids if id(module) in modules]
         self._hook_ids = [(module, hook) for module, hook in self._hook_ids if id(module) not in modules]
-        self._lifted = [each for each in self._lifted if id(each[0]) not in modules]
+        self._lifted.forget(modules)
         for module, hook in leave:
             module._forward_hooks.pop(hook, None)
             module._forward_hooks_with_kwargs.pop(hook, None)
@@ -265,7 +267,8 @@ class Capture(Guarded):
             if is_distributed(parameter):
                 self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(self, watched)))
             else:
-                self._handles.add(parameter.register_hook(ParameterHook(self, watched)))
+                handle = self._handles.add(parameter.register_hook(ParameterHook(self, watched)))
+                self._parameter_hooks.append((parameter, handle.id))
 
     # -- the forward --------------------------------------------------------------------------------------------
 
@@ -621,27 +624,17 @@ class Capture(Guarded):
         if self.quiet:
             self._lift_hooks()
         else:
-            self._put_hooks_back()
+            self._lifted.put_back()
             self._tend_hooks()
 
     def _lift_hooks(self) -> None:
-        """Off the modules for as long as nothing is to be seen: a hook that returns at once costs a microsecond a call.
+        """Hooks off for as long as nothing is to be seen.
 
         Not where something was compiled: a module with other hooks than before would be compiled once more.
         """
-        if has_compiled():
-            return
-        for module, hook_id in self._hook_ids:
-            hook = module._forward_hooks.pop(hook_id, None)
-            if hook is not None:
-                module._forward_hooks_with_kwargs.pop(hook_id, None)
-                self._lifted.append((module, hook_id, hook))
-
-    def _put_hooks_back(self) -> None:
-        lifted, self._lifted = self._lifted, []
-        for module, hook_id, hook in lifted:
-            module._forward_hooks[hook_id] = hook
-            module._forward_hooks_with_kwargs[hook_id] = True
+        if not has_compiled():
+            self._lifted.lift_modules(self._hook_ids)
+            self._lifted.lift_parameters(self._parameter_hooks)
 
     def _tend_hooks(self) -> None:
         """Hooks as the model is now: what was unfrozen meanwhile gets them, and ours come after everybody else's."""
