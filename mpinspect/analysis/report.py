@@ -22,6 +22,7 @@ FINDING_IDS = (
     "scale-unknown",
     "scale-window-empty",
     "scale-window-moves",
+    "unwatched-skips",
     "updates-lost",
     "values-overflow",
     "weight-gradients-fine",
