@@ -50,6 +50,17 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return check
 
 
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many threads for torch, and as many as it had afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def deterministic_torch() -> Iterator[int]:
     """Seed 0, deterministic algorithms; the random state and the switch are put back afterwards. Gives the seed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -54,14 +54,6 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(counter, "fill_many", counted)
     return found
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def sent(rows: HostRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:

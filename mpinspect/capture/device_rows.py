@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.capture.host_copy import HostCopy
-from mpinspect.capture.sent import Sent
+from mpinspect.capture.sent import Sent, sorted_out
 from mpinspect.capture.waiting import Enter, Waiting, WaitingGradients
 from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
@@ -123,15 +123,14 @@ class DeviceRows:
     def send(self, rows: list[torch.Tensor]) -> Sent:
         """Send those of the step's rows that lie in the buffer to the host, in one copy. Does not wait."""
         self._waiting.count()
-        slots = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
-        counted = {index: slot for index, slot in slots.items() if slot not in self._not_counted}
+        counted, done = sorted_out(rows, self._slot_of, self._not_counted)
         copies: list[tuple[list[int], HostCopy]] = []
         if self._open is not None and counted:
             copy = _SlotsCopy(self._open.rows, list(counted.values()), self._open.streams, self._copy_stream)
             self._open.copied = copy.event
             copies.append((list(counted), copy))
         self._close()
-        return Sent(copies, set(slots))
+        return Sent(copies, done)
 
     def drop(self) -> None:
         """None of the step's rows becomes a sample; until the step after the next one they hold what was counted."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpinspect.capture.host_copy import HostCopy
-from mpinspect.capture.sent import Sent
+from mpinspect.capture.sent import Sent, sorted_out
 from mpinspect.capture.waiting import Enter, Waiting, WaitingGradients
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
@@ -60,8 +60,8 @@ class HostRows:
 
     def count_later(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The row of a parameter's gradient that has just arrived: filled by the end of this backward, or at once."""
-        counter = self._counter
-        if counter is None or not self._waiting.takes(parameter, gradient) or not counter.takes(gradient):
+        # What may wait is of a kind that the counter takes.
+        if self._counter is None or not self._waiting.takes(parameter, gradient):
             return self.count(gradient)
         slot = self._take()
         if slot is None or not self._waiting.add(gradient, slot):
@@ -71,16 +71,14 @@ class HostRows:
     def send(self, rows: list[torch.Tensor]) -> Sent:
         """Copy those of the step's rows that lie here, and begin the next step."""
         self._waiting.count()
-        taken = min(self._asked, len(self._slots))
-        slots = {index: slot for index, row in enumerate(rows) if (slot := self._slot_of.get(id(row), taken)) < taken}
-        counted = {index: slot for index, slot in slots.items() if slot not in self._not_counted}
+        counted, done = sorted_out(rows, self._slot_of, self._not_counted)
         copies: list[tuple[list[int], HostCopy]] = []
         if self._memory is not None and counted:
             # By NumPy: torch would share so small a copy among its threads, and wait for them where their cores are busy.
             chosen = self._memory.numpy()[list(counted.values())]
             copies.append((list(counted), HostCopy(torch.from_numpy(chosen))))
         self._close()
-        return Sent(copies, set(slots))
+        return Sent(copies, done)
 
     def drop(self) -> None:
         """None of the step's rows becomes a sample; until the next step begins they hold what was counted."""

@@ -1,7 +1,8 @@
 """The non-finite watch: at every step the largest magnitude of every output and gradient, in execution order.
 
 One reduction a tensor. On a CPU its value is known at once; on a GPU it is left on the device, and the values travel to the
-host together when the step ends, asynchronously, and are looked at a step later. From them come the first culprit and a short
+host together when the step ends, asynchronously, and are looked at a step later. Of gradients that are counted anyway the row
+has it, which is read when the step ends. From them come the first culprit and a short
 ring of each tensor's last maxima.
 """
 

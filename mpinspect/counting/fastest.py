@@ -36,7 +36,7 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
 
 
 def warm_up(devices: Iterable[torch.device] = (), dtypes: Iterable[torch.dtype] = ()) -> list[str]:
-    """Compile, or load, what will count, so that no training step waits for it; may take ten seconds, once on a machine.
+    """Compile, or load, what will count, so that no training step waits for it; may take twenty seconds, once on a machine.
 
     Args:
         devices: those on which tensors will lie; the CPU is always prepared for.

@@ -53,18 +53,16 @@ _WAYS = {
 
 #: Compiled at any rate: what tensors of a training in mixed precision have.
 _USUAL = (torch.float32, torch.float16, torch.bfloat16)
-#: The dtypes whose loops are compiled: no other is counted this way, for a compiler takes seconds. 8-bit ones never are,
-#: whose few codes torch counts as fast.
-ready: set[torch.dtype] = set()
-#: What a thread does for each of them.
-_WORK: dict[torch.dtype, int] = {}
+#: The dtypes whose loops are compiled, and what a thread does for each: no other is counted this way, for a compiler takes
+#: seconds. 8-bit ones never are, whose few codes torch counts as fast.
+ready: dict[torch.dtype, int] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def takes(tensor: torch.Tensor) -> bool:
     """Whether ``fill`` and ``fill_many`` can count this tensor as it is, into a row of the layout NARROW."""
     return (
-        tensor.dtype in _WORK
+        tensor.dtype in ready
         and tensor.dtype is not torch.float64
         and type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -77,12 +75,12 @@ def fill(tensor: torch.Tensor, row: int) -> None:
     """Count a tensor that this module ``takes`` into the row at an address."""
     length = tensor.numel()
     threads, team = _threads_for(length)
-    shares.fill_row(_WORK[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
+    shares.fill_row(ready[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
 
 
 def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
     """The same for many tensors and their rows, one after the other, in one compiled call."""
-    entries = [(_WORK[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
+    entries = [(ready[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
     shares.fill_rows(np.array(entries, np.int64), NARROW.length, *_threads_for(_TEAM_FROM), _TEAM_FROM)
 
 
@@ -134,5 +132,4 @@ def warm_up(dtypes: Iterable[torch.dtype] = ()) -> None:
     Takes seconds the first time on a machine, some tenths of one the first time in a process, and no time after that.
     """
     for dtype in {*_USUAL, *dtypes}.intersection(_WAYS).difference(ready):
-        _WORK[dtype] = shares.address_of(_WAYS[dtype].work)
-        ready.add(dtype)
+        ready[dtype] = shares.address_of(_WAYS[dtype].work)

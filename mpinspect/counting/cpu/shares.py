@@ -43,6 +43,7 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 
 @compiled
 def _job(address: Any) -> Any:
+    """The fields of the job at an address."""
     return carray(pointer(address, np.int64(0)), (_TAKEN,))
 
 
@@ -56,6 +57,7 @@ def _result(address: Any) -> Any:
 
 @compiled
 def _own_part(address: Any) -> Any:
+    """The number of the part that this thread begins with."""
     thread_number = _job(address)[_THREAD_NUMBER]
     return call_for_int(thread_number) if thread_number else np.int64(0)
 
@@ -171,7 +173,7 @@ def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, thr
     """Count values into a row of ``counting.layout``.
 
     Args:
-        work: ``address_of("count", ...)``.
+        work: ``address_of("count float32")``, or of another encoding.
         values, length: their address, and how many they are.
         row, row_length: address of int64s to overwrite, and how many.
         threads: to share the work among; more than one only if there is a team.
