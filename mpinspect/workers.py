@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -115,22 +115,19 @@ class Team:
     OpenMP libraries of LLVM and Intel have it too.
     """
 
-    def __init__(self) -> None:
-        self._forked = False
+    @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Of ``GOMP_parallel`` and ``omp_get_thread_num``, for compiled code to call; NO_TEAM where there is none."""
+        return _team()
 
     @property
     def there(self) -> bool:
         """Whether there is a team to work with."""
-        return not self._forked and _team() != NO_TEAM
-
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Of ``GOMP_parallel`` and ``omp_get_thread_num``, for compiled code to call."""
-        return _team()
+        return self.addresses != NO_TEAM
 
     def forget(self) -> None:
         """This is a forked child: the threads are gone, and GCC's library would wait for them for ever."""
-        self._forked = True
+        self.addresses = NO_TEAM
 
 
 #: Instead of a team's addresses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionstart() -> None:
+    """Ctrl-C and a terminal that closes reach what the tests start, however the tests were started.
+
+    A run in a script's background (``nohup ... &``) has both signals ignored, which every child inherits: those that are
+    to be interrupted would never hear of it. A signal that is caught is back at its default in a child.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN:
+        # Caught, and nothing done: the run itself outlives its terminal, as nohup promised.
+        signal.signal(hangup, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

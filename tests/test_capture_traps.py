@@ -662,7 +662,7 @@ def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.Monke
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("mpinspect.capture.tally.HostRows.count_later", broken)
+    monkeypatch.setattr("mpinspect.capture.tally.HostRows.count_together", broken)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model).attach()

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,15 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector
-from mpinspect.capture import device_rows, waiting
+from mpinspect.capture import device_rows
 from mpinspect.capture.device_rows import DeviceRows
+from mpinspect.capture.layers import WatchedParameter
+from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import decode
-from mpinspect.counting.pieces import COUNTABLE
+from mpinspect.counting.pieces import COUNTABLE, fills_its_memory
 from mpinspect.session import KINDS, TensorKey
 
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
@@ -150,7 +152,7 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(fresh: pytest.MonkeyPatch) -> Non
     assert available.trouble() == ""
 
 
-# -- rows in a buffer, and gradients that wait: a CPU stands in for the device ------------------------------------------
+# -- rows in a buffer: a CPU stands in for the device -------------------------------------------------------------------
 
 
 class _Counter(types.SimpleNamespace):
@@ -172,6 +174,10 @@ class _Counter(types.SimpleNamespace):
     def add_many(self, counted: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.many.append(len(counted))
         for values, row in counted:
+            # The kernels are given an address and a length, and a row of the dtype's layout.
+            assert values.dtype in COUNTABLE
+            assert row.shape == reference.count(values).shape
+            assert fills_its_memory(values)
             row.copy_(merge_rows([row, reference.count(values)]))
 
 
@@ -187,13 +193,9 @@ def notes() -> list[str]:
     return []
 
 
-def _at_once(work: Callable[[], None]) -> None:
-    work()
-
-
 @pytest.fixture
 def rows(counter: _Counter, notes: list[str]) -> DeviceRows:
-    return DeviceRows(torch.device("cpu"), notes.append, _at_once)
+    return DeviceRows(torch.device("cpu"), notes.append)
 
 
 def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
@@ -206,7 +208,7 @@ def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
 def test_rows_of_several_steps(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers take turns and are emptied; a step of too many rows has the rest beside the buffer, and the next a larger one."""
     monkeypatch.setattr(device_rows, "_FIRST_CAPACITY", 4)
-    rows = DeviceRows(torch.device("cpu"), [].append, _at_once)
+    rows = DeviceRows(torch.device("cpu"), [].append)
     for step in range(6):
         tensors = [torch.randn(10 + i + step) for i in range(3 if step < 2 else 7)]
         given = [rows.count(tensor) for tensor in tensors]
@@ -226,128 +228,98 @@ def test_what_the_kernels_do_not_take_is_counted_beside_the_buffer(rows: DeviceR
         assert rows.send([row]).done == set()
 
 
-def _hooked(rows: DeviceRows, *parameters: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put a hook on each that has its gradient counted; what it got (a copy) and the row are appended to the list."""
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for parameter in parameters:
-        parameter.register_hook(
-            lambda gradient, parameter=parameter: seen.append((gradient.clone(), rows.count_later(parameter, gradient)))
-        )
-    return seen
+def _waited(*gradients: torch.Tensor) -> list[Waiting]:
+    watched = WatchedParameter("weight", "", nn.Parameter(torch.ones(1)), True)
+    return [Waiting(watched, gradient, gradient._version, 0, None) for gradient in gradients]
 
 
-def test_weight_gradients_of_a_backward_are_counted_in_one_launch(rows: DeviceRows, counter: _Counter) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    seen = _hooked(rows, *model.parameters())
+def _row_of(each: Waiting) -> torch.Tensor:
+    assert isinstance(each.found, torch.Tensor)
+    return each.found
+
+
+def test_gradients_that_waited_are_counted_in_one_launch(rows: DeviceRows, counter: _Counter) -> None:
+    alone = torch.randn(4)
+    row = rows.count(alone)
     for micro_batch in range(2):
-        model(torch.randn(3, 4)).square().sum().backward()
-        # Before the backward returns: what comes next may change the gradients.
-        for parameter in model.parameters():
-            parameter.grad.mul_(float("nan"))
-        assert counter.many == [4] * (micro_batch + 1)
-    assert not rows._waiting
-    found = _sent(rows, [row for _, row in seen])
-    for index, (gradient, _) in enumerate(seen):
+        gradients = [torch.randn(shape) for shape in [(3,), (30, 41), (1,), (17, 5), (0,)]]
+        waiting = _waited(*gradients)
+        rows.count_together(waiting)
+        assert (counter.one, counter.many) == (1, [len(gradients)] * (micro_batch + 1))
+        for gradient, each in zip(gradients, waiting, strict=True):
+            assert torch.equal(_row_of(each), reference.count(gradient))
+    found = _sent(rows, [row, *(_row_of(each) for each in waiting)])
+    assert found[0].tolist() == reference.count(alone).tolist()
+    for index, gradient in enumerate(gradients, 1):
         assert found[index].tolist() == reference.count(gradient).tolist()
 
 
-def test_accumulated_gradients_are_still_taken_over_and_not_copied(rows: DeviceRows) -> None:
-    parameter = nn.Parameter(torch.ones(5))
-    addresses = []
-    parameter.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
-    (parameter * torch.randn(5)).sum().backward()
-    assert parameter.grad.data_ptr() == addresses[0]
-    other = nn.Parameter(torch.ones(5))
-    other.register_hook(lambda gradient: (addresses.append(gradient.data_ptr()), rows.count_later(other, gradient))[0])
-    (other * torch.randn(5)).sum().backward()
-    assert other.grad.data_ptr() == addresses[1]
+def test_gradients_for_which_the_buffer_is_too_small_are_counted_beside_it(
+    counter: _Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_rows, "_FIRST_CAPACITY", 2)
+    rows = DeviceRows(torch.device("cpu"), [].append)
+    gradients = [torch.randn(length) for length in (5, 6, 7)]
+    for step in range(3):
+        waiting = _waited(*gradients)
+        rows.count_together(waiting)
+        given = [_row_of(each) for each in waiting]
+        for gradient, row in zip(gradients, given, strict=True):
+            assert torch.equal(row, reference.count(gradient))
+        assert rows.send(given).done == ({0, 1} if step == 0 else {0, 1, 2})
+    assert counter.many == [2, 3, 3]
 
 
-def test_a_gradient_that_something_else_may_change_is_counted_at_once(rows: DeviceRows, counter: _Counter) -> None:
-    another_hook, in_backward = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    seen = _hooked(rows, another_hook, in_backward)
-    another_hook.register_hook(lambda gradient: gradient.mul_(0))
-    in_backward.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    (another_hook * torch.randn(3) + in_backward * torch.randn(3)).sum().backward()
-    assert (counter.one, counter.many) == (2, [])
-    for gradient, row in seen:
-        assert torch.equal(row, reference.count(gradient))
-        assert decode(row.numpy()).nonzero == 3
+def test_gradients_that_waited_are_counted_without_kernels(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "counter", lambda: None)
+    gradients = [torch.randn(5), torch.randn(6)]
+    waiting = _waited(*gradients)
+    rows.count_together(waiting)
+    for gradient, each in zip(gradients, waiting, strict=True):
+        assert torch.equal(_row_of(each), reference.count(gradient))
+    assert rows.send([_row_of(each) for each in waiting]).done == set()
 
 
-def test_a_gradient_changed_while_it_waits_is_left_out_and_said(rows: DeviceRows, notes: list[str]) -> None:
-    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    seen = _hooked(rows, first, second)
-    product = second * 2
-    # Later in the backward than the gradient of what was made after it.
-    product.register_hook(lambda gradient: first.grad.mul_(2).storage_offset() or None)
-    (product.exp().sum() + (first * torch.randn(3)).sum()).backward()
-    assert len(seen) == 2
-    sent = rows.send([row for _, row in seen])
-    assert sent.done == {0, 1}
-    ((indices, copy),) = sent.copies
-    assert indices == [1]
-    assert copy.values()[0].tolist() == reference.count(seen[1][0]).tolist()
-    assert len(notes) == 1
-    assert "changed in place" in notes[0]
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.randn(5, 3, dtype=torch.float64),
+        torch.randn(5, 3, dtype=torch.complex64),
+        torch.randn(5, 3, dtype=torch.complex128),
+        torch.randn(10, 3)[::2],
+        torch.randn(1, 3).expand(5, 3),
+        torch.randn(3, 5).t(),
+        torch.randn(20)[4:19],
+        torch.randn(0),
+    ],
+    ids=["float64", "complex64", "complex128", "with gaps", "expanded", "transposed", "a part", "empty"],
+)
+def test_gradients_that_waited_of_every_dtype_and_layout(
+    fresh: pytest.MonkeyPatch, rows: DeviceRows, notes: list[str], gradient: torch.Tensor
+) -> None:
+    gradients = [torch.randn(4), gradient, torch.randn(6)]
+    waiting = _waited(*gradients)
+    rows.count_together(waiting)
+    for each, expected in zip(waiting, gradients, strict=True):
+        assert torch.equal(_row_of(each), reference.count(expected))
+    assert notes == []
 
 
-def test_a_reentrant_backward_counts_what_waits_first(rows: DeviceRows, counter: _Counter) -> None:
-    parameter = nn.Parameter(torch.randn(4))
-    seen = _hooked(rows, parameter)
-
-    def once(x: torch.Tensor) -> torch.Tensor:
-        return x * parameter
-
-    x = torch.randn(4, requires_grad=True)
-    for _ in range(2):
-        x = torch.utils.checkpoint.checkpoint(once, x, use_reentrant=True)
-    x.sum().backward()
-    assert len(seen) == 2
-    for gradient, row in seen:
-        assert torch.equal(row, reference.count(gradient))
-
-
-def test_a_backward_that_breaks_off_leaves_nothing_behind(rows: DeviceRows, counter: _Counter) -> None:
-    def fail(gradient: torch.Tensor) -> None:
-        raise KeyError("the user's")
-
-    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    seen = _hooked(rows, late)
-    hidden = early * 2
-    hidden.register_hook(fail)
-    with pytest.raises(KeyError):
-        (hidden.exp() * late).sum().backward()
-    rows.drop()
-    assert not rows._waiting
-    (late * 2).sum().backward()
-    assert torch.equal(seen[-1][1], reference.count(seen[-1][0]))
-
-
-def test_many_bytes_do_not_wait(rows: DeviceRows, counter: _Counter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
-    monkeypatch.setattr(waiting, "_LARGEST_TO_WAIT", 80)
-    parameters = [nn.Parameter(torch.ones(n)) for n in (10, 10, 10, 30)]
-    seen = _hooked(rows, *parameters)
-    sum((parameter * torch.randn(parameter.shape)).sum() for parameter in parameters).backward()
-    assert (counter.one, sum(counter.many)) == (1, 3)
-    assert max(counter.many) <= 2
-    for gradient, row in seen:
-        assert torch.equal(row, reference.count(gradient))
-
-
-def test_kernels_that_fail_at_the_end_of_a_backward(
+def test_kernels_that_fail_when_the_backward_ends(
     rows: DeviceRows, counter: _Counter, fresh: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
+    """Of none that waited anything is found; what was counted before them is sent."""
+
     def fail(counted: object) -> None:
         raise RuntimeError("no ptxas")
 
+    before = torch.randn(4)
+    row = rows.count(before)
     counter.add_many = fail
-    parameter = nn.Parameter(torch.ones(3))
-    seen = _hooked(rows, parameter)
-    (parameter * 2).sum().backward()
-    sent = rows.send([seen[0][1]])
-    assert (sent.copies, sent.done) == ([], {0})
+    waiting = _waited(torch.randn(3), torch.randn(5))
+    rows.count_together(waiting)
+    assert [each.found for each in waiting] == [None, None]
+    assert _sent(rows, [row])[0].tolist() == reference.count(before).tolist()
     assert notes == [available.trouble()]
     assert "no ptxas" in notes[0]
 
@@ -362,10 +334,8 @@ def test_an_inspector_sees_the_same_through_a_buffer(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with monkeypatch.context() as patch, Inspector(model, capture=kinds) as inspector:
             if through_buffer:
-                tally = inspector._capture._tally
-                device_rows_of = DeviceRows(torch.device("cpu"), inspector._recording.note, _at_once)
-                tally._device_rows[torch.device("cpu")] = device_rows_of
-                patch.setattr(tally, "_rows_for", lambda tensor: device_rows_of)
+                buffer = DeviceRows(torch.device("cpu"), inspector._recording.note)
+                patch.setattr(inspector._capture._tally, "_host_rows", buffer)
             for _ in range(5):
                 optimizer.zero_grad()
                 for _ in range(2):

@@ -15,6 +15,9 @@ from mpinspect.capture.loss_scale import BackwardScale
 from mpinspect.capture.outputs import tensors_in
 from mpinspect.capture.recording import Recording
 
+#: No graph task, and not torch's number for none either.
+NO_BACKWARD = -2
+
 
 class ScaleOfBackward:
     """Tells every backward's loss scale, at the moment of that backward.
@@ -42,10 +45,16 @@ class ScaleOfBackward:
         self._recording = recording
         #: Scaled backwards under way: graph task -> the thread it runs on, and its scale.
         self._scaled: dict[int, tuple[int, BackwardScale]] = {}
-        self._task = -1
+        #: The backward (graph task) that was last looked at, while its scale is certain.
+        self.task = NO_BACKWARD
         self._scale = scales.UNSCALED
         self._by_scaler = False
         self.any_scaled = False
+
+    @property
+    def current(self) -> BackwardScale:
+        """The scale of the backward that was last looked at (``now``)."""
+        return self._scale
 
     @property
     def by_scaler(self) -> bool:
@@ -55,9 +64,10 @@ class ScaleOfBackward:
     def now(self, dtype: torch.dtype) -> tuple[BackwardScale, bool]:
         """The scale of the backward that is running, and whether this is the first look at it. ``dtype``: of a gradient in it."""
         task = torch._C._current_graph_task_id()
-        if task == self._task and task != -1:
+        if task == self.task:
             return self._scale, False
-        self._task = task
+        # Torch's -1 is outside of any.
+        self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
         self._by_scaler = scaled is not None
         self._scale = scaled if scaled is not None else self._find(dtype)
@@ -87,13 +97,13 @@ class ScaleOfBackward:
         if known is not None and not known[1].agrees_with(scale):
             scale = BackwardScale(None, unknown="one backward ran through losses of different scales")
         self._scaled[task] = (threading.get_ident(), scale)
-        self._task = -1
+        self.task = NO_BACKWARD
         # When this backward has ended its scale is over: another one may be unscaled.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._ended, task))
 
     def _ended(self, task: int) -> None:
         self._scaled.pop(task, None)
-        self._task = -1
+        self.task = NO_BACKWARD
 
     def _of_scaled_loss(self) -> BackwardScale | None:
         """The scale of the scaled loss that the running backward began at; None if it began elsewhere.

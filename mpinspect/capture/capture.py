@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as global_hooks
@@ -19,26 +19,28 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.capture import optimizer_steps, pickling
 from mpinspect.capture import scalers as scaler_watch
-from mpinspect.capture.backward_scale import ScaleOfBackward
+from mpinspect.capture.backward_scale import NO_BACKWARD, ScaleOfBackward
 from mpinspect.capture.broken_weights import BrokenWeights
 from mpinspect.capture.budget import Budget
 from mpinspect.capture.cuda_stopwatch import CudaStopwatch
 from mpinspect.capture.distributed import is_distributed, local_part
 from mpinspect.capture.guard import Guarded, entrance, guarded
-from mpinspect.capture.hooks import HandleList
-from mpinspect.capture.keeps_finite import keeps_finite, may_keep_finite
+from mpinspect.capture.hooks import HandleList, hook_gradient
+from mpinspect.capture.last_values import LastValues
 from mpinspect.capture.layers import Layer, WatchedParameter
 from mpinspect.capture.lifted import LiftedHooks
-from mpinspect.capture.loss_scale import BackwardScale
+from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.capture.meter import Meter
 from mpinspect.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
+from mpinspect.capture.output_bounds import may_bound, output_bound
 from mpinspect.capture.outputs import local_tensors, tensors_in
-from mpinspect.capture.reach import has_compiled, out_of_reach
+from mpinspect.capture.reach import has_compiled, is_many, out_of_reach, tracing, transforms
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule, StepClock
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
-from mpinspect.capture.watch import Watch
+from mpinspect.capture.waiting import Waiting, WaitingGradients
+from mpinspect.capture.watch import Found, Watch
 from mpinspect.counting import fastest, magnitude
 from mpinspect.session import (
     ACTIVATION,
@@ -50,6 +52,22 @@ from mpinspect.session import (
     TensorKey,
     narrowest,
 )
+
+
+class _OfBackward(NamedTuple):
+    """What holds for the gradients of one backward.
+
+    Args:
+        scale: the loss scale.
+        watch: where it looks at this step.
+        counts: whether weight gradients are counted.
+        looks: whether the watch looks at weight gradients that are not.
+    """
+
+    scale: BackwardScale
+    watch: Watch | None
+    counts: bool
+    looks: bool
 
 
 class Capture(Guarded):
@@ -86,14 +104,21 @@ class Capture(Guarded):
         super().__init__(recording.note)
         self._layers = list(layers)
         self._parameters = list(parameters)
-        self._keep_finite = {layer.path for layer in self._layers if may_keep_finite(layer.module)}
+        self._bounded = {layer.path for layer in self._layers if may_bound(layer.module)}
         self._kinds = frozenset(kinds)
         self._recording = recording
         self.clock = StepClock(schedule)
         for optimizer in optimizers:
             self.clock.know(optimizer)
         self._me = weakref.ref(self)
-        self._tally = Tally(recording.note, recording.scale, functools.partial(_when_a_backward_ends, self._me))
+        self._tally = Tally(recording.note, recording.scale)
+        #: Weight gradients that wait for the end of their backward.
+        self.waiting = WaitingGradients(
+            functools.partial(_looks_at_waiting, self._me),
+            recording.note,
+            functools.partial(_when_a_backward_ends, self._me),
+        )
+        self._may_wait = True
         self._watch = Watch({layer.path for layer in self._layers if layer.is_leaf}) if watch else None
         self._budget: Budget | None = None
         if max_overhead is not None:
@@ -130,6 +155,14 @@ class Capture(Guarded):
         self._rested: tuple[frozenset[str], Watch | None] | None = None
         #: Steps that the watch looked at, and not at the one before; events arrive a few steps late at most.
         self._after_pause: deque[int] = deque(maxlen=8)
+        #: What holds for the gradients of the backward at work, and what they are divided by before they are counted.
+        self._of_backward = _OfBackward(UNSCALED, None, False, False)
+        self._divisor: float | torch.Tensor | None = None
+        #: The gradient before: its row, or its largest magnitude, and its layer where it was not counted.
+        self._last_gradient: LastValues[Found] = LastValues()
+        self._last_path = ""
+        #: Layers that are not counted, whose output's gradient is counted all the same: it goes on to one that is.
+        self._counted_ahead: set[str] = set()
         self.attached = False
         #: Whether this step is sampled, and the watch where it looks at this step.
         self._sampled = False
@@ -189,6 +222,7 @@ class Capture(Guarded):
         if resting and self._rested is None:
             self._rested = (self._kinds, self._watch)
             self._kinds, self._watch = frozenset(), None
+            self._finish_waiting()
             self._tally.drop_step()
         elif not resting and self._rested is not None:
             (self._kinds, self._watch), self._rested = self._rested, None
@@ -275,14 +309,20 @@ class Capture(Guarded):
     @entrance
     def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
         """A module's forward has run."""
-        if (reason := out_of_reach(self._may_capture_graphs)) is not None:
-            self._recording.note(reason)
-            return
+        if transforms() is not None or tracing() is not None or self._may_capture_graphs:
+            reason = out_of_reach(self._may_capture_graphs)
+            if reason is not None:
+                self._recording.note(reason)
+                return
         # Inside a backward the forward is a recomputation (activation checkpointing): not counted again, but with
         # the reentrant kind its tensors are the ones that the gradients reach.
         self._any_call = True
         recomputed = torch._C._current_graph_task_id() != -1
-        if not recomputed and not self._training_forward(layer):
+        if (
+            not recomputed
+            and not (self.clock.in_forward and torch.is_grad_enabled())
+            and not self._training_forward(layer)
+        ):
             return
         watch = self._looking
         if not self._sampled and watch is None:
@@ -290,7 +330,8 @@ class Capture(Guarded):
         outputs = local_tensors(output)
         for tensor in outputs:
             self._any_output = True
-            self._pass_through(tensor.dtype)
+            if tensor.dtype is not torch.float32:
+                self._pass_through(tensor.dtype)
         counted = self._sampled and layer.counted
         rows = self._count_outputs(layer, outputs) if counted and self._is_first_forward(layer, recomputed) else {}
         counted = counted and ACTIVATION_GRADIENT in self._kinds
@@ -308,8 +349,8 @@ class Capture(Guarded):
         if not torch.is_grad_enabled():
             # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
             return layer.module.training
-        if self._sampled and self.clock.after_backward:
-            self._tally.count_waiting()
+        if self.clock.after_backward:
+            self.waiting.finish_left_behind()
         if self.clock.forward(self._updated):
             self._end_step()
             self.clock.forward(self._updated)
@@ -367,12 +408,14 @@ class Capture(Guarded):
             for tensor in inputs:
                 self._see_through_wrapper(watch, tensor, layer)
         awaited, finite = set(), True
-        bound = watch.bound(inputs) if inputs and layer.path in self._keep_finite else None
-        for tensor, number, is_input in watch.module_called(layer.path, inputs, outputs):
+        fresh, bound = watch.module_called(layer.path, inputs, outputs)
+        if layer.path not in self._bounded:
+            bound = None
+        for tensor, number, is_input in fresh:
             if recomputed or is_input:
                 pass
-            elif bound is not None and not rows and keeps_finite(layer.module, tensor, bound):
-                watch.output_within(number, bound)
+            elif bound is not None and not rows and (within := output_bound(layer.module, tensor, bound)) is not None:
+                watch.output_within(layer.path, tensor, number, within)
             else:
                 finite = watch.output(layer.path, tensor, number, micro_batch, rows.get(id(tensor))) and finite
             if tensor.requires_grad and not (is_input and tensor.is_leaf):
@@ -401,13 +444,12 @@ class Capture(Guarded):
     def _await_gradient(
         self, layer: Layer, tensor: torch.Tensor, *, counted: bool, number: int, is_input: bool
     ) -> None:
-        hook = OutputGradientHook(self._me, layer, counted, number, is_input)
-        handle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+        handle = hook_gradient(tensor, OutputGradientHook(self._me, layer, counted, number, is_input))
         if self._wrapped_inputs and tensor.grad_fn is not None:
             node: Any = tensor.grad_fn
             node.metadata[id(self), tensor.output_nr] = number
-        if tensor.is_leaf:
-            # A module that returns a parameter: this hook would outlive the graph.
+        if handle is not None:
+            # A module that returns a parameter.
             self._handles.add(handle)
 
     # -- the backward -------------------------------------------------------------------------------------------
@@ -417,62 +459,118 @@ class Capture(Guarded):
         self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
         """The gradient at a tensor has arrived."""
-        if (reason := out_of_reach(self._may_capture_graphs, gradient)) is not None:
-            self._recording.note(reason)
+        known = self._scale.task == torch._C._current_graph_task_id() and not is_many(gradient)
+        if not known and not self._in_reach(gradient):
             return
-        gradient = local_part(gradient)
-        scale = self._backward(gradient.dtype)
-        row = None
-        if counted and self._sampled:
-            key = TensorKey(layer.path, ACTIVATION_GRADIENT)
-            row = self._tally.count(gradient, scale.divisor)
-            row = self._add_gradient(key, gradient, scale, row)
-        if self._looking is not None and number >= 0:
-            self._looking.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, row, is_input)
+        if type(gradient) is not torch.Tensor:
+            gradient = local_part(gradient)
+        of, last = self._of_backward, self._last_gradient
+        found = last.found_in(gradient) if last.remembers else None
+        if self._sampled and (counted or layer.path in self._counted_ahead):
+            if self._divisor is None:
+                found = row = self._row_of(gradient, found, counted)
+            else:
+                row = self._tally.count(gradient, self._divisor)
+            if counted:
+                self._add_gradient(layer.gradient_key, gradient, row, of.scale)
+        if of.watch is not None and number >= 0:
+            found = of.watch.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, found, is_input)
+        if counted:
+            last.remembers, self._last_path = False, ""
+        else:
+            last.keep(gradient, found)
+            self._last_path = layer.path
+
+    def _row_of(self, gradient: torch.Tensor, found: Found | None, counted: bool) -> torch.Tensor:
+        """The row of a gradient's counts, of the values as they are; ``found``: what is known of the same values already.
+
+        A container's gradient is not asked for, its last layer's is, and mostly that is the same memory: then it is counted when
+        it comes first, at the container, where else the watch would read it once more.
+        """
+        if isinstance(found, torch.Tensor):
+            return found
+        if found is not None:
+            self._counted_ahead.add(self._last_path)
+        elif counted and self._last_path:
+            self._counted_ahead.discard(self._last_path)
+        return self._tally.count(gradient)
 
     @entrance
     def weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
-        """The gradient of a parameter has arrived."""
-        if (reason := out_of_reach(self._may_capture_graphs, gradient)) is not None:
-            self._recording.note(reason)
+        """The gradient of a parameter has arrived, and does not wait yet."""
+        task = torch._C._current_graph_task_id()
+        known = self._scale.task == task and not is_many(gradient)
+        if not known and not self._in_reach(gradient):
             return
-        gradient = local_part(gradient)
-        scale = self._backward(gradient.dtype)
+        if self.waiting.task == task:
+            self.waiting.make_room(gradient)
+            if self.waiting.hold(watched, gradient):
+                return
+        gradient, of = local_part(gradient), self._of_backward
         row = None
-        if self._sampled and watched.counted and WEIGHT_GRADIENT in self._kinds:
-            row = self._tally.count_gradient(watched.parameter, gradient, scale.divisor)
-            row = self._add_gradient(TensorKey(watched.name, WEIGHT_GRADIENT), gradient, scale, row)
-        watch = self._looking
-        if watch is None:
-            return
-        # A GradScaler finds out by itself whether a weight gradient is not finite, and skips the step then.
-        if row is not None or not self._scale.by_scaler or self._optimizers.any_fused:
-            watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, row)
+        if of.counts and watched.counted:
+            row = self._tally.count(gradient, self._divisor)
+            self._add_gradient(watched.gradient_key, gradient, row, of.scale)
+            if self._divisor is not None:
+                # Of the values divided.
+                row = None
+        if of.watch is not None and (row is not None or of.looks):
+            of.watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, row)
+
+    def _look_at_waiting(self, waiting: list[Waiting], of: _OfBackward) -> None:
+        """The same for parameters' gradients that have waited, together."""
+        counted = [each for each in waiting if of.counts and each.watched.counted]
+        self._tally.count_together(counted)
+        for each in counted:
+            if isinstance(each.found, torch.Tensor):
+                self._add_gradient(each.watched.gradient_key, each.values, each.found, of.scale)
+        if of.watch is not None:
+            looked_at = waiting if of.looks else [each for each in counted if each.found is not None]
+            of.watch.waited(looked_at, self.clock.micro_batch)
 
     @entrance
-    def backward_ended(self, count: Callable[[], None]) -> None:
-        """A backward is over, and counts what waited for that."""
-        count()
+    def backward_ended(self, finish: Callable[[], None]) -> None:
+        """A backward is over, and what waited for that is looked at."""
+        finish()
 
-    def _add_gradient(
-        self, key: TensorKey, gradient: torch.Tensor, scale: BackwardScale, row: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Add a gradient's counts; returns the row if it holds the values as they are (not divided)."""
-        narrow = self._narrowed(gradient.dtype)
-        self._tally.add(Sample(key, row, gradient.numel(), dtype_name(gradient.dtype), narrow, scale))
-        return row if scale.divisor is None else None
+    def _in_reach(self, gradient: torch.Tensor) -> bool:
+        """Whether the first gradient of a backward can be looked at, and so the others, which bring nothing new."""
+        reason = out_of_reach(self._may_capture_graphs, gradient)
+        if reason is not None:
+            self._recording.note(reason)
+            return False
+        self._backward_reached(local_part(gradient).dtype)
+        return True
 
-    def _backward(self, dtype: torch.dtype) -> BackwardScale:
-        """A backward is at work: its scale."""
+    def _backward_reached(self, dtype: torch.dtype) -> None:
+        """A backward is at work, and this is the first look at it in this step."""
         scale, is_new = self._scale.now(dtype)
         # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
         told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
         if told_by_backwards and self.clock.backward_again(self._updated):
             self._end_step()
+            # Which forgets the backward, for the sake of those that go on over a step's end.
+            self._scale.now(dtype)
         self.clock.backward()
-        if is_new and self._looking is not None:
-            self._looking.backward_scale(scale)
-        return scale
+        watch = self._looking
+        if is_new and watch is not None:
+            watch.backward_scale(scale)
+        self._last_gradient.forget()
+        self._divisor = scale.divisor
+        counts = self._sampled and WEIGHT_GRADIENT in self._kinds
+        # A GradScaler finds out by itself whether a weight gradient is not finite, and skips the step then.
+        looks = watch is not None and (not self._scale.by_scaler or self._optimizers.any_fused)
+        self._of_backward = _OfBackward(scale, watch, counts, looks)
+        if self._may_wait and self._divisor is None and (counts or looks):
+            self.waiting.begin(self._of_backward, watch.looks if watch is not None else ())
+        else:
+            self.waiting.stop()
+
+    def _add_gradient(self, key: TensorKey, gradient: torch.Tensor, row: torch.Tensor, scale: BackwardScale) -> None:
+        """Add a gradient's counts."""
+        dtype = gradient.dtype
+        narrow = self._narrow if dtype is torch.float32 and self._any_output else self._narrowed(dtype)
+        self._tally.add(Sample(key, row, gradient.numel(), dtype_name(dtype), narrow, scale))
 
     # -- scalers ------------------------------------------------------------------------------------------------
 
@@ -555,6 +653,7 @@ class Capture(Guarded):
     @guarded
     def _end_step(self, *, finished: bool = True) -> None:
         """Send the step's counts off, judge the steps that have arrived, and begin the next."""
+        self._finish_waiting()
         step, sampled = self.clock.step, self._sampled
         if not finished and self._recording.progress.sampled_steps:
             # What is left over is no sample of a whole step; but better than nothing where there is none.
@@ -573,6 +672,10 @@ class Capture(Guarded):
         self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
         if self.attached:
             self._begin_step()
+
+    @guarded
+    def _finish_waiting(self) -> None:
+        self.waiting.finish()
 
     @guarded
     def _send_counts(self, step: int) -> None:
@@ -620,6 +723,8 @@ class Capture(Guarded):
         self._in_optimizer_step.clear()
         self._broken_weights.begin_step()
         self._narrow, self._any_output = "float32", False
+        self._scale.task = NO_BACKWARD
+        self.waiting.stop()
         self._counted_layers.clear()
         if self.quiet:
             self._lift_hooks()
@@ -642,7 +747,7 @@ class Capture(Guarded):
             self._hook_parameters(self._later)
         self._wrapped_inputs = any(module._backward_hooks for module, _ in self._hook_ids)
         # In one of those anything may be done to gradients that have come before.
-        self._tally.may_wait = not self._wrapped_inputs and not global_hooks._global_backward_hooks
+        self._may_wait = not self._wrapped_inputs and not global_hooks._global_backward_hooks
         for module, hook_id in self._hook_ids:
             # Another hook that came later may change the output: see what the next module is given.
             hooks: Any = module._forward_hooks
@@ -668,10 +773,16 @@ class Capture(Guarded):
         return first.grad is None or self._weight_state != before
 
 
-def _when_a_backward_ends(capture: weakref.ref[Capture], count: Callable[[], None]) -> None:
+def _looks_at_waiting(capture: weakref.ref[Capture], waiting: list[Waiting], of: _OfBackward) -> None:
     alive = capture()
     if alive is not None:
-        alive.backward_ended(count)
+        alive._look_at_waiting(waiting, of)
+
+
+def _when_a_backward_ends(capture: weakref.ref[Capture], finish: Callable[[], None]) -> None:
+    alive = capture()
+    if alive is not None:
+        alive.backward_ended(finish)
 
 
 def _is_never_called(module: torch.nn.Module) -> bool:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.capture.host_copy import HostCopy
-from mpinspect.capture.sent import Sent, sorted_out
-from mpinspect.capture.waiting import Enter, Waiting, WaitingGradients
+from mpinspect.capture.sent import Sent, slots_of
+from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
@@ -45,10 +45,9 @@ class DeviceRows:
     Args:
         device: with an index.
         note: called with a sentence on what could not be counted.
-        enter: see WaitingGradients.
     """
 
-    def __init__(self, device: torch.device, note: Callable[[str], None], enter: Enter) -> None:
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
         self._device = device
         self._note = note
         self._buffers: list[_Buffer | None] = [None, None]
@@ -58,10 +57,8 @@ class DeviceRows:
         self._asked = 0
         self._capacity = _FIRST_CAPACITY
         self._slot_of: dict[int, int] = {}
-        self._not_counted: set[int] = set()
         self._ready: Any = None
         self._copy_stream: Any = None
-        self._waiting = WaitingGradients(self._count_waiting, self._not_counted_too, note, enter)
 
     # -- counting -------------------------------------------------------------------------------------------------
 
@@ -83,36 +80,33 @@ class DeviceRows:
         return self._given(slot)
 
     @torch.no_grad()
-    def count_later(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The row of a parameter's gradient that has just arrived: filled by the end of this backward, or at once."""
-        if available.counter() is None or not self._waiting.takes(parameter, gradient):
-            return self.count(gradient)
-        slot = self._take()
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        if slot is None or not self._waiting.add(gradient, slot, stream):
-            return self.count(gradient)
-        return self._given(slot)
-
-    def _not_counted_too(self, slots: list[int]) -> None:
-        self._not_counted.update(slots)
-
-    @torch.no_grad()
-    def _count_waiting(self, waiting: list[Waiting]) -> None:
+    def count_together(self, waiting: list[Waiting]) -> None:
         """Count gradients that waited, on the streams that they came on."""
         by_stream: dict[Any, list[Waiting]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
-            self._count_together(stream, group)
-
-    def _count_together(self, stream: Any, group: list[Waiting]) -> None:
-        counter: Any = available.counter()
-        try:
             with torch.cuda.stream(stream):
-                counter.add_many([counter.Counted(each.values, self._row(each.slot)) for each in group])
+                self._count_on_stream(group)
+
+    def _count_on_stream(self, group: list[Waiting]) -> None:
+        counter: Any = available.counter()
+        slots = []
+        for each in group:
+            slot = self._take() if counter is not None and _is_dense(each.values, counter) else None
+            if slot is None:
+                each.found = fastest.count(each.values)
+            else:
+                slots.append((each, slot))
+        if not slots:
+            return
+        try:
+            counter.add_many([counter.Counted(each.values, self._row(slot)) for each, slot in slots])
         except Exception as error:
-            self._not_counted.update(each.slot for each in group)
             self._gave_up(error)
+            return
+        for each, slot in slots:
+            each.found = self._given(slot)
 
     def _gave_up(self, error: Exception) -> None:
         available.gave_up(error)
@@ -122,26 +116,18 @@ class DeviceRows:
 
     def send(self, rows: list[torch.Tensor]) -> Sent:
         """Send those of the step's rows that lie in the buffer to the host, in one copy. Does not wait."""
-        self._waiting.count()
-        counted, done = sorted_out(rows, self._slot_of, self._not_counted)
+        counted = slots_of(rows, self._slot_of)
         copies: list[tuple[list[int], HostCopy]] = []
         if self._open is not None and counted:
             copy = _SlotsCopy(self._open.rows, list(counted.values()), self._open.streams, self._copy_stream)
             self._open.copied = copy.event
             copies.append((list(counted), copy))
         self._close()
-        return Sent(copies, done)
+        return Sent(copies, set(counted))
 
     def drop(self) -> None:
         """None of the step's rows becomes a sample; until the step after the next one they hold what was counted."""
-        try:
-            self._waiting.count()
-        finally:
-            self._close()
-
-    def count_waiting(self) -> None:
-        """Count what a backward left behind that did not come to its end."""
-        self._waiting.count_left_behind()
+        self._close()
 
     def _close(self) -> None:
         if self._open is not None:
@@ -149,7 +135,7 @@ class DeviceRows:
         if self._asked > self._capacity:
             self._capacity = 2 * self._asked
         self._open, self._asked = None, 0
-        self._slot_of, self._not_counted = {}, set()
+        self._slot_of = {}
 
     def _take(self) -> int | None:
         """The next slot, its row that of no values; None where the buffer is full."""
@@ -198,6 +184,11 @@ class DeviceRows:
         row = self._row(slot)
         self._slot_of[id(row)] = slot
         return row
+
+
+def _is_dense(values: torch.Tensor, counter: Any) -> bool:
+    """Whether the kernels for many tensors take it, into a row of the layout NARROW."""
+    return values.is_contiguous() and values.dtype in counter.DTYPES and values.dtype is not torch.float64
 
 
 class _SlotsCopy(HostCopy):

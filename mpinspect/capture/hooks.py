@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,27 @@ class ModelHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (functools.partial, (sys.audit, "mpinspect.inactive"))
+
+
+#: The number of our hook among a tensor's: torch gives out those from 0 on.
+_OURS = -1
+
+
+def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
+    """Have a hook called with the gradient at a tensor that requires one: as ``tensor.register_hook`` does, without its handle.
+
+    Every output of every step gets one, and what that method does for handles is most of its time. A handle, to remove
+    the hook by, is returned where the tensor is a leaf, whose hooks outlive the graph.
+    """
+    node: Any = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
+        handle: RemovableHandle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+        return handle if tensor.is_leaf else None
+    hooks: Any = OrderedDict([(_OURS, hook)])
+    # The same two steps as torch.Tensor.register_hook takes for a tensor's first hook.
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+    return None
 
 
 class HandleList:

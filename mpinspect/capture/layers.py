@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -16,6 +17,7 @@ from mpinspect.session import (
     WEIGHT,
     WEIGHT_GRADIENT,
     TensorInfo,
+    TensorKey,
 )
 
 #: The kinds that a parameter has, and those that a module's output has.
@@ -38,6 +40,11 @@ class Layer:
     is_leaf: bool
     counted: bool
 
+    @cached_property
+    def gradient_key(self) -> TensorKey:
+        """Of the gradients at its outputs; made once, since every gradient that arrives asks for it."""
+        return TensorKey(self.path, ACTIVATION_GRADIENT)
+
 
 @dataclass(frozen=True)
 class WatchedParameter:
@@ -47,6 +54,11 @@ class WatchedParameter:
     owner: str
     parameter: torch.nn.Parameter
     counted: bool
+
+    @cached_property
+    def gradient_key(self) -> TensorKey:
+        """Of its gradients; made once."""
+        return TensorKey(self.name, WEIGHT_GRADIENT)
 
 
 class Selection:

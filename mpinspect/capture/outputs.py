@@ -39,6 +39,13 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
     """The same as a list, of distributed tensors this process's part. A tensor, or a tuple of some, is the usual case."""
     if type(value) is torch.Tensor:
         return [value] if value.is_floating_point() or value.is_complex() else []
-    if type(value) is tuple and all(type(item) is torch.Tensor for item in value):
-        return [item for item in value if item.is_floating_point() or item.is_complex()]
+    if type(value) is tuple:
+        found = []
+        for item in value:
+            if type(item) is not torch.Tensor:
+                break
+            if item.is_floating_point() or item.is_complex():
+                found.append(item)
+        else:
+            return found
     return [local_part(tensor) for tensor in tensors_in(value)]

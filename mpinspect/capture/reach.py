@@ -13,7 +13,11 @@ _TRACED = "calls inside torch.jit.trace are not seen: what counts them would bec
 _GRAPHED = "steps run as CUDA graphs are not seen: nothing can be counted inside one"
 
 
-_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
+#: What says, unless None, that calls are transformed, and that they are traced.
+transforms: Any = torch._C._functorch.peek_interpreter_stack
+tracing: Any = torch._C._get_tracing_state
+#: Whether a gradient is many in one (is_grads_batched=True).
+is_many: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None) -> str | None:
@@ -21,13 +25,13 @@ def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None)
 
     Args:
         may_capture_graphs: whether there is a GPU whose streams could be capturing a graph.
-        gradient: that has arrived: many in one, in ``torch.autograd.grad(..., is_grads_batched=True)``.
+        gradient: that has arrived, and may be many in one.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if transforms() is not None:
         return _TRANSFORMED
-    if gradient is not None and _is_batched(gradient):
+    if gradient is not None and is_many(gradient):
         return _BATCHED
-    if torch._C._get_tracing_state() is not None:
+    if tracing() is not None:
         return _TRACED
     # What we launched would be replayed into memory that is ours no more.
     if may_capture_graphs and torch.cuda.is_current_stream_capturing():

@@ -54,7 +54,8 @@ class StepClock:
         # Weakly: an optimizer that is gone ends no step, and its id may be given to another.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._forward_since_backward = False
+        #: Whether a forward runs: one was seen, and no backward since.
+        self.in_forward = False
         self._backward_since_forward = False
 
     @property
@@ -74,7 +75,7 @@ class StepClock:
     @property
     def begun(self) -> bool:
         """Whether anything happened in the current step."""
-        return self._forward_since_backward or self._backward_since_forward or bool(self._done)
+        return self.in_forward or self._backward_since_forward or bool(self._done)
 
     @property
     def after_backward(self) -> bool:
@@ -94,14 +95,14 @@ class StepClock:
             if not self._known and (self.micro_batch >= _MOST_MICRO_BATCHES or updated()):
                 return True
             self.micro_batch += 1
-        self._forward_since_backward, self._backward_since_forward = True, False
+        self.in_forward, self._backward_since_forward = True, False
         return False
 
     def backward(self) -> None:
         """A backward reaches the model."""
         if not self._backward_since_forward:
             self.backwards += 1
-        self._forward_since_backward, self._backward_since_forward = False, True
+        self.in_forward, self._backward_since_forward = False, True
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
         """A backward begins that no forward was seen for. True if a step ended before it: the caller takes that step."""
@@ -135,4 +136,4 @@ class StepClock:
         self.step += 1
         self.micro_batch = 0
         self._done.clear()
-        self._forward_since_backward = self._backward_since_forward = False
+        self.in_forward = self._backward_since_forward = False

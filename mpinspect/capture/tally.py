@@ -20,7 +20,7 @@ from mpinspect.capture.device_rows import DeviceRows
 from mpinspect.capture.host_copy import HostCopy
 from mpinspect.capture.host_rows import HostRows
 from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
-from mpinspect.capture.waiting import Enter
+from mpinspect.capture.waiting import Waiting
 from mpinspect.capture.window_rows import WindowRows
 from mpinspect.counting import fastest
 from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, Window
@@ -86,20 +86,15 @@ class Tally:
     Args:
         drop: called with a sentence whenever a sample had to be thrown away.
         scale_seen: called with the step and the scale of its gradients (None: not known).
-        enter: runs what is left to be done at the end of a backward.
     """
 
     def __init__(
         self,
         drop: Callable[[str], None],
         scale_seen: Callable[[int, float | None], None],
-        enter: Enter = lambda work: work(),
     ) -> None:
         self._drop = drop
         self._scale_seen = scale_seen
-        #: Whether gradients may wait for the end of their backward.
-        self.may_wait = True
-        self._enter = enter
         self._pending: list[Sample] = []
         self._pending_lost: list[tuple[TensorKey, str, bool, torch.Tensor]] = []
         self._travelling: deque[_Step] = deque()
@@ -107,7 +102,7 @@ class Tally:
         self._arrangement = Arrangement([], [], [])
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
-        self._host_rows = HostRows(drop, enter)
+        self._host_rows = HostRows(drop)
         self._device_rows: dict[torch.device, DeviceRows] = {}
 
     def count(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
@@ -115,22 +110,25 @@ class Tally:
 
         It may be part of a buffer, and hold something else when the next step begins.
         """
-        rows = self._rows_for(tensor) if divisor is None else None
-        return fastest.count(tensor, divisor) if rows is None else rows.count(tensor)
+        if divisor is None and tensor.is_cpu:
+            return self._host_rows.count(tensor)
+        if divisor is None and tensor.is_cuda:
+            return self._rows_on(tensor.device).count(tensor)
+        return fastest.count(tensor, divisor)
 
-    def count_gradient(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, divisor: float | torch.Tensor | None
-    ) -> torch.Tensor:
-        """The same for a parameter's gradient as it arrives: the row may be filled when the backward ends."""
-        if not self.may_wait:
-            return self.count(gradient, divisor)
-        rows = self._rows_for(gradient) if divisor is None else None
-        return fastest.count(gradient, divisor) if rows is None else rows.count_later(parameter, gradient)
-
-    def _rows_for(self, tensor: torch.Tensor) -> HostRows | DeviceRows | None:
-        if tensor.is_cpu:
-            return self._host_rows
-        return self._rows_on(tensor.device) if tensor.is_cuda else None
+    def count_together(self, waiting: list[Waiting]) -> None:
+        """The same for gradients that have waited for it; what can't be counted gets no row."""
+        by_device: dict[torch.device, list[Waiting]] = {}
+        for each in waiting:
+            by_device.setdefault(each.values.device, []).append(each)
+        for device, group in by_device.items():
+            if device.type == "cpu":
+                self._host_rows.count_together(group)
+            elif device.type == "cuda":
+                self._rows_on(device).count_together(group)
+            else:
+                for each in group:
+                    each.found = fastest.count(each.values)
 
     def _buffers(self) -> list[HostRows | DeviceRows]:
         return [self._host_rows, *self._device_rows.values()]
@@ -138,13 +136,8 @@ class Tally:
     def _rows_on(self, device: torch.device) -> DeviceRows:
         rows = self._device_rows.get(device)
         if rows is None:
-            rows = self._device_rows[device] = DeviceRows(device, self._drop, self._enter)
+            rows = self._device_rows[device] = DeviceRows(device, self._drop)
         return rows
-
-    def count_waiting(self) -> None:
-        """Count what a backward left behind that did not come to its end: its gradients are held no longer."""
-        for rows in self._buffers():
-            rows.count_waiting()
 
     def add(self, sample: Sample) -> None:
         """Take a sample of the current step."""

@@ -65,8 +65,18 @@ class ParameterHook:
         self._watched = watched
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        if not self._capture.quiet and gradient is not None:
-            self._capture.weight_gradient(self._watched, gradient)
+        capture = self._capture
+        if capture.quiet or gradient is None:
+            return
+        # The usual case, made short: these come by the dozen, and each finds our code driven out of the caches.
+        try:
+            at_work = capture.meter is None and capture.waiting.task == torch._C._current_graph_task_id()
+            if at_work and capture.waiting.hold(self._watched, gradient):
+                return
+        except Exception:
+            # The guarded way meets the same trouble, and says so.
+            pass
+        capture.weight_gradient(self._watched, gradient)
 
 
 class AccumulatedHook:

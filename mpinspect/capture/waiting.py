@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from mpinspect.capture.backward_scale import NO_BACKWARD
+from mpinspect.capture.layers import WatchedParameter
 
 #: They reduce gradients over processes from hooks on autograd's nodes, which nobody can see, and without torch.distributed.
 _REDUCERS = ("horovod.torch", "byteps.torch")
@@ -21,120 +24,144 @@ _REDUCERS = ("horovod.torch", "byteps.torch")
 _LARGEST_TO_WAIT = 16 << 20
 #: No more bytes of gradients than these wait together.
 _MOST_WAITING = 64 << 20
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Enter = Callable[[Callable[[], None]], object]
+Context = TypeVar("Context")
 
 
-@dataclass
+@dataclass(slots=True)
 class Waiting:
-    """A gradient to be counted when the backward ends, if it is then what it was."""
+    """A gradient to be looked at when the backward ends, if it is then what it was.
 
+    Args:
+        watched: whose it is.
+        values: the same memory as the gradient's, as long as it waits.
+        version: how often that had been changed in place.
+        place: how many looks the watch had taken in this step before.
+        stream: on which the gradient came, on a GPU.
+        found: the row of its counts, or what else was found in it; None where it could not be looked at.
+    """
+
+    watched: WatchedParameter
     values: torch.Tensor
     version: int
-    slot: int
+    place: int
     stream: Any
+    found: torch.Tensor | float | tuple[torch.Tensor, ...] | None = None
 
 
-class WaitingGradients:
+class WaitingGradients(Generic[Context]):
     """Those of one backward.
 
     Args:
-        count: called with those that are still what they were.
-        left_out: called with the slots of those that are not.
-        note: called with a sentence on what could not be counted.
+        look: called with those that are still what they were, and with what ``begin`` was told.
+        note: called with a sentence on what could not be looked at.
         enter: runs what is to be done when the backward ends, which is an entrance of the training into the capture.
     """
 
     def __init__(
-        self,
-        count: Callable[[list[Waiting]], None],
-        left_out: Callable[[list[int]], None],
-        note: Callable[[str], None],
-        enter: Enter,
+        self, look: Callable[[list[Waiting], Context], None], note: Callable[[str], None], enter: Enter
     ) -> None:
         self._enter = enter
-        self._count = count
-        self._left_out = left_out
+        self._look = look
         self._note = note
         #: Backwards may run in several threads.
         self._lock = threading.Lock()
         self._waiting: list[Waiting] = []
         self._bytes = 0
-        #: The backward (graph task) that is at work, whose end counts what waits, and whether no other process takes part in it.
-        self._task, self._alone = -1, True
-        #: The thread that began it.
+        #: The backward (graph task) whose gradients wait here; NO_BACKWARD: no gradient may.
+        self.task = NO_BACKWARD
+        #: The thread that began it, and what holds for all its gradients.
         self._thread = 0
+        self._context: Context | None = None
+        self._looks: Sized = ()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def takes(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """Whether this gradient, which has just arrived, may wait."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task and not self._begin(task):
-            return False
-        if task == -1 or not self._alone or not _may_wait(parameter, gradient):
-            return False
-        if self._bytes + gradient.nbytes > _MOST_WAITING:
-            self.count()
-        return True
+    def begin(self, context: Context, looks: Sized) -> None:
+        """The first gradient of a backward has come: the others may wait, unless another thread's backward is at work.
 
-    def _begin(self, task: int) -> bool:
-        """A gradient of another backward than before has come; whether what waits, if anything, is of this thread."""
+        Args:
+            context: for ``look``.
+            looks: as many as the watch has taken in this step.
+        """
         if self._waiting:
             if self._thread != threading.get_ident():
                 # That backward goes on beside this one.
-                return False
+                return
             # Of a backward around this one, or of one that broke off: what comes now may change their gradients.
-            self.count()
+            self.finish()
         with self._lock:
-            if self._waiting:
-                return False
-            self._task, self._thread = task, threading.get_ident()
-        self._alone = not _may_be_reduced()
-        return True
+            if not self._waiting:
+                task = torch._C._current_graph_task_id()
+                self.task = NO_BACKWARD if task == -1 or _may_be_reduced() else task
+                self._thread, self._context, self._looks = threading.get_ident(), context, looks
 
-    def add(self, gradient: torch.Tensor, slot: int, stream: Any = None) -> bool:
-        """Have one wait that it ``takes``; False if another thread's backward has come in between."""
+    def stop(self) -> None:
+        """No gradient may wait until the next ``begin``."""
+        self.task = NO_BACKWARD
+
+    def hold(self, watched: WatchedParameter, gradient: torch.Tensor) -> bool:
+        """Have a gradient of this ``task`` that has just arrived wait.
+
+        Returns:
+            False where more than its accumulation may touch it, it is large, or there is no room.
+        """
+        parameter = watched.parameter
+        if (
+            type(gradient) is not torch.Tensor
+            or gradient.layout is not torch.strided
+            # Another hook than our own: one that may change the gradient, or an optimizer that steps in the backward.
+            or len(parameter._backward_hooks or ()) != 1
+            or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ):
+            return False
+        size = gradient.nbytes
+        if size > _LARGEST_TO_WAIT or self._bytes + size > _MOST_WAITING:
+            return False
         # Another tensor with the same memory: .grad still takes the gradient over, where it would copy one that others hold.
         values = gradient.detach()
+        stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+        waiting = Waiting(watched, values, values._version, len(self._looks), stream)
         with self._lock:
-            if self._task != torch._C._current_graph_task_id():
+            if self.task != torch._C._current_graph_task_id():
+                # Another thread's backward has come in between.
                 return False
             first = not self._waiting
-            self._waiting.append(Waiting(values, values._version, slot, stream))
-            self._bytes += values.nbytes
+            self._waiting.append(waiting)
+            self._bytes += size
         if first:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         return True
 
-    def count_left_behind(self) -> None:
-        """Count what a backward of this thread left here that did not come to its end: nothing is held any longer."""
-        if self._waiting and self._thread == threading.get_ident():
-            self.count()
+    def make_room(self, gradient: torch.Tensor) -> None:
+        """Look at what waits, if it and this gradient together hold too much memory."""
+        if self._bytes + gradient.nbytes > _MOST_WAITING:
+            self.finish()
 
-    def count(self) -> None:
-        """Count what waits."""
+    def finish_left_behind(self) -> None:
+        """Look at what a backward of this thread left here that did not come to its end: nothing is held any longer."""
+        if self._waiting and self._thread == threading.get_ident():
+            self.finish()
+
+    def finish(self) -> None:
+        """Look at what waits, and hold it no longer."""
         with self._lock:
             waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if not waiting:
+            return
         intact = [each for each in waiting if each.values._version == each.version]
         if len(intact) < len(waiting):
-            self._left_out([each.slot for each in waiting if each.values._version != each.version])
             self._note(
                 "weight gradients were changed in place before they could be counted, in their backward or after one that broke "
                 "off"
             )
-        if intact:
-            try:
-                self._count(intact)
-            except BaseException:
-                # Ctrl-C too: what their slots hold is of no gradient.
-                self._left_out([each.slot for each in intact])
-                raise
+        assert self._context is not None
+        self._look(intact, self._context)
 
     def _backward_ends(self) -> None:
-        self._enter(self.count)
+        self._enter(self.finish)
 
 
 def _may_be_reduced() -> bool:
@@ -142,17 +169,3 @@ def _may_be_reduced() -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return True
     return any(name in sys.modules for name in _REDUCERS)
-
-
-def _may_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether nothing but the gradient's accumulation is known to touch it until the backward ends."""
-    return (
-        type(gradient) is torch.Tensor
-        and gradient.dtype in _DTYPES
-        and gradient.layout is torch.strided
-        and gradient.is_contiguous()
-        and gradient.nbytes <= _LARGEST_TO_WAIT
-        # Our own hook, and no other: not one that may change the gradient, nor an optimizer that steps in the backward.
-        and len(parameter._backward_hooks or ()) == 1
-        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )

@@ -9,9 +9,8 @@ ring of each tensor's last maxima.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,19 +19,26 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.capture import culprit
-from mpinspect.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen, TensorStory
+from mpinspect.capture.calls import Fresh, StepCalls
+from mpinspect.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen
 from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.last_values import LastValues
 from mpinspect.capture.loss_scale import BackwardScale
+from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import layout
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event
 
 #: Maxima remembered of each tensor.
 RING_LENGTH = 8
+#: In so many steps it is learned which outputs are handed on.
+_LEARNING_STEPS = 3
 
 
 #: The largest magnitude; while it is on a device the smallest and largest value of the tensor, or a row of counts.
 _Value = float | tuple[torch.Tensor, ...]
+#: That, or the row of the tensor's counts.
+Found = torch.Tensor | _Value
 
 
 class _Look(NamedTuple):
@@ -54,13 +60,14 @@ class _StepLog:
 
     step: int = 0
     looks: list[_Look] = field(default_factory=list)
-    stories: list[TensorStory] = field(default_factory=list)
+    calls: StepCalls = field(default_factory=StepCalls)
     last_output: _Look | None = None
-    inputs: dict[str, set[int]] = field(default_factory=dict)
     #: Numbers of inputs that no module was seen to make and that were not looked at so far.
     unseen_inputs: set[int] = field(default_factory=set)
     #: By number, where it is known: what no magnitude in an output exceeds, finite.
     bounds: dict[int, float] = field(default_factory=dict)
+    #: The same by module, of outputs that were not looked at.
+    within: dict[str, float] = field(default_factory=dict)
     scale: BackwardScale | None = None
     skipped: bool | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
@@ -87,9 +94,16 @@ class Watch:
     def __init__(self, leaves: set[str]) -> None:
         self._leaves = leaves
         self._log = _StepLog()
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._travelling: deque[_Travelling] = deque()
         self._maxima: dict[tuple[str, str], deque[float]] = {}
+        #: By module: what its outputs did not exceed when they were last not looked at.
+        self._within: dict[str, float] = {}
+        #: Of the output before: its largest magnitude, or (second: False) what none in it exceeds.
+        self._last_output: LastValues[tuple[float, bool]] = LastValues()
+        self._last_module = ""
+        #: Modules whose output a container was seen to return.
+        self._handed_on: set[str] = set()
+        self._judged_steps = 0
         #: Modules that return infinities (or NaNs) while every gradient is finite: masks.
         self._harmless: set[tuple[str, bool]] = set()
         self._skips_on_device = 0
@@ -97,79 +111,76 @@ class Watch:
     # -- while the step runs ------------------------------------------------------------------------------------
 
     def module_called(
-        self, module: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, int, bool]]:
-        """A module's forward ran. Returns the tensors not seen before, with their numbers: (tensor, number, is_input)."""
-        fresh: list[tuple[torch.Tensor, int, bool]] = []
-        made = [(tensor, self._number(tensor)) for tensor in outputs if tensor.numel()]
-        made_ids = {id(tensor) for tensor, _ in made}
-        for tensor in inputs:
-            # Changed in place it is the output by now.
-            if id(tensor) in made_ids or not tensor.numel():
-                continue
-            number = self._number(tensor)
-            if number is None:
-                number = self._tell_apart(tensor, TensorStory())
-                self._log.unseen_inputs.add(number)
-                fresh.append((tensor, number, True))
-            self._log.stories[number].consumers.append(module)
-            self._log.inputs.setdefault(module, set()).add(number)
-        for tensor, number in made:
-            if number is not None:
-                self._log.stories[number].producers.append(module)
-                continue
-            # Another hook on it already: what that returns replaces the gradient before we see it.
-            altered = bool(getattr(tensor, "_backward_hooks", None))
-            fresh.append((tensor, self._tell_apart(tensor, TensorStory([module], altered=altered)), False))
-        return fresh
+        self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> tuple[list[Fresh], float | None]:
+        """A module's forward ran. Returns the tensors not seen before, and what no magnitude in what went in exceeds.
+
+        That is finite, and at least 1; None where it is not known of every input, or there is none.
+        """
+        fresh, given = self._log.calls.called(module, inputs, outputs)
+        if fresh and fresh[0][2]:
+            self._log.unseen_inputs.update(number for _, number, is_input in fresh if is_input)
+            return fresh, None
+        if not given or len(given) != len(inputs):
+            return fresh, None
+        largest = 1.0
+        for number in given:
+            known = self._log.bounds.get(number)
+            if known is None:
+                return fresh, None
+            largest = max(largest, known)
+        return fresh, largest
 
     def unseen_input(self) -> int:
         """The number of a tensor that is not at hand: the one inside a wrapper."""
-        self._log.stories.append(TensorStory())
-        return len(self._log.stories) - 1
+        return self._log.calls.unseen()
 
     def wrapped_input(self, number: int, module: str) -> None:
-        """Tensor ``number`` is what a full backward hook's wrapper was put around before ``module`` got it.
-
-        The parts of the module that were handed the wrapped tensor on are not its consumers: the wrapper is the module's.
-        """
-        if 0 <= number < len(self._log.stories):
-            consumers = self._log.stories[number].consumers
-            consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
-            consumers.append(module)
+        """Tensor ``number`` is what a full backward hook's wrapper was put around before ``module`` got it."""
+        self._log.calls.wrapped(number, module)
 
     def output(
         self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
     ) -> bool:
         """The forward's output (``row``: its counts, where it was counted already). Whether it is known to be finite."""
-        look = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, row)
+        found: torch.Tensor | float | None = row
+        before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
+        if before is not None:
+            found, exact = before
+            self._handed_on.add(self._last_module)
+            if not exact:
+                self.output_within(module, tensor, number, found)
+                return True
+        look = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, found)
         self._log.last_output = look
         if look is None:
             return True
-        if not isinstance(look.value, float) or not math.isfinite(look.value):
+        if not isinstance(look.value, float):
+            return False
+        self._keep(module, tensor, look.value, True)
+        if not math.isfinite(look.value):
             return False
         self._log.bounds[number] = look.value
         return True
 
-    def bound(self, inputs: Iterable[torch.Tensor]) -> float | None:
-        """What no magnitude in these exceeds, finite, or 1; None where it is not known of each of them."""
-        bounds = [1.0]
-        for tensor in inputs:
-            number = self._number(tensor)
-            known = None if number is None else self._log.bounds.get(number)
-            if known is None:
-                return None
-            bounds.append(known)
-        return max(bounds)
-
-    def output_within(self, number: int, bound: float) -> None:
+    def output_within(self, module: str, tensor: torch.Tensor, number: int, bound: float) -> None:
         """The forward's output, which is certain to be within a bound and is not looked at: its maximum stays unknown."""
+        self._keep(module, tensor, bound, False)
         self._log.bounds[number] = bound
+        self._log.within[module] = max(bound, self._log.within.get(module, 0.0))
+
+    def _keep(self, module: str, tensor: torch.Tensor, largest: float, exact: bool) -> None:
+        """Remember what is known of an output, if it may be handed on: after a few steps those are known that were."""
+        if self._judged_steps < _LEARNING_STEPS or module in self._handed_on:
+            self._last_output.keep(tensor, (largest, exact))
+            self._last_module = module
+        else:
+            self._last_output.remembers = False
 
     def look_at_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
         """An output of this call is not known to be finite: so it matters whether what went in was, where no module made it."""
         for tensor in inputs:
-            number = self._number(tensor)
+            number = self._log.calls.number_of(tensor)
             if number is not None and number in self._log.unseen_inputs:
                 self._log.unseen_inputs.discard(number)
                 self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
@@ -180,17 +191,45 @@ class Watch:
         gradient: torch.Tensor,
         number: int,
         micro_batch: int,
-        row: torch.Tensor | None,
+        found: Found | None,
         is_input: bool,
-    ) -> None:
-        """The gradient at a module's output, or at an input that no module was seen to make."""
-        self._look(BACKWARD, ACTIVATION_GRADIENT, module, module, number, micro_batch, gradient, row, is_input=is_input)
+    ) -> Found | None:
+        """The gradient at a module's output, or at an input that no module was seen to make.
+
+        ``found``: what is known of it, where it was looked at or counted already. Returns what is known of it now.
+        """
+        value = _value(gradient, found, False)
+        if value is None:
+            return None
+        self._log.looks.append(
+            _Look(BACKWARD, ACTIVATION_GRADIENT, module, module, number, micro_batch, value, is_input)
+        )
+        return value if found is None else found
+
+    @property
+    def looks(self) -> Sized:
+        """Those of this step."""
+        return self._log.looks
 
     def weight_gradient(
         self, name: str, module: str, gradient: torch.Tensor, micro_batch: int, row: torch.Tensor | None
     ) -> None:
-        """A parameter's gradient."""
+        """A parameter's gradient (``row``: its counts, where it was counted already)."""
         self._look(BACKWARD, WEIGHT_GRADIENT, name, module, -1, micro_batch, gradient, row)
+
+    def waited(self, gradients: Iterable[Waiting], micro_batch: int) -> None:
+        """Parameters' gradients that have waited: the looks at them, where nothing was found so far, take their places."""
+        looks, merged, done = self._log.looks, [], 0
+        for each in gradients:
+            value = _value(each.values, each.found, False)
+            if value is None:
+                continue
+            merged += looks[done : each.place]
+            done = max(done, each.place)
+            merged.append(
+                _Look(BACKWARD, WEIGHT_GRADIENT, each.watched.name, each.watched.owner, -1, micro_batch, value)
+            )
+        looks[:] = merged + looks[done:]
 
     def loss(self, loss: torch.Tensor, micro_batch: int) -> None:
         """The loss that a scaler is about to multiply."""
@@ -233,9 +272,11 @@ class Watch:
     def end_step(self, step: int) -> list[Event]:
         """Send this step's values to the host; the events of the steps whose values have arrived. Does not wait."""
         log, self._log = self._log, _StepLog()
-        self._known.clear()
+        log.calls.forget_tensors()
+        self._last_output.forget()
         log.step = step
         if log.looks or log.found_inf:
+            self._judged_steps += 1
             found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
             self._travelling.append(_Travelling(log, _copies(log.looks), found_inf))
         return self.drain(wait=False)
@@ -256,7 +297,7 @@ class Watch:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
         if all(map(math.isfinite, largest)):
-            self._remember(log.looks, largest)
+            self._remember(log, largest)
             return None
         seen = [
             Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
@@ -270,13 +311,14 @@ class Watch:
             if (look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless)
             and (look.what != SCALED_LOSS or loss_matters)
         ]
-        found = culprit.find_culprit(suspicious, log.stories, log.inputs, self._leaves)
+        found = culprit.find_culprit(suspicious, *log.calls.stories(), self._leaves)
         event = self._event(found, suspicious, log) if found is not None else None
-        self._remember(log.looks, largest)
+        self._remember(log, largest)
         return event
 
-    def _remember(self, looks: list[_Look], largest: list[float]) -> None:
-        for look, value in zip(looks, largest, strict=True):
+    def _remember(self, log: _StepLog, largest: list[float]) -> None:
+        self._within.update(log.within)
+        for look, value in zip(log.looks, largest, strict=True):
             if not look.is_input and math.isfinite(value):
                 self._ring(look.what, look.name).append(value)
 
@@ -287,7 +329,12 @@ class Watch:
             self._harmless.update(
                 (look.module, look.is_nan) for look in seen if look.phase == FORWARD and not look.finite
             )
-        first = found.first
+        first, explanation = found.first, found.explanation
+        within = self._within.get(first.name) if first.what == ACTIVATION else None
+        if within is not None:
+            explanation += (
+                f"; before, where input and weight kept it small, it was not read: within {within:.3g} the last time"
+            )
         return Event(
             log.step,
             first.micro_batch,
@@ -301,7 +348,7 @@ class Watch:
             log.skipped,
             culprit.finite_in_forward(seen),
             gradients_finite,
-            found.explanation,
+            explanation,
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -312,20 +359,6 @@ class Watch:
             ring = self._maxima[what, name] = deque(maxlen=RING_LENGTH)
         return ring
 
-    def _number(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor seen before in this step, unchanged since; None otherwise."""
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == _version(tensor):
-            return known[2]
-        return None
-
-    def _tell_apart(self, tensor: torch.Tensor, story: TensorStory) -> int:
-        number = len(self._log.stories)
-        self._log.stories.append(story)
-        # A weak reference: ids are used again once a tensor is gone.
-        self._known[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
-        return number
-
     def _look(
         self,
         phase: str,
@@ -335,10 +368,10 @@ class Watch:
         number: int,
         micro_batch: int,
         tensor: torch.Tensor,
-        row: torch.Tensor | None,
+        found: Found | None,
         is_input: bool = False,
     ) -> _Look | None:
-        value = _value(tensor, row, phase == FORWARD)
+        value = _value(tensor, found, phase == FORWARD)
         if value is None:
             return None
         look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
@@ -346,13 +379,15 @@ class Watch:
         return look
 
 
-def _value(tensor: torch.Tensor, row: torch.Tensor | None, at_once: bool) -> _Value | None:
+def _value(tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
     """What is to be known of a tensor; None for those that have no value, or none that can be had.
 
     ``at_once``: of a row on a CPU, which is filled by now; others are read when the step ends.
     """
-    if row is not None:
-        return _from_row(row.numpy()) if at_once and row.is_cpu else (row,)
+    if isinstance(found, torch.Tensor):
+        return _from_row(found.numpy()) if at_once and found.is_cpu else (found,)
+    if found is not None:
+        return found
     if not tensor.numel():
         return None
     largest = largest_magnitude(tensor)
@@ -372,6 +407,9 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         tensor = torch.view_as_real(tensor)
     if not tensor.numel() or tensor.element_size() == 1:
         return None
+    if tensor.is_cpu and not tensor.data_ptr() and not tensor._is_zerotensor():
+        # Its memory was given back, as sharded training does between uses.
+        return None
     return tuple(torch.aminmax(tensor))
 
 
@@ -382,24 +420,19 @@ def _scale_value(scale: BackwardScale | None) -> float | None:
     return float(scale.on_device)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place; inference tensors do not count it."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _copies(looks: list[_Look]) -> list[tuple[list[int], HostCopy]]:
     """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
     groups: dict[Any, list[int]] = {}
     values = {index: look.value for index, look in enumerate(looks) if isinstance(look.value, tuple)}
     for index, value in values.items():
-        groups.setdefault((value[0].device, value[0].dtype, len(value)), []).append(index)
+        groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
     return [(indices, HostCopy(_stacked([values[index] for index in indices]))) for indices in groups.values()]
 
 
 def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Extremes as (n, 2), float32 or float64; the heads of rows as (n, HEADER), int64."""
     if len(values[0]) == 1:
-        return torch.stack([row[: layout.HEADER] for (row,) in values])
+        return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
     flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
     return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
 

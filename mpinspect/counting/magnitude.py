@@ -11,13 +11,14 @@ import torch
 
 from mpinspect.counting.apart import apart
 from mpinspect.counting.pieces import fills_its_memory
-from mpinspect.workers import POOL, TEAM, single_threaded
+from mpinspect.workers import NO_TEAM, POOL, TEAM, single_threaded
 
 if TYPE_CHECKING:
     from mpinspect.counting.cpu.largest import Largest
 
 #: From where on sharing pays: torch's threads mostly are awake, ours have to be woken. Values in a piece for one of ours.
 _TEAM_FROM, _POOL_FROM, _PIECE = 1 << 17, 1 << 20, 1 << 18
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def largest_magnitude(tensor: torch.Tensor) -> float | None:
@@ -30,7 +31,7 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
         None where this way does not apply: another device, dtype or layout, a subclass of Tensor, or numba is not installed.
         ``torch.aminmax`` answers then.
     """
-    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     largest = _by_dtype().get(tensor.dtype)
     if largest is None or not (tensor.is_contiguous() or fills_its_memory(tensor)):
@@ -39,9 +40,10 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
     if not address:
         # Its memory was given back, as sharded training does between uses.
         return None
-    if length >= _TEAM_FROM and torch.get_num_threads() > 1:
-        if TEAM.there:
-            return largest.of(address, length, torch.get_num_threads())
+    threads = torch.get_num_threads() if length >= _TEAM_FROM else 1
+    if threads > 1:
+        if TEAM.addresses != NO_TEAM:
+            return largest.of(address, length, threads, TEAM.addresses)
         if length >= _POOL_FROM:
             return _in_pieces(largest, address, length, tensor.element_size())
     return largest.of(address, length)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mpinspect.counting.cpu import shares
-from mpinspect.workers import NO_TEAM, TEAM
+from mpinspect.workers import NO_TEAM
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,12 @@ class Largest:
     mantissa_bits: int
     bias: int
 
-    def of(self, address: int, length: int, threads: int = 1) -> float:
+    def of(self, address: int, length: int, threads: int = 1, team: tuple[int, int] = NO_TEAM) -> float:
         """The largest magnitude of so many values, 1 or more, from an address on; NaN if one is.
 
         Args:
-            threads: more than one only if ``TEAM`` is there.
+            threads, team: to share the work among; more than one only with the addresses of ``TEAM``.
         """
-        team = TEAM.addresses if threads > 1 else NO_TEAM
         found: float = shares.largest(self.work, address, length, self.mantissa_bits, self.bias, threads, team)
         return found
 

@@ -1,0 +1,102 @@
+"""What no magnitude in a module's output can exceed, told from what went in: what is certainly finite need not be read.
+
+Modules that compute |f(x)| <= max(|x|, 1), value by value, keep the bound of their input. Linear layers and convolutions add up
+so many terms: at most terms * max|x| * max|weight| + max|bias|, and a weight is read faster than a far larger output.
+
+That is certain only while a module runs torch's own code and nothing else can change what it returns, so both are asked at
+each call. Where it is not certain, or the bound comes near the largest value, the output is read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as global_hooks
+
+from mpinspect.counting.magnitude import largest_magnitude
+
+_VALUE_BY_VALUE = (
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softsign),
+    *(nn.Flatten, nn.Unflatten, nn.Identity),
+)
+#: Each with the function of torch.nn.functional that it calls.
+_PRODUCTS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+}
+#: What was there when this was imported: a forward, or a function, that is replaced later is unknown code.
+_KINDS: tuple[Any, ...] = (*_VALUE_BY_VALUE, *_PRODUCTS)
+_FORWARDS: dict[type[nn.Module], Any] = {kind: kind.forward for kind in _KINDS}
+_FUNCTIONS = {name: getattr(F, name) for name in (*_PRODUCTS.values(), "pad")}
+#: What a convolution's forward calls.
+_CONVOLVE = "_conv_forward"
+_CONVOLUTIONS = {kind: vars(kind).get(_CONVOLVE) for kind in _PRODUCTS}
+
+#: Some compute powers of x on their way, the third at most: within the fourth root of the largest value nothing overflows.
+_LARGEST = {
+    dtype: torch.finfo(dtype).max ** 0.25 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}
+#: Far enough below the largest value for whatever a product's algorithm does on its way (Winograd's transforms, sums in another
+#: order, operands rounded to BF16). FP16 has no such room: its products are read.
+_LARGEST_OF_PRODUCTS = {
+    dtype: torch.finfo(dtype).max * 2.0**-40 for dtype in (torch.float64, torch.float32, torch.bfloat16)
+}
+#: A smaller output, or one that is less than so many times the weight, is read in no more time.
+_LEAST_PRODUCT, _LEAST_TIMES_WEIGHT = 1 << 15, 2
+
+
+def may_bound(module: nn.Module) -> bool:
+    """Whether the module is of a kind whose output ``output_bound`` knows something about."""
+    return type(module) in _FORWARDS
+
+
+def output_bound(module: nn.Module, output: torch.Tensor, largest: float) -> float | None:
+    """What no magnitude in ``output``, which the module has just returned, exceeds but by rounding; None where it is not certain.
+
+    Args:
+        module: one of those that ``may_bound``, with one forward hook of ours.
+        largest: what no magnitude exceeds in what went in, 1 or more, finite.
+    """
+    if (
+        len(module._forward_hooks) != 1
+        or "forward" in vars(module)
+        or type(module).forward is not _FORWARDS.get(type(module))
+        or global_hooks._global_forward_hooks
+    ):
+        return None
+    function = _PRODUCTS.get(type(module))
+    if function is not None:
+        return _of_product(module, function, output, largest)
+    return largest if largest <= _LARGEST.get(output.dtype, 0.0) else None
+
+
+def _of_product(module: nn.Module, function: str, output: torch.Tensor, largest: float) -> float | None:
+    """The bound of a product's output, which costs one reading of the weight."""
+    # As they are registered: one that somebody computes at every call is no parameter.
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    most = _LARGEST_OF_PRODUCTS.get(output.dtype, 0.0)
+    if (
+        weight is None
+        or output.numel() < max(_LEAST_TIMES_WEIGHT * weight.numel(), _LEAST_PRODUCT)
+        or weight.dtype not in _LARGEST_OF_PRODUCTS
+        or getattr(F, function) is not _FUNCTIONS[function]
+        or F.pad is not _FUNCTIONS["pad"]
+        or _CONVOLVE in vars(module)
+        or vars(type(module)).get(_CONVOLVE) is not _CONVOLUTIONS[type(module)]
+        # A mode of somebody's may compute anything instead.
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    of_weight, of_bias = largest_magnitude(weight), 0.0 if bias is None else largest_magnitude(bias)
+    if of_weight is None or of_bias is None:
+        return None
+    terms = weight.numel() // weight.shape[0]
+    bound = terms * largest * of_weight + of_bias
+    # Of a NaN neither is true.
+    return bound if bound <= most and max(largest, of_weight) <= most else None

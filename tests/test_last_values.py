@@ -1,0 +1,474 @@
+"""What was found in a tensor is used again only for the same memory, unchanged; and says the same as reading it again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("numba")
+
+from mpinspect import Inspector
+from mpinspect.capture import capture, last_values
+from mpinspect.capture import watch as watching
+from mpinspect.capture.host_rows import HostRows
+from mpinspect.capture.last_values import LastValues
+from mpinspect.counting import fastest
+from mpinspect.session import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT, TensorKey
+
+_LENGTH = last_values._LEAST
+_BLOCK = (256, _LENGTH // 256)
+
+
+@pytest.fixture
+def last() -> LastValues[str]:
+    return LastValues()
+
+
+# -- which tensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_found_in_the_tensor_itself(last: LastValues[str]) -> None:
+    tensor = torch.randn(_LENGTH)
+    assert last.found_in(tensor) is None
+    last.keep(tensor, "found")
+    assert last.remembers
+    assert last.found_in(tensor) == "found"
+    assert last.found_in(tensor) == "found"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda tensor: tensor.view(-1),
+        lambda tensor: tensor.reshape(2, 128, -1),
+        lambda tensor: tensor.unsqueeze(0),
+        lambda tensor: tensor.view(-1)[:].view(_BLOCK),
+    ],
+    ids=["flat", "three dimensions", "unsqueezed", "sliced in full"],
+)
+def test_found_in_another_shape_of_the_same_memory(
+    last: LastValues[str], other: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    tensor = torch.randn(_BLOCK)
+    last.keep(tensor, "found")
+    assert last.found_in(other(tensor)) == "found"
+    last.keep(other(tensor), "of the view")
+    assert last.found_in(tensor) == "of the view"
+
+
+def test_found_in_a_view_of_what_is_a_view(last: LastValues[str]) -> None:
+    base = torch.randn(2 * _LENGTH)
+    half = base[_LENGTH:]
+    last.keep(half, "found")
+    assert last.found_in(half.view(_BLOCK)) == "found"
+    assert last.found_in(base[:_LENGTH]) is None
+    assert last.found_in(base) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda tensor: torch.randn(_BLOCK),
+        lambda tensor: tensor.clone(),
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor.view(-1)[:-1],
+        lambda tensor: tensor.view(-1)[1:],
+        lambda tensor: tensor.view(torch.int32),
+        lambda tensor: tensor.view(torch.bfloat16).view(-1)[: tensor.numel()],
+        lambda tensor: tensor.view(-1)[:1].expand(_LENGTH),
+        lambda tensor: tensor.view(-1).as_strided((_LENGTH // 2, 2), (1, _LENGTH // 2)),
+    ],
+    ids=[
+        *("another tensor", "a copy", "transposed", "its beginning", "its end", "integers", "another dtype"),
+        *("one value", "other strides"),
+    ],
+)
+def test_nothing_is_found_in_what_is_not_the_same(
+    last: LastValues[str], other: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    tensor = torch.randn(_BLOCK)
+    last.keep(tensor, "found")
+    assert last.found_in(other(tensor)) is None
+    assert last.found_in(tensor) == "found"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.mul_(2),
+        lambda tensor: tensor.view(-1)[3:4].zero_(),
+        lambda tensor: tensor.detach().zero_(),
+        lambda tensor: torch.neg(tensor, out=tensor),
+    ],
+    ids=["itself", "one value of it", "by way of detach", "as an output"],
+)
+def test_nothing_is_found_once_it_was_changed(
+    last: LastValues[str], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    tensor = torch.randn(_BLOCK)
+    last.keep(tensor, "found")
+    change(tensor)
+    assert last.found_in(tensor) is None
+    assert last.found_in(tensor.view(-1)) is None
+    last.keep(tensor, "now")
+    assert last.found_in(tensor) == "now"
+
+
+def test_nothing_is_found_in_memory_that_has_another_owner_by_now(
+    last: LastValues[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator hands the same memory out again, and its version is 0 as before."""
+    # Of a size that it keeps.
+    monkeypatch.setattr(last_values, "_LEAST", 16)
+    again = 0
+    for _ in range(50):
+        tensor = torch.empty(100)
+        address = tensor.data_ptr()
+        last.keep(tensor, "found")
+        assert last.found_in(tensor) == "found"
+        del tensor
+        tensor = torch.empty(100)
+        again += tensor.data_ptr() == address
+        assert last.found_in(tensor) is None
+    assert again, "the allocator never gave the same memory: this shows nothing"
+
+
+def test_what_is_remembered_is_not_held(last: LastValues[str]) -> None:
+    tensor = torch.randn(_LENGTH)
+    last.keep(tensor, "found")
+    owner = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert owner() is None
+
+
+def test_memory_put_under_the_same_tensor_is_another(last: LastValues[str]) -> None:
+    tensor, other = torch.randn(_LENGTH), torch.randn(_LENGTH)
+    last.keep(tensor, "found")
+    tensor.data = other
+    assert last.found_in(tensor) is None
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(_LENGTH)
+
+
+_NOT_KEPT: dict[str, Callable[[], torch.Tensor]] = {
+    "small": lambda: torch.randn(_LENGTH - 1),
+    "empty": lambda: torch.randn(0),
+    "a subclass": lambda: torch.randn(_LENGTH).as_subclass(_Subclass),
+    "a parameter": lambda: nn.Parameter(torch.randn(_LENGTH)),
+    "sparse": lambda: torch.ones(_LENGTH).to_sparse(),
+    "with gaps": lambda: torch.randn(2 * _LENGTH)[::2],
+    "transposed": lambda: torch.randn(_BLOCK[::-1]).t(),
+    "inference": _inference,
+}
+
+
+@pytest.mark.parametrize("kind", _NOT_KEPT)
+def test_these_are_read_again(last: LastValues[str], kind: str) -> None:
+    """And the one before is forgotten."""
+    before, tensor = torch.randn(_LENGTH), _NOT_KEPT[kind]()
+    last.keep(before, "before")
+    assert last.found_in(tensor) is None
+    last.keep(tensor, "found")
+    assert not last.remembers
+    assert last.found_in(tensor) is None
+    assert last.found_in(before) is None
+
+
+def test_where_nothing_was_found_nothing_is_remembered(last: LastValues[str]) -> None:
+    before, tensor = torch.randn(_LENGTH), torch.randn(_LENGTH)
+    last.keep(before, "before")
+    last.keep(tensor, None)
+    assert not last.remembers
+    assert last.found_in(tensor) is None
+    assert last.found_in(before) is None
+
+
+def test_forgotten(last: LastValues[str]) -> None:
+    tensor = torch.randn(_LENGTH)
+    last.keep(tensor, "found")
+    last.forget()
+    assert not last.remembers
+    assert last.found_in(tensor) is None
+
+
+# -- through an inspector --------------------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    """A residual branch: the gradient of the sum is that of the branch's last layer, in the same memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.proj = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.proj(torch.tanh(self.up(self.norm(x))))
+
+
+class _Network(nn.Module):
+    """Blocks and a head whose output is handed on flattened."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.blocks = nn.Sequential(_Block(width), _Block(width))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens))).flatten(0, 1)
+
+
+Seen = tuple[dict[TensorKey, Any], list[tuple[tuple[str, str], list[float]]], list[tuple[str, ...]], list[float]]
+
+
+class _Reads:
+    """How many values were read to count them, and to find their largest magnitude."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counted = self.looked_at = 0
+        count, largest = HostRows.count, watching.largest_magnitude
+
+        def counted(rows: HostRows, tensor: torch.Tensor) -> torch.Tensor:
+            self.counted += tensor.numel()
+            return count(rows, tensor)
+
+        def looked_at(tensor: torch.Tensor) -> float | None:
+            self.looked_at += tensor.numel()
+            return largest(tensor)
+
+        monkeypatch.setattr(HostRows, "count", counted)
+        monkeypatch.setattr(watching, "largest_magnitude", looked_at)
+
+    def take(self) -> tuple[int, int]:
+        found, self.counted, self.looked_at = (self.counted, self.looked_at), 0, 0
+        return found
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> _Reads:
+    return _Reads(monkeypatch)
+
+
+def _nothing_found(self: LastValues[Any], tensor: torch.Tensor) -> None:
+    return None
+
+
+def _train(
+    kinds: tuple[str, ...],
+    *,
+    loss_scale: float | None = None,
+    each_step: Callable[[int, _Network, list[torch.Tensor]], None] | None = None,
+) -> Seen:
+    """Three steps of two micro-batches; ``each_step`` gets the outputs of the blocks, from the first one on."""
+    torch.manual_seed(0)
+    network = _Network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    looks: list[tuple[str, ...]] = []
+    outputs: list[torch.Tensor] = []
+    values: list[float] = []
+    with Inspector(network, capture=kinds, loss_scale=loss_scale, optimizers=optimizer) as inspector:
+        watch = inspector._capture._watch
+        assert watch is not None
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro_batch in range(2):
+                tokens = torch.randint(0, 50, (2, 128), generator=torch.Generator().manual_seed(2 * step + micro_batch))
+                hidden = network.embedding(tokens)
+                outputs = []
+                for block in network.blocks:
+                    hidden = block(hidden)
+                    outputs.append(hidden)
+                if each_step is not None:
+                    each_step(step, network, outputs)
+                (network.head(hidden).flatten(0, 1).square().mean() * (loss_scale or 1.0)).backward()
+                network(tokens).logsumexp(-1).mean().mul(loss_scale or 1.0).backward()
+            looks += [(look.phase, look.what, look.name) for look in watch._log.looks]
+            optimizer.step()
+    values = [float(parameter.detach().double().sum()) for parameter in network.parameters()]
+    rings = [(key, list(ring)) for key, ring in sorted(watch._maxima.items())]
+    assert inspector.session().notes == ()
+    return inspector.session().totals(), rings, looks, values
+
+
+def _with_and_without(monkeypatch: pytest.MonkeyPatch, reads: _Reads, *given: Any, **more: Any) -> list[int]:
+    """Both see the same; returns how many values each read."""
+    # An output within bounds is not read, nor is what hands it on: then its maximum is not known where it would be otherwise.
+    monkeypatch.setattr(capture, "output_bound", lambda *_: None)
+    found = _train(*given, **more)
+    read = [sum(reads.take())]
+    monkeypatch.setattr(LastValues, "found_in", _nothing_found)
+    plain = _train(*given, **more)
+    read.append(sum(reads.take()))
+    assert found[0].keys() == plain[0].keys()
+    for key, window in plain[0].items():
+        assert found[0][key] == window, key
+    assert found[1:] == plain[1:]
+    return read
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [KINDS, (WEIGHT_GRADIENT, ACTIVATION_GRADIENT), (WEIGHT_GRADIENT,), ()],
+    ids=["every kind", "gradients", "weight gradients", "none"],
+)
+def test_the_same_is_counted_and_seen_and_less_is_read(
+    monkeypatch: pytest.MonkeyPatch, reads: _Reads, kinds: tuple[str, ...]
+) -> None:
+    with_it, without = _with_and_without(monkeypatch, reads, kinds)
+    assert with_it < without
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, 1000.0], ids=["a power of two", "no power of two"])
+def test_the_same_under_a_loss_scale(monkeypatch: pytest.MonkeyPatch, reads: _Reads, loss_scale: float) -> None:
+    """Where the scale is no power of two it is values divided by it that are counted, and others that the watch sees."""
+    with_it, without = _with_and_without(monkeypatch, reads, KINDS, loss_scale=loss_scale)
+    assert with_it < without
+
+
+def test_once_it_is_known_that_a_block_and_its_last_layer_share_a_gradient_it_is_read_once(reads: _Reads) -> None:
+    torch.manual_seed(0)
+    block = _Block(256)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
+    read: list[tuple[int, int]] = []
+    with Inspector(block, capture=(ACTIVATION_GRADIENT,), optimizers=optimizer):
+        for _ in range(4):
+            output = block(torch.randn(2, 128, 256))
+            reads.take()
+            output.square().mean().backward()
+            read.append(reads.take())
+            optimizer.step()
+    parameters = sum(parameter.numel() for parameter in block.parameters())
+    outputs = 2 * 128 * 256
+    # Of norm, up and proj the gradients are counted; that of the block itself is proj's.
+    assert [counted for counted, _ in read] == [4 * outputs] * 4
+    # The watch sees proj's input too, which no module made.
+    inputs = 2 * outputs
+    assert [looked_at - parameters for _, looked_at in read] == [outputs + inputs, inputs, inputs, inputs]
+
+
+def test_where_values_are_divided_before_they_are_counted_a_block_is_not_counted_for_nothing(reads: _Reads) -> None:
+    """A scale that is no power of two: what is counted says nothing of the values as they are."""
+    torch.manual_seed(0)
+    block = _Block(256)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
+    outputs, divided = 2 * 128 * 256, []
+    count = fastest.count
+
+    def counted(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
+        if divisor is not None:
+            divided.append(tensor.numel())
+        return count(tensor, divisor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastest, "count", counted)
+        with Inspector(block, capture=(ACTIVATION_GRADIENT,), loss_scale=1000.0, optimizers=optimizer):
+            for _ in range(3):
+                (block(torch.randn(2, 128, 256)).square().mean() * 1000.0).backward()
+                optimizer.step()
+    assert sum(divided) == 3 * 4 * outputs
+
+
+@pytest.mark.parametrize("steps", [(0, 1, 2), (1,), (1, 2), (0,)], ids=str)
+def test_a_gradient_changed_between_a_block_and_its_last_layer(
+    monkeypatch: pytest.MonkeyPatch, reads: _Reads, steps: tuple[int, ...]
+) -> None:
+    """Another hook changes it in place: what was found at the block does not hold for the layer, in these steps."""
+
+    def change(step: int, network: _Network, outputs: list[torch.Tensor]) -> None:
+        if step in steps:
+            for output in outputs:
+                # After our own hook on the same tensor, before the layer that the gradient goes on to.
+                output.register_hook(lambda gradient: gradient.mul_(0.125).numel() and None)
+
+    with_it, without = _with_and_without(monkeypatch, reads, KINDS, each_step=change)
+    assert with_it < without
+
+
+def test_a_gradient_changed_in_place_is_counted_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly: of the layer by 2^-3 less than of the block before it, which is named to be counted too."""
+    torch.manual_seed(0)
+    block = _Block(256)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
+    x = torch.randn(2, 128, 256)
+    model = nn.Sequential(block)
+    histograms = []
+    for changed in (False, True):
+        kinds = (ACTIVATION_GRADIENT,)
+        with Inspector(model, capture=kinds, include=("0", "0.proj"), optimizers=optimizer) as inspector:
+            for _ in range(3):
+                output = block(x)
+                if changed:
+                    output.register_hook(lambda gradient: gradient.mul_(0.125).numel() and None)
+                output.sin().sum().backward()
+                optimizer.step()
+        totals = inspector.session().totals()
+        histograms.append([totals[TensorKey(name, ACTIVATION_GRADIENT)].histogram for name in ("0", "0.proj")])
+    (same_block, same_layer), (block_before, layer_after) = histograms
+    assert same_block == same_layer == block_before
+    assert layer_after.max_exponent == block_before.max_exponent - 3
+    assert layer_after.total == block_before.total
+    assert layer_after.counts.tolist() == block_before.counts.tolist()
+
+
+def test_what_the_watch_tells_of_an_output_that_a_module_hands_on() -> None:
+    """A container that returns its head's output in another shape: both have the same maxima, and the head is the culprit."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).flatten(0, 1)
+
+    model = Flat()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    largest: list[float] = []
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            if step == 3:
+                with torch.no_grad():
+                    model.head.weight[0, 0] = float("inf")
+            output = model(torch.randn(2, 128, 256))
+            largest.append(float(output.detach().abs().max()))
+            output.sum().backward()
+            optimizer.step()
+    assert inspector._capture._watch is not None
+    maxima = inspector._capture._watch._maxima
+    assert list(maxima["activation", "head"]) == list(maxima["activation", ""]) == largest[:3]
+    event = inspector.session().events[0]
+    assert (event.step, event.phase, event.module) == (3, "forward", "head")
+    assert event.last_maxima == tuple(largest[:3])
+
+
+def test_an_output_changed_before_the_container_returns_it_is_looked_at_again() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.head(x)
+            return hidden.mul_(float("inf")).flatten(0, 1)
+
+    model = nn.Sequential(InPlace())
+    with Inspector(model) as inspector:
+        model(torch.randn(2, 128, 256)).sum().backward()
+    event = inspector.session().events[0]
+    assert (event.phase, event.module) == ("forward", "0")

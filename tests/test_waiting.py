@@ -1,0 +1,753 @@
+"""Weight gradients that wait for the end of their backward: seen as they were when they came, and held no longer."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpinspect
+from mpinspect import Inspector, count_exponents
+from mpinspect.capture import waiting
+from mpinspect.capture.backward_scale import NO_BACKWARD
+from mpinspect.capture.host_rows import HostRows
+from mpinspect.capture.layers import WatchedParameter
+from mpinspect.capture.waiting import Waiting, WaitingGradients
+from mpinspect.capture.watch import Watch
+from mpinspect.counting import fastest
+from mpinspect.exponents import merge
+from mpinspect.session import TensorKey
+
+
+@dataclass
+class Came:
+    """A gradient that came: whose, a copy of it, its address, and whether it waits."""
+
+    name: str
+    gradient: torch.Tensor
+    address: int
+    waits: bool
+
+
+class Backwards:
+    """Has gradients wait as the capture does, and keeps what came and what was looked at in the end."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.came: list[Came] = []
+        #: What each look saw: names and copies of the gradients, and what ``begin`` was told.
+        self.looks: list[tuple[dict[str, torch.Tensor], int]] = []
+        self.places: dict[str, int] = {}
+        self.looked_before: list[None] = []
+        self.fails: BaseException | None = None
+        self._task = NO_BACKWARD
+        self.begun = 0
+        self.waiting: WaitingGradients[int] = WaitingGradients(self._look, self.notes.append, self._enter)
+
+    def hook(self, **parameters: torch.Tensor) -> None:
+        for name, parameter in parameters.items():
+            watched = WatchedParameter(name, "", parameter, True)  # type: ignore[arg-type]
+            parameter.register_hook(lambda gradient, watched=watched: self._comes(watched, gradient))
+
+    def sizes(self) -> list[int]:
+        """How many gradients each look saw."""
+        return [len(found) for found, _ in self.looks]
+
+    def check(self) -> None:
+        """What was looked at is what came, each once."""
+        seen = [(name, found[name]) for found, _ in self.looks for name in found]
+        waited = [each for each in self.came if each.waits]
+        assert len(seen) == len(waited)
+        for each in waited:
+            assert any(name == each.name and torch.equal(values, each.gradient) for name, values in seen)
+
+    def _comes(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self.begun += 1
+            self.waiting.begin(self.begun, self.looked_before)
+        kept = gradient.to_dense().clone() if type(gradient) is torch.Tensor else torch.zeros(0)
+        waits = False
+        if self.waiting.task == task:
+            self.waiting.make_room(gradient)
+            waits = self.waiting.hold(watched, gradient)
+        address = gradient.data_ptr() if gradient.layout is torch.strided else 0
+        self.came.append(Came(watched.name, kept, address, waits))
+
+    def _enter(self, finish: Callable[[], None]) -> None:
+        self._task = NO_BACKWARD
+        finish()
+
+    def _look(self, gradients: list[Waiting], begun: int) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.looks.append(({each.watched.name: each.values.clone() for each in gradients}, begun))
+        self.places.update({each.watched.name: each.place for each in gradients})
+
+
+@pytest.fixture
+def backwards() -> Backwards:
+    return Backwards()
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+def loss(*parameters: torch.Tensor) -> torch.Tensor:
+    """Its gradients are random ones."""
+    terms = [(parameter * torch.randn(parameter.shape).to(parameter.dtype)).sum().float() for parameter in parameters]
+    return torch.stack(terms).sum()
+
+
+# -- what waits, and until when --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_a_backward_are_looked_at_together_before_it_returns(
+    backwards: Backwards, dtype: torch.dtype
+) -> None:
+    parameters = {f"p{i}": ones(*shape, dtype=dtype) for i, shape in enumerate([(3,), (300, 401), (1,), (17, 5), (0,)])}
+    backwards.hook(**parameters)
+    for micro_batch in range(2):
+        loss(*parameters.values()).backward()
+        # What comes next may change the gradients.
+        for parameter in parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.fill_(float("nan"))
+        assert backwards.sizes() == [len(parameters)] * (micro_batch + 1)
+        assert not len(backwards.waiting)
+    assert all(each.waits for each in backwards.came)
+    backwards.check()
+    assert backwards.notes == []
+
+
+def test_a_look_is_told_what_holds_for_its_backward(backwards: Backwards) -> None:
+    parameter = ones(3)
+    backwards.hook(parameter=parameter)
+    for _ in range(3):
+        loss(parameter).backward()
+    assert [begun for _, begun in backwards.looks] == [1, 2, 3]
+
+
+def test_each_knows_how_many_looks_came_before_it(backwards: Backwards) -> None:
+    late, early = ones(3), ones(3)
+    backwards.hook(late=late, early=early)
+    hidden = late * 2
+    hidden.register_hook(lambda gradient: backwards.looked_before.extend([None] * 5))
+    (hidden.exp() * early).sum().backward()
+    assert backwards.places == {"early": 0, "late": 5}
+
+
+def test_the_gradient_is_taken_over_and_not_copied(backwards: Backwards) -> None:
+    watched, plain = ones(5), ones(5)
+    backwards.hook(watched=watched)
+    addresses: list[int] = []
+    plain.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    for parameter in (watched, plain):
+        loss(parameter).backward()
+        assert parameter.grad is not None
+    assert plain.grad is not None
+    assert watched.grad is not None
+    assert plain.grad.data_ptr() == addresses[0], "torch copies it without anybody's doing"
+    assert [each.waits for each in backwards.came] == [True]
+    assert watched.grad.data_ptr() == backwards.came[0].address
+
+
+def test_a_gradient_that_something_else_may_change_does_not_wait(backwards: Backwards) -> None:
+    another_hook, in_backward, alone = ones(3), ones(3), ones(3)
+    backwards.hook(another_hook=another_hook, in_backward=in_backward, alone=alone)
+    another_hook.register_hook(lambda gradient: gradient.mul_(0))
+    in_backward.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    loss(another_hook, in_backward, alone).backward()
+    assert {each.name: each.waits for each in backwards.came} == {
+        "another_hook": False,
+        "in_backward": False,
+        "alone": True,
+    }
+    backwards.check()
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True),
+        torch.randn(3).as_subclass(_Subclass),
+    ],
+    ids=["sparse", "a subclass"],
+)
+def test_what_is_no_plain_tensor_does_not_wait(backwards: Backwards, gradient: torch.Tensor) -> None:
+    held: list[bool] = []
+    usual, parameter = ones(2), ones(3)
+    backwards.hook(usual=usual, parameter=parameter)
+    watched = WatchedParameter("other", "", parameter, True)
+
+    def other_comes(_: torch.Tensor) -> None:
+        held.append(backwards.waiting.hold(watched, gradient))
+        held.append(backwards.waiting.hold(watched, torch.ones(3)))
+
+    hidden = parameter * 2
+    hidden.register_hook(other_comes)
+    (hidden.exp().sum() + loss(usual)).backward()
+    assert held == [False, True]
+
+
+def test_nothing_waits_outside_of_a_backward(backwards: Backwards) -> None:
+    watched = WatchedParameter("parameter", "", ones(3), True)
+    backwards.waiting.begin(1, ())
+    assert backwards.waiting.task == NO_BACKWARD
+    assert not backwards.waiting.hold(watched, torch.ones(3))
+
+
+def test_nothing_waits_once_told_to_stop(backwards: Backwards) -> None:
+    early, late = ones(3), ones(3)
+    backwards.hook(early=early, late=late)
+    hidden = late * 2
+    hidden.register_hook(lambda gradient: backwards.waiting.stop())
+    (hidden.exp() * early).sum().backward()
+    assert {each.name: each.waits for each in backwards.came} == {"early": True, "late": False}
+    assert backwards.sizes() == [1]
+    loss(early).backward()
+    assert backwards.sizes() == [1, 1]
+
+
+@pytest.mark.parametrize("library", ["horovod.torch", "byteps.torch"])
+def test_nothing_waits_where_other_processes_may_take_part(
+    backwards: Backwards, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    """Their gradients are averaged in place as they come, by way of ``.data``."""
+    monkeypatch.setitem(sys.modules, library, types.ModuleType(library))
+    parameter = ones(3)
+    backwards.hook(parameter=parameter)
+    loss(parameter).backward()
+    monkeypatch.delitem(sys.modules, library)
+    loss(parameter).backward()
+    assert [each.waits for each in backwards.came] == [False, True]
+
+
+def test_nothing_waits_in_a_process_group(backwards: Backwards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    parameter = ones(3)
+    backwards.hook(parameter=parameter)
+    loss(parameter).backward()
+    assert [each.waits for each in backwards.came] == [False]
+
+
+def test_many_bytes_do_not_wait(backwards: Backwards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
+    monkeypatch.setattr(waiting, "_LARGEST_TO_WAIT", 80)
+    parameters = {f"p{i}": ones(length) for i, length in enumerate((10, 10, 10, 30))}
+    backwards.hook(**parameters)
+    loss(*parameters.values()).backward()
+    assert {each.name: each.waits for each in backwards.came} == {"p0": True, "p1": True, "p2": True, "p3": False}
+    assert sum(backwards.sizes()) == 3
+    assert max(backwards.sizes()) == 2
+    backwards.check()
+
+
+# -- changed, broken off, one inside the other ------------------------------------------------------------------------------
+
+
+def test_a_gradient_changed_while_it_waits_is_left_out_and_said(backwards: Backwards) -> None:
+    first, second = ones(3), ones(3)
+    backwards.hook(first=first, second=second)
+    product = second * 2
+    # Later in the backward than the gradient of what was made after it.
+    product.register_hook(lambda gradient: first.grad.mul_(2).storage_offset() or None)  # type: ignore[union-attr]
+    (product.exp().sum() + loss(first)).backward()
+    ((found, _),) = backwards.looks
+    assert list(found) == ["second"]
+    assert torch.equal(found["second"], next(each.gradient for each in backwards.came if each.name == "second"))
+    assert len(backwards.notes) == 1
+    assert "changed in place" in backwards.notes[0]
+
+
+def break_off(backwards: Backwards, error: BaseException) -> tuple[nn.Parameter, torch.Tensor]:
+    """A backward that ends in the middle; returns the parameter whose gradient had come."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise error
+
+    early, late = ones(3), ones(3)
+    backwards.hook(late=late)
+    hidden = early * 2
+    hidden.register_hook(fail)
+    with pytest.raises(type(error)):
+        (hidden.exp() * late).sum().backward()
+    assert backwards.came[-1].waits
+    return late, backwards.came[-1].gradient
+
+
+@pytest.mark.parametrize("error", [KeyError("the user's"), KeyboardInterrupt()], ids=["an error", "Ctrl-C"])
+def test_a_backward_that_breaks_off_leaves_nothing_behind(backwards: Backwards, error: BaseException) -> None:
+    late, _ = break_off(backwards, error)
+    backwards.waiting.finish_left_behind()
+    assert not len(backwards.waiting)
+    assert backwards.sizes() == [1]
+    loss(late).backward()
+    assert backwards.sizes() == [1, 1]
+    backwards.check()
+    assert backwards.notes == []
+
+
+def test_what_a_backward_left_behind_is_looked_at_before_the_next_one_begins(backwards: Backwards) -> None:
+    late, left = break_off(backwards, KeyError("the user's"))
+    loss(late).backward()
+    assert backwards.sizes() == [1, 1]
+    assert torch.equal(backwards.looks[0][0]["late"], left)
+    # By what held for its own backward.
+    assert [begun for _, begun in backwards.looks] == [1, 2]
+    backwards.check()
+
+
+def test_what_changes_after_a_backward_broke_off_is_left_out(backwards: Backwards) -> None:
+    late, _ = break_off(backwards, KeyError("the user's"))
+    assert late.grad is not None
+    late.grad.zero_()
+    backwards.waiting.finish()
+    assert backwards.sizes() in ([], [0])
+    assert len(backwards.notes) == 1
+    assert "broke off" in backwards.notes[0]
+
+
+def test_another_thread_leaves_what_was_left_behind_to_its_own(backwards: Backwards) -> None:
+    break_off(backwards, KeyError("the user's"))
+    thread = threading.Thread(target=backwards.waiting.finish_left_behind)
+    thread.start()
+    thread.join()
+    assert len(backwards.waiting) == 1
+    backwards.waiting.finish_left_behind()
+    assert not len(backwards.waiting)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of order"), KeyboardInterrupt()], ids=["a fault", "Ctrl-C"])
+def test_nothing_is_held_where_looking_fails(backwards: Backwards, error: BaseException) -> None:
+    parameter = ones(3)
+    backwards.hook(parameter=parameter)
+    backwards.fails = error
+    with pytest.raises(type(error)):
+        loss(parameter).backward()
+    assert not len(backwards.waiting)
+    backwards.fails = None
+    loss(parameter).backward()
+    assert backwards.sizes() == [1]
+
+
+def test_a_reentrant_backward_has_what_waits_looked_at_first(backwards: Backwards) -> None:
+    parameter = nn.Parameter(torch.randn(4))
+    backwards.hook(parameter=parameter)
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return x * parameter
+
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(once, x, use_reentrant=True)
+    x.sum().backward()
+    assert backwards.sizes() == [1, 1]
+    backwards.check()
+
+
+def test_a_backward_inside_another_one(backwards: Backwards) -> None:
+    """The outer one's gradients are looked at before the inner one's come, and again those that come after it."""
+    outer, inner, last = ones(3), ones(3), ones(3)
+    backwards.hook(outer=outer, inner=inner, last=last)
+    inner_loss, hidden = loss(inner), last * 2
+    hidden.register_hook(lambda gradient: inner_loss.backward())
+    (hidden.exp() * outer).sum().backward()
+    assert [list(found) for found, _ in backwards.looks] == [["outer"], ["inner"], ["last"]]
+    assert [begun for _, begun in backwards.looks] == [1, 2, 3]
+    backwards.check()
+
+
+def test_a_backward_of_another_thread_leaves_those_that_wait_in_peace(backwards: Backwards) -> None:
+    outer, other, last = ones(3), ones(3), ones(3)
+    backwards.hook(outer=outer, other=other, last=last)
+    held: list[int] = []
+
+    def another(gradient: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: loss(other).backward())
+        thread.start()
+        thread.join()
+        held.append(len(backwards.waiting))
+
+    hidden = last * 2
+    hidden.register_hook(another)
+    (hidden.exp() * outer).sum().backward()
+    assert held == [1]
+    assert {each.name: each.waits for each in backwards.came}["other"] is False
+    assert not len(backwards.waiting)
+    backwards.check()
+
+
+# -- through an inspector --------------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def broken_off(inspector: Inspector, train: Callable[[], None]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _inside(inspector, train)
+
+
+def _inside(inspector: Inspector, train: Callable[[], None]) -> None:
+    with inspector:
+        train()
+
+
+Log = list[tuple[str, str, str]]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """Every look of the watch as it stood when its step ended: phase, what, name."""
+    found: Log = []
+    end_step = Watch.end_step
+
+    def recorded(self: Watch, step: int) -> Any:
+        found.extend((look.phase, look.what, look.name) for look in self._log.looks)
+        return end_step(self, step)
+
+    monkeypatch.setattr(Watch, "end_step", recorded)
+    return found
+
+
+@pytest.mark.parametrize("capture", [mpinspect.session.KINDS, ()], ids=["counted", "watched alone"])
+def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(
+    monkeypatch: pytest.MonkeyPatch, looks: Log, capture: tuple[str, ...]
+) -> None:
+    def run() -> tuple[dict[TensorKey, Any], list[tuple[tuple[str, str], list[float]]], Log]:
+        model = network()
+        model[2].bias.register_hook(lambda gradient: None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with Inspector(model, capture=capture) as inspector:
+            for _ in range(3):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    loss_of(model).backward()
+                optimizer.step()
+        watch = inspector._capture._watch
+        assert watch is not None
+        rings = [(key, list(ring)) for key, ring in sorted(watch._maxima.items())]
+        seen = list(looks)
+        looks.clear()
+        return inspector.session().totals(), rings, seen
+
+    waited: list[bool] = []
+    hold = WaitingGradients.hold
+
+    def held(self: Any, watched: Any, gradient: Any) -> bool:
+        waited.append(hold(self, watched, gradient))
+        return waited[-1]
+
+    monkeypatch.setattr(WaitingGradients, "hold", held)
+    together = run()
+    assert waited.count(True) == 18
+    assert False in waited
+    monkeypatch.setattr(WaitingGradients, "hold", lambda self, watched, gradient: False)
+    assert run() == together
+    assert ("backward", "weight_gradient", "0.weight") in together[2]
+
+
+class _Given(torch.autograd.Function):
+    """Brings a parameter the very gradient that it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return parameter.detach().real.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return ctx.gradient, None
+
+
+class _Gradients(nn.Module):
+    def __init__(self, gradients: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.gradients = gradients
+        for name, gradient in gradients.items():
+            dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
+            self.register_parameter(name, nn.Parameter(dense))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([_Given.apply(getattr(self, name), given) for name, given in self.gradients.items()]).sum()
+
+
+_LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "float64": lambda: torch.randn(5, 3, dtype=torch.float64),
+    "complex64": lambda: torch.randn(5, 3, dtype=torch.complex64),
+    "complex128": lambda: torch.randn(5, 3, dtype=torch.complex128),
+    "bfloat16": lambda: torch.randn(5, 3).bfloat16(),
+    "transposed": lambda: torch.randn(3, 5).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "with gaps": lambda: torch.randn(10, 3)[::2],
+    "expanded": lambda: torch.randn(1, 3).expand(5, 3),
+    "one value expanded": lambda: torch.tensor(2.5).expand(5, 3),
+    "not from its memory's start": lambda: torch.randn(20)[4:19].view(5, 3),
+    "empty": lambda: torch.randn(0, 3),
+    "a single value": lambda: torch.tensor(-3.0),
+}
+
+
+@pytest.mark.parametrize("numba", [True, False], ids=["compiled", "without numba"])
+def test_gradients_of_every_dtype_and_layout_are_counted_and_seen_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, numba: bool
+) -> None:
+    if not numba:
+        monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
+    gradients = {f"p{number}": make() for number, make in enumerate(_LAYOUTS.values())}
+    model = _Gradients(gradients)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, capture=("weight_gradient",), optimizers=optimizer) as inspector:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+    totals = inspector.session().totals()
+    assert inspector._capture._watch is not None
+    maxima = inspector._capture._watch._maxima
+    for name, gradient in gradients.items():
+        once = count_exponents(gradient)
+        if gradient.numel():
+            assert totals[TensorKey(name, "weight_gradient")].histogram == merge([once, once]), name
+            real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            assert list(maxima["weight_gradient", name]) == [float(real.abs().max())] * 2, name
+
+
+@pytest.mark.parametrize("layout", ["float64", "complex64", "with gaps", "expanded", "transposed"])
+def test_an_infinity_in_a_gradient_of_any_layout_is_named(layout: str) -> None:
+    gradient = _LAYOUTS[layout]()
+    model = _Gradients({"usual": torch.randn(4), "odd": gradient})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, capture=(), optimizers=optimizer) as inspector:
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 2:
+                (gradient._base if gradient._base is not None else gradient).view(-1)[0] = float("inf")
+            model().backward()
+            optimizer.step()
+    (event,) = inspector.session().events
+    assert (event.step, event.what, event.tensor, event.value) == (2, "weight_gradient", "odd", "inf")
+    assert len(event.last_maxima) == 2
+
+
+def test_what_the_watch_sees_of_gradients_that_waited() -> None:
+    """An infinite gradient is named, and the largest magnitudes of the steps before are those of the gradients."""
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    largest = []
+    with Inspector(model) as inspector:
+        for factor in (1.0, 2.0**20, float("inf")):
+            optimizer.zero_grad()
+            # The output stays finite, as does the gradient at it.
+            (model(torch.ones(1, 3)).sum() + (model.weight * factor).sum()).backward()
+            assert model.weight.grad is not None
+            largest.append(float(model.weight.grad.abs().max()))
+            optimizer.step()
+    (event,) = inspector.session().events
+    assert (event.what, event.tensor, event.value) == ("weight_gradient", "weight", "inf")
+    assert event.last_maxima == tuple(largest[:2])
+
+
+def test_a_backward_that_breaks_off_at_the_end_of_the_inspection() -> None:
+    """What the watch is told of the last gradients is what they were, not what another step left in memory."""
+
+    def train() -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            (loss_of(model) * (float("inf") if step == 1 else 1.0)).backward()
+            if step == 1:
+                optimizer.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
+        hidden = model[0](torch.ones(4, 6))
+        hidden.register_hook(interrupt)
+        model[2](hidden).square().mean().backward()
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer)
+    broken_off(inspector, train)
+    assert [event.step for event in inspector.session().events] == [1]
+
+
+def test_a_gradient_that_is_infinite_where_a_backward_breaks_off() -> None:
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        hidden = model[1](model[0](torch.ones(4, 6)))
+        hidden.register_hook(interrupt)
+        model[2](hidden.detach() * 1e20 + hidden).backward(torch.full((4, 3), 1e25))
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer, capture=("weight_gradient",))
+    broken_off(inspector, train)
+    (event,) = inspector.session().events
+    assert (event.step, event.what, event.tensor, event.value) == (3, "weight_gradient", "2.weight", "inf")
+
+
+def test_nothing_is_held_of_a_backward_that_broke_off_once_the_training_goes_on() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        hidden = model[0](torch.ones(4, 6))
+        handle = hidden.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model[2](hidden).square().mean().backward()
+        handle.remove()
+        held = inspector._capture.waiting
+        assert len(held) == 2
+        loss = loss_of(model)
+        assert len(held) == 0
+        loss.backward()
+        optimizer.step()
+
+
+def test_full_backward_hooks_may_do_anything_to_gradients_that_came_before() -> None:
+    def clamp(*_: object) -> None:
+        for parameter in model[2].parameters():
+            parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+    def largest(with_hook: bool) -> float:
+        handle = model[1].register_full_backward_hook(clamp) if with_hook else None
+        model.zero_grad()
+        with Inspector(model) as inspector:
+            loss_of(model).backward()
+        if handle is not None:
+            handle.remove()
+        return inspector.session().totals()[TensorKey("2.weight", "weight_gradient")].histogram.max_exponent
+
+    model = network()
+    assert largest(with_hook=True) == largest(with_hook=False) > -9
+
+
+def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
+    """Where nothing is counted and the watch alone looks: the others are looked at, and nothing is a fault."""
+
+    def take_memory(gradient: torch.Tensor) -> None:
+        assert model[2].weight.grad is not None
+        model[2].weight.grad.untyped_storage().resize_(0)
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, capture=()) as inspector, warnings.catch_warnings():
+        # Whether that is told of or not.
+        warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
+        for _ in range(4):
+            optimizer.zero_grad()
+            hidden = model[0](torch.ones(4, 6))
+            hidden.register_hook(take_memory)
+            model[2](hidden).square().mean().backward()
+            model[2].weight.grad = None
+            optimizer.step()
+    assert inspector._capture._watch is not None
+    maxima = inspector._capture._watch._maxima
+    seen = {name: len(ring) for (what, name), ring in maxima.items() if what == "weight_gradient"}
+    assert seen == {"2.bias": 4, "0.weight": 4, "0.bias": 4}
+    assert not [note for note in inspector.session().notes if "failed" in note]
+
+
+def test_a_fault_while_many_bytes_are_looked_at_does_not_reach_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at in the middle of a backward, as its gradients come."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
+    monkeypatch.setattr(HostRows, "count_together", broken)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector:
+        for step in range(5):
+            optimizer.zero_grad()
+            with pytest.warns(mpinspect.MpinspectWarning, match="out of order") if step == 0 else nullcontext():
+                loss_of(model).backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            optimizer.step()
+    assert inspector.session().progress.steps == 5
+    assert any("training is not affected" in note for note in inspector.session().notes)
+
+
+def test_a_backward_in_another_thread_in_the_middle_of_this_one() -> None:
+    """Its gradients are counted, and leave those that wait in peace."""
+    model = network()
+    expected: dict[str, list[Any]] = {}
+    with Inspector(model, capture=("weight_gradient",)) as inspector:
+        hidden = model[0](torch.ones(4, 6))
+
+        def another(gradient: torch.Tensor) -> None:
+            thread = threading.Thread(target=lambda: loss_of(model).backward())
+            thread.start()
+            thread.join()
+
+        hidden.register_hook(another)
+        hooks = [
+            parameter.register_hook(
+                lambda gradient, name=name: expected.setdefault(name, []).append(count_exponents(gradient.clone()))
+            )
+            for name, parameter in model.named_parameters()
+            if name.startswith("0")
+        ]
+        model[2](hidden).square().mean().backward()
+        for handle in hooks:
+            handle.remove()
+    totals = inspector.session().totals()
+    assert {key.name: window.samples for key, window in totals.items()} == dict.fromkeys(
+        dict(model.named_parameters()), 2
+    )
+    for name, histograms in expected.items():
+        assert totals[TensorKey(name, "weight_gradient")].histogram == merge(histograms)
+
+
+def test_batched_gradients_are_said_and_stop_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            optimizer.zero_grad()
+            output = model(torch.ones(4, 6))
+            if step == 1:
+                with pytest.warns(mpinspect.MpinspectWarning, match="is_grads_batched"):
+                    torch.autograd.grad(
+                        output,
+                        list(model.parameters()),
+                        torch.eye(12).view(12, 4, 3),
+                        is_grads_batched=True,
+                        retain_graph=True,
+                    )
+            output.square().mean().backward()
+            optimizer.step()
+    totals = inspector.session().totals()
+    assert totals[TensorKey("0.weight", "weight_gradient")].samples == 4
+    assert totals[TensorKey("0", "activation_gradient")].samples == 4
