@@ -69,6 +69,10 @@ def test_any_order_in_memory(arrange: Callable[[torch.Tensor], torch.Tensor]) ->
     assert largest_magnitude(values) == values.abs().max().item()
 
 
+class _Own(torch.Tensor):
+    """May be anything."""
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -78,7 +82,7 @@ def test_any_order_in_memory(arrange: Callable[[torch.Tensor], torch.Tensor]) ->
         torch.ones(3).to(torch.float8_e5m2),
         torch.ones(3, device="meta"),
         torch.eye(3).to_sparse(),
-        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2).as_subclass(_Own),
     ],
     ids=["gaps", "overlaps", "complex", "float8", "meta", "sparse", "subclass"],
 )
@@ -109,3 +113,7 @@ def test_a_flush_denormals_mode_changes_nothing(dtype: torch.dtype) -> None:
     finally:
         torch.set_flush_denormal(False)
     assert found == truth
+
+
+def test_of_a_parameter() -> None:
+    assert largest_magnitude(torch.nn.Parameter(torch.tensor([1.0, -2.5]))) == 2.5

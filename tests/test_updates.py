@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpinspect import Inspector
+from mpinspect.capture import updates
 from mpinspect.capture.updates import lost_updates, unmoved
 from mpinspect.session import LostUpdates, TensorKey, TensorWindow
 
@@ -99,6 +101,75 @@ def test_any_fp16_weight_and_update(weight: float, update: float) -> None:
     arrays = np.array([weight], np.float32), np.array([update], np.float32)
     found = lost_updates(torch.tensor(arrays[0]), torch.tensor(arrays[1]), torch.float16)
     assert tuple(found.tolist()) == _oracle(*arrays, torch.float16)
+
+
+# -- with numba, in one read ------------------------------------------------------------------------------------------------
+
+
+def _by_torch(weight: torch.Tensor, update: torch.Tensor) -> dict[str, list[int]]:
+    return {name: lost_updates(weight, update, dtype).tolist() for name, dtype in updates.STORAGE_DTYPES.items()}
+
+
+def _compiled(weight: torch.Tensor, update: torch.Tensor) -> dict[str, list[int]]:
+    lost = pytest.importorskip("mpinspect.counting.cpu.lost", exc_type=ImportError)
+    assert lost.takes(weight, update)
+    return {name: counts.tolist() for name, counts in updates.lost_updates_by_format(weight, update).items()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=40))
+def test_any_bits(pairs: list[tuple[int, int]]) -> None:
+    """Infinities, NaNs and subnormals among them."""
+    bits = np.array(pairs, np.uint32).view(np.float32)
+    weight, update = torch.tensor(bits[:, 0]), torch.tensor(bits[:, 1])
+    assert _compiled(weight, update) == _by_torch(weight, update)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_stored_weight_and_the_steps_beside_it(dtype: torch.dtype) -> None:
+    """All 65,536 codes, with updates of a quarter, half and a whole step in both directions, and a little beside these."""
+    stored = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    stored = stored[stored.isfinite()]
+    exponent = torch.frexp(stored).exponent - 1
+    info = torch.finfo(dtype)
+    least = math.frexp(info.smallest_normal)[1] - 1
+    for power in (-3, -2, -1, 0):
+        step = torch.ldexp(torch.full_like(stored, info.eps), exponent.clamp(min=least) + power)
+        for factor in (1.0, -1.0, 1 + 2.0**-20, -1 - 2.0**-20, 1 - 2.0**-20):
+            assert _compiled(stored, step * factor) == _by_torch(stored, step * factor)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 4097, 300_001])
+def test_any_length(threads: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    weight = torch.randn(length, generator=generator)
+    update = weight * torch.exp2(-16 * torch.rand(length, generator=generator)) * 0.1
+    weight[::7], update[::5] = 0.0, 0.0
+    assert _compiled(weight, update) == _by_torch(weight, update)
+    assert lost_updates(weight, update, torch.bfloat16)[0] > 0 or length == 1
+
+
+def test_channels_last_weights_are_read_as_they_lie() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last)
+    update = (1e-3 * torch.randn(8, 4, 3, 3, generator=generator)).to(memory_format=torch.channels_last)
+    assert _compiled(weight, update) == _by_torch(weight, update)
+
+
+def test_what_is_not_read_in_one_go_is_judged_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, update = torch.randn(6, 4, generator=generator), 1e-3 * torch.randn(6, 4, generator=generator)
+    expected = _by_torch(weight, update)
+    # Of different order in memory, of another dtype, with gaps.
+    for one, other in ((weight, update.t().contiguous().t()), (weight.double(), update.double())):
+        found = updates.lost_updates_by_format(one, other)
+        assert {name: counts.tolist() for name, counts in found.items()} == expected
+    gaps = torch.stack([weight, weight], dim=-1)[..., 0]
+    found = updates.lost_updates_by_format(gaps, update)
+    assert {name: counts.tolist() for name, counts in found.items()} == expected
+    monkeypatch.setattr(updates, "_compiled", lambda: None)
+    found = updates.lost_updates_by_format(weight, update)
+    assert {name: counts.tolist() for name, counts in found.items()} == expected
 
 
 def test_unmoved_weights_with_a_gradient() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
-from mpinspect.capture import optimizer_steps, pickling
+from mpinspect.capture import optimizer_steps, pickling, updates
 from mpinspect.capture import scalers as scaler_watch
 from mpinspect.capture.backward_scale import NO_BACKWARD, ScaleOfBackward
 from mpinspect.capture.broken_weights import BrokenWeights
@@ -194,6 +194,8 @@ class Capture(Guarded):
             parameters = [watched.parameter for watched in self._parameters]
             for note in fastest.warm_up({p.device for p in parameters}, {p.dtype for p in parameters}):
                 self._recording.note(note)
+        if UPDATE in self._kinds:
+            updates.warm_up()
 
     def detach(self) -> None:
         """Take every hook off and take in what is still on its way."""

@@ -62,7 +62,7 @@ class HostRows:
         for each in waiting:
             slot = self._take() if counter is not None and counter.takes(each.values) else None
             if slot is None:
-                each.found = fastest.count(each.values)
+                self._count_alone(each, None)
             else:
                 slots.append((each, slot))
         if not slots:
@@ -70,18 +70,22 @@ class HostRows:
         try:
             counter.fill_many([(each.values, self._addresses[slot]) for each, slot in slots])
         except Exception:
-            # Something about one of them is amiss: the others are none the worse for it.
-            slots = [(each, slot) for each, slot in slots if self._counted_alone(each, slot)]
-        for each, slot in slots:
-            each.found = self._slots[slot]
+            for each, slot in slots:
+                self._count_alone(each, slot)
+        else:
+            for each, slot in slots:
+                each.found = self._slots[slot]
 
-    def _counted_alone(self, each: Waiting, slot: int) -> bool:
+    def _count_alone(self, each: Waiting, slot: int | None) -> None:
+        """So that where something is amiss about one of them the others are none the worse for it."""
         try:
-            self._counter.fill_many([(each.values, self._addresses[slot])])
+            if slot is None:
+                each.found = fastest.count(each.values)
+            else:
+                self._counter.fill_many([(each.values, self._addresses[slot])])
+                each.found = self._slots[slot]
         except Exception as error:
             self._note(f"a weight gradient could not be counted: {error}")
-            return False
-        return True
 
     def send(self, rows: list[torch.Tensor]) -> Sent:
         """Copy those of the step's rows that lie here, and begin the next step."""

@@ -11,7 +11,7 @@ import torch
 from mpinspect.capture.distributed import local_part
 from mpinspect.capture.layers import WatchedParameter
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
-from mpinspect.capture.updates import STORAGE_DTYPES, lost_updates, unmoved
+from mpinspect.capture.updates import lost_updates_by_format, unmoved
 from mpinspect.counting.fastest import count
 from mpinspect.session import UPDATE, TensorKey
 
@@ -109,7 +109,7 @@ class UpdateCapture:
         self._tally.add(Sample(key, count(update), update.numel(), dtype_name(before.dtype)))
         stored = passed_through(before.dtype)
         if stored == "float32":
-            for name, dtype in STORAGE_DTYPES.items():
-                self._tally.add_lost_updates(key, name, lost_updates(before, update, dtype), measured=False)
+            for name, counts in lost_updates_by_format(before, update).items():
+                self._tally.add_lost_updates(key, name, counts, measured=False)
         elif gradient.layout is torch.strided and not may_have_skipped:
             self._tally.add_lost_updates(key, stored, unmoved(before, after, gradient), measured=True)

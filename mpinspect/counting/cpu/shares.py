@@ -32,7 +32,7 @@ from mpinspect.counting.cpu.vectors import largest_doubled
 
 #: The fields of a job: address and number of the values; address and width (int64s) of a thread's results; threads and the values
 #: of a thread's part; address of ``omp_get_thread_num``, or 0; results given out; values given out, part by part.
-_VALUES, _LENGTH, _RESULTS, _WIDTH, _THREADS, _PART, _THREAD_NUMBER, _GIVEN, _TAKEN = range(9)
+VALUES, _LENGTH, _RESULTS, _WIDTH, _THREADS, _PART, _THREAD_NUMBER, _GIVEN, _TAKEN = range(9)
 #: Values to take at a time, and what parts are multiples of: whole blocks, a few microseconds of work.
 _CHUNK, _WHOLE = 1 << 15, 1 << 12
 #: Bytes that ``largest_doubled`` takes at a time.
@@ -42,30 +42,30 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
 @compiled
-def _job(address: Any) -> Any:
+def job_at(address: Any) -> Any:
     """The fields of the job at an address."""
     return carray(pointer(address, np.int64(0)), (_TAKEN,))
 
 
 @compiled
-def _result(address: Any) -> Any:
+def result_of(address: Any) -> Any:
     """Where this thread's results go: int64, zeros."""
-    job = _job(address)
+    job = job_at(address)
     number = fetch_and_add(address + 8 * _GIVEN, 1)
     return carray(pointer(job[_RESULTS] + 8 * number * job[_WIDTH], np.int64(0)), (job[_WIDTH],))
 
 
 @compiled
-def _own_part(address: Any) -> Any:
+def own_part(address: Any) -> Any:
     """The number of the part that this thread begins with."""
-    thread_number = _job(address)[_THREAD_NUMBER]
+    thread_number = job_at(address)[_THREAD_NUMBER]
     return call_for_int(thread_number) if thread_number else np.int64(0)
 
 
 @compiled
-def _next(address: Any, own: Any, turn: Any) -> Any:
+def next_values(address: Any, own: Any, turn: Any) -> Any:
     """The next values of the part that is ``turn`` parts after one's own: number of the first, how many (0: none left), turn."""
-    job = _job(address)
+    job = job_at(address)
     while turn < job[_THREADS]:
         part = (own + turn) % job[_THREADS]
         begin = part * job[_PART]
@@ -78,42 +78,42 @@ def _next(address: Any, own: Any, turn: Any) -> Any:
 
 
 def _count_float32(address: Any) -> None:
-    counting, values = kernels.counting32(_result(address)), _job(address)[_VALUES]
-    own = _own_part(address)
-    start, length, turn = _next(address, own, 0)
+    counting, values = kernels.counting32(result_of(address)), job_at(address)[VALUES]
+    own = own_part(address)
+    start, length, turn = next_values(address, own, 0)
     while length:
         kernels.add_float32(counting, values + 4 * start, length)
-        start, length, turn = _next(address, own, turn)
+        start, length, turn = next_values(address, own, turn)
     kernels.finish32(counting)
 
 
 def _count_float64(address: Any) -> None:
-    counting, values = kernels.counting64(_result(address)), _job(address)[_VALUES]
-    own = _own_part(address)
-    start, length, turn = _next(address, own, 0)
+    counting, values = kernels.counting64(result_of(address)), job_at(address)[VALUES]
+    own = own_part(address)
+    start, length, turn = next_values(address, own, 0)
     while length:
         kernels.add_float64(counting, values + 8 * start, length)
-        start, length, turn = _next(address, own, turn)
+        start, length, turn = next_values(address, own, turn)
     kernels.finish64(counting)
 
 
 def _count_float16(address: Any) -> None:
-    counting, values = kernels.counting32(_result(address)), _job(address)[_VALUES]
-    own = _own_part(address)
-    start, length, turn = _next(address, own, 0)
+    counting, values = kernels.counting32(result_of(address)), job_at(address)[VALUES]
+    own = own_part(address)
+    start, length, turn = next_values(address, own, 0)
     while length:
         kernels.add_float16(counting, values + 2 * start, length)
-        start, length, turn = _next(address, own, turn)
+        start, length, turn = next_values(address, own, turn)
     kernels.finish32(counting)
 
 
 def _count_bfloat16(address: Any) -> None:
-    counting, values = kernels.counting32(_result(address)), _job(address)[_VALUES]
-    own = _own_part(address)
-    start, length, turn = _next(address, own, 0)
+    counting, values = kernels.counting32(result_of(address)), job_at(address)[VALUES]
+    own = own_part(address)
+    start, length, turn = next_values(address, own, 0)
     while length:
         kernels.add_bfloat16(counting, values + 2 * start, length)
-        start, length, turn = _next(address, own, turn)
+        start, length, turn = next_values(address, own, turn)
     kernels.finish32(counting)
 
 
@@ -131,13 +131,13 @@ def _largest_bits(address: Any, length: Any, one: Any, size: Any) -> Any:
 
 @compiled
 def _find_largest(address: Any, one: Any, size: Any) -> None:
-    values, own = _job(address)[_VALUES], _own_part(address)
-    result = _result(address)
+    values, own = job_at(address)[VALUES], own_part(address)
+    result = result_of(address)
     high = np.int64(0)
-    start, length, turn = _next(address, own, 0)
+    start, length, turn = next_values(address, own, 0)
     while length:
         high = max(high, _largest_bits(values + size * start, length, one, size))
-        start, length, turn = _next(address, own, turn)
+        start, length, turn = next_values(address, own, turn)
     result[0] = high
 
 
@@ -154,11 +154,11 @@ def _largest_of_64_bits(address: Any) -> None:
 
 
 @compiled
-def _run(work: Any, values: Any, length: Any, results: Any, team: Any) -> Any:
+def run(work: Any, values: Any, length: Any, results: Any, team: Any) -> Any:
     """Run a share on as many threads as there are results (int64, shape (threads, width), zeros), or fewer; says on how many."""
     threads, width = results.shape
     job = np.zeros(_TAKEN + threads, np.int64)
-    job[_VALUES], job[_LENGTH], job[_RESULTS], job[_WIDTH] = values, length, results.ctypes.data, width
+    job[VALUES], job[_LENGTH], job[_RESULTS], job[_WIDTH] = values, length, results.ctypes.data, width
     job[_THREADS], job[_PART] = threads, -(-length // (threads * _WHOLE)) * _WHOLE
     if threads == 1:
         call(work, job.ctypes.data)
@@ -180,7 +180,7 @@ def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, thr
         team: addresses of ``GOMP_parallel`` and ``omp_get_thread_num``, or zeros.
     """
     rows = np.zeros((threads, row_length), np.int64)
-    used = _run(work, values, length, rows, team)
+    used = run(work, values, length, rows, team)
     kernels.merge(rows[:used], carray(pointer(row, np.int64(0)), (row_length,)))
 
 
@@ -205,7 +205,7 @@ def largest(work: Any, values: Any, length: Any, mantissa_bits: Any, bias: Any, 
         mantissa_bits, bias: of their encoding; the others as for ``fill_row``.
     """
     results = np.zeros((threads, 1), np.int64)
-    used = _run(work, values, length, results, team)
+    used = run(work, values, length, results, team)
     bits = results[:used].max()
     if mantissa_bits == 52:
         return float64_of_bits(bits)
