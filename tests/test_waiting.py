@@ -438,15 +438,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Log:
     return found
 
 
-@pytest.mark.parametrize("capture", [mpinspect.session.KINDS, ()], ids=["counted", "watched alone"])
-def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(
-    monkeypatch: pytest.MonkeyPatch, looks: Log, capture: tuple[str, ...]
-) -> None:
+def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: pytest.MonkeyPatch, looks: Log) -> None:
     def run() -> tuple[dict[TensorKey, Any], list[tuple[tuple[str, str], list[float]]], Log]:
         model = network()
         model[2].bias.register_hook(lambda gradient: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with Inspector(model, capture=capture) as inspector:
+        with Inspector(model, capture=mpinspect.session.KINDS) as inspector:
             for _ in range(3):
                 optimizer.zero_grad()
                 for _ in range(2):
@@ -653,7 +650,7 @@ def test_full_backward_hooks_may_do_anything_to_gradients_that_came_before() -> 
 
 
 def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
-    """Where nothing is counted and the watch alone looks: the others are looked at, and nothing is a fault."""
+    """It is no sample and not looked at; the others are, and nothing is a fault."""
 
     def take_memory(gradient: torch.Tensor) -> None:
         assert model[2].weight.grad is not None
@@ -661,7 +658,7 @@ def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer, capture=()) as inspector, warnings.catch_warnings():
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector, warnings.catch_warnings():
         # Whether that is told of or not.
         warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
         for _ in range(4):
@@ -751,3 +748,71 @@ def test_batched_gradients_are_said_and_stop_nothing() -> None:
     totals = inspector.session().totals()
     assert totals[TensorKey("0.weight", "weight_gradient")].samples == 4
     assert totals[TensorKey("0", "activation_gradient")].samples == 4
+
+
+def test_what_the_watch_alone_looks_at_does_not_wait() -> None:
+    """Whatever becomes of it later in the backward: it was seen."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, optimizers=optimizer, capture=()) as inspector:
+        hidden = model[0](torch.ones(4, 6))
+        hidden.register_hook(lambda gradient: model[2].weight.grad.zero_().storage_offset() or None)
+        (model[2](hidden).sum() + (model[2].weight * float("inf")).sum()).backward()
+        optimizer.step()
+    (event,) = inspector.session().events
+    assert (event.what, event.tensor, event.value) == ("weight_gradient", "2.weight", "inf")
+
+
+def test_sparse_gradients_do_not_wait_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
+    model = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 4, 4])).square().sum().backward()
+            optimizer.step()
+    assert {window.samples for window in inspector.session().totals().values()} == {5}
+    assert inspector.session().notes == ()
+
+
+def test_a_scaled_loss_that_comes_in_the_middle_of_a_backward() -> None:
+    """What came before it in the same backward is of the scale before."""
+    plain, scaled = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    model = nn.Module()
+    model.plain, model.scaled = plain, scaled
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",), watch=False) as inspector:
+        # Made first, so that its backward comes last.
+        first = scaler.scale((scaled * 1.0).sum())
+        torch.autograd.backward([first, (plain * 1.0).sum()])
+        optimizer.step()
+    exponents = {key.name: window.histogram.max_abs for key, window in inspector.session().totals().items()}
+    assert exponents == {"plain": 1.0, "scaled": 1.0}
+
+
+@pytest.mark.parametrize("by", ["optimizer", "scaler"])
+def test_what_a_broken_backward_left_is_counted_before_anybody_steps(by: str) -> None:
+    """A scaler divides gradients in place, and tells no version of it."""
+    late, early = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    model = nn.Module()
+    model.late, model.early = late, early
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("the user's")
+
+    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",), watch=False) as inspector:
+        hidden = early * 2
+        hidden.register_hook(fail)
+        loss = (hidden.exp() + late).sum()
+        with pytest.raises(KeyError):
+            scaler.scale(loss).backward()
+        if by == "scaler":
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+    window = inspector.session().totals()[TensorKey("late", "weight_gradient")]
+    assert (window.samples, window.histogram.max_abs) == (1, 1.0)

@@ -30,6 +30,7 @@ class ScaleOfBackward:
         scalers: those given by the user.
         fp16_weights: whether parameters are stored in FP16 (then a scale by hand is likely, and silence is no 1.0).
         recording: takes the notes.
+        changes: called when what was known of the backward at work holds no more.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class ScaleOfBackward:
         scalers: Iterable[Any],
         fp16_weights: bool,
         recording: Recording,
+        changes: Callable[[], None],
     ) -> None:
         self._by_hand = loss_scale
         self._scalers = list(scalers)
         self._fp16_weights = fp16_weights
         self._recording = recording
+        self._changes = changes
         #: Scaled backwards under way: graph task -> the thread it runs on, and its scale.
         self._scaled: dict[int, tuple[int, BackwardScale]] = {}
         #: The backward (graph task) that was last looked at, while its scale is certain.
@@ -50,11 +53,6 @@ class ScaleOfBackward:
         self._scale = scales.UNSCALED
         self._by_scaler = False
         self.any_scaled = False
-
-    @property
-    def current(self) -> BackwardScale:
-        """The scale of the backward that was last looked at (``now``)."""
-        return self._scale
 
     @property
     def by_scaler(self) -> bool:
@@ -97,13 +95,18 @@ class ScaleOfBackward:
         if known is not None and not known[1].agrees_with(scale):
             scale = BackwardScale(None, unknown="one backward ran through losses of different scales")
         self._scaled[task] = (threading.get_ident(), scale)
-        self.task = NO_BACKWARD
+        self.forget()
         # When this backward has ended its scale is over: another one may be unscaled.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._ended, task))
 
     def _ended(self, task: int) -> None:
         self._scaled.pop(task, None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Whatever gradient comes next is the first of its backward again."""
         self.task = NO_BACKWARD
+        self._changes()
 
     def _of_scaled_loss(self) -> BackwardScale | None:
         """The scale of the scaled loss that the running backward began at; None if it began elsewhere.

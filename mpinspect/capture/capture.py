@@ -58,13 +58,17 @@ class _OfBackward(NamedTuple):
     """What holds for the gradients of one backward.
 
     Args:
+        task: the graph task.
         scale: the loss scale.
+        divisor: what values are divided by before they are counted.
         watch: where it looks at this step.
         counts: whether weight gradients are counted.
         looks: whether the watch looks at weight gradients that are not.
     """
 
+    task: int
     scale: BackwardScale
+    divisor: float | torch.Tensor | None
     watch: Watch | None
     counts: bool
     looks: bool
@@ -128,7 +132,7 @@ class Capture(Guarded):
         self._optimizers = ModelOptimizers(optimizers, {id(watched.parameter): watched for watched in self._parameters})
         self._updates = UpdateCapture(self._tally)
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in self._parameters)
-        self._scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording)
+        self._scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._scalers_given = bool(scalers)
         self._scaler_has_stepped = False
         #: Optimizers inside a scaler's step that have not stepped themselves.
@@ -155,9 +159,8 @@ class Capture(Guarded):
         self._rested: tuple[frozenset[str], Watch | None] | None = None
         #: Steps that the watch looked at, and not at the one before; events arrive a few steps late at most.
         self._after_pause: deque[int] = deque(maxlen=8)
-        #: What holds for the gradients of the backward at work, and what they are divided by before they are counted.
-        self._of_backward = _OfBackward(UNSCALED, None, False, False)
-        self._divisor: float | torch.Tensor | None = None
+        #: What holds for the gradients of the backward at work.
+        self._of_backward = _OfBackward(NO_BACKWARD, UNSCALED, None, None, False, False)
         #: The gradient before: its row, or its largest magnitude, and its layer where it was not counted.
         self._last_gradient: LastValues[Found] = LastValues()
         self._last_path = ""
@@ -461,18 +464,22 @@ class Capture(Guarded):
         self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
         """The gradient at a tensor has arrived."""
-        known = self._scale.task == torch._C._current_graph_task_id() and not is_many(gradient)
-        if not known and not self._in_reach(gradient):
-            return
+        of = self._of_backward
+        task = torch._C._current_graph_task_id()
+        if of.task != task or self._scale.task != task or is_many(gradient):
+            first = self._first_of_backward(gradient)
+            if first is None:
+                return
+            of = first
         if type(gradient) is not torch.Tensor:
             gradient = local_part(gradient)
-        of, last = self._of_backward, self._last_gradient
+        last = self._last_gradient
         found = last.found_in(gradient) if last.remembers else None
         if self._sampled and (counted or layer.path in self._counted_ahead):
-            if self._divisor is None:
+            if of.divisor is None:
                 found = row = self._row_of(gradient, found, counted)
             else:
-                row = self._tally.count(gradient, self._divisor)
+                row = self._tally.count(gradient, of.divisor)
             if counted:
                 self._add_gradient(layer.gradient_key, gradient, row, of.scale)
         if of.watch is not None and number >= 0:
@@ -500,34 +507,35 @@ class Capture(Guarded):
     @entrance
     def weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
         """The gradient of a parameter has arrived, and does not wait yet."""
+        of = self._of_backward
         task = torch._C._current_graph_task_id()
-        known = self._scale.task == task and not is_many(gradient)
-        if not known and not self._in_reach(gradient):
-            return
+        if of.task != task or self._scale.task != task or is_many(gradient):
+            first = self._first_of_backward(gradient)
+            if first is None:
+                return
+            of = first
         if self.waiting.task == task:
             self.waiting.make_room(gradient)
             if self.waiting.hold(watched, gradient):
                 return
-        gradient, of = local_part(gradient), self._of_backward
-        row = None
+        gradient, row = local_part(gradient), None
         if of.counts and watched.counted:
-            row = self._tally.count(gradient, self._divisor)
+            row = self._tally.count(gradient, of.divisor)
             self._add_gradient(watched.gradient_key, gradient, row, of.scale)
-            if self._divisor is not None:
+            if of.divisor is not None:
                 # Of the values divided.
                 row = None
         if of.watch is not None and (row is not None or of.looks):
             of.watch.weight_gradient(watched.name, watched.owner, gradient, self.clock.micro_batch, row)
 
     def _look_at_waiting(self, waiting: list[Waiting], of: _OfBackward) -> None:
-        """The same for parameters' gradients that have waited, together."""
-        counted = [each for each in waiting if of.counts and each.watched.counted]
-        self._tally.count_together(counted)
-        for each in counted:
+        """The same for parameters' gradients that have waited to be counted together."""
+        self._tally.count_together(waiting)
+        for each in waiting:
             if isinstance(each.found, torch.Tensor):
                 self._add_gradient(each.watched.gradient_key, each.values, each.found, of.scale)
         if of.watch is not None:
-            looked_at = waiting if of.looks else [each for each in counted if each.found is not None]
+            looked_at = waiting if of.looks else [each for each in waiting if each.found is not None]
             of.watch.waited(looked_at, self.clock.micro_batch)
 
     @entrance
@@ -535,16 +543,15 @@ class Capture(Guarded):
         """A backward is over, and what waited for that is looked at."""
         finish()
 
-    def _in_reach(self, gradient: torch.Tensor) -> bool:
-        """Whether the first gradient of a backward can be looked at, and so the others, which bring nothing new."""
+    def _first_of_backward(self, gradient: torch.Tensor) -> _OfBackward | None:
+        """What the first gradient of a backward tells of all of them; None where it can't be looked at."""
         reason = out_of_reach(self._may_capture_graphs, gradient)
         if reason is not None:
             self._recording.note(reason)
-            return False
-        self._backward_reached(local_part(gradient).dtype)
-        return True
+            return None
+        return self._backward_reached(local_part(gradient).dtype)
 
-    def _backward_reached(self, dtype: torch.dtype) -> None:
+    def _backward_reached(self, dtype: torch.dtype) -> _OfBackward:
         """A backward is at work, and this is the first look at it in this step."""
         scale, is_new = self._scale.now(dtype)
         # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
@@ -558,15 +565,16 @@ class Capture(Guarded):
         if is_new and watch is not None:
             watch.backward_scale(scale)
         self._last_gradient.forget()
-        self._divisor = scale.divisor
         counts = self._sampled and WEIGHT_GRADIENT in self._kinds
         # A GradScaler finds out by itself whether a weight gradient is not finite, and skips the step then.
         looks = watch is not None and (not self._scale.by_scaler or self._optimizers.any_fused)
-        self._of_backward = _OfBackward(scale, watch, counts, looks)
-        if self._may_wait and self._divisor is None and (counts or looks):
-            self.waiting.begin(self._of_backward, watch.looks if watch is not None else ())
+        of = _OfBackward(torch._C._current_graph_task_id(), scale, scale.divisor, watch, counts, looks)
+        self._of_backward = of
+        if self._may_wait and of.divisor is None and counts:
+            self.waiting.begin(of, watch.looks if watch is not None else ())
         else:
             self.waiting.stop()
+        return of
 
     def _add_gradient(self, key: TensorKey, gradient: torch.Tensor, row: torch.Tensor, scale: BackwardScale) -> None:
         """Add a gradient's counts."""
@@ -589,6 +597,7 @@ class Capture(Guarded):
     @entrance
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` begins."""
+        self.waiting.finish_left_behind()
         if self._optimizers.owns(optimizer):
             self._in_scaler_step.add(id(optimizer))
             self._scaler_has_stepped = True
@@ -623,6 +632,7 @@ class Capture(Guarded):
     @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
+        self.waiting.finish_left_behind()
         self._in_scaler_step.discard(id(optimizer))
         if not self._optimizers.owns(optimizer):
             return
@@ -725,8 +735,7 @@ class Capture(Guarded):
         self._in_optimizer_step.clear()
         self._broken_weights.begin_step()
         self._narrow, self._any_output = "float32", False
-        self._scale.task = NO_BACKWARD
-        self.waiting.stop()
+        self._scale.forget()
         self._counted_layers.clear()
         if self.quiet:
             self._lift_hooks()

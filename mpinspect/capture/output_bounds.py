@@ -4,7 +4,8 @@ Modules that compute |f(x)| <= max(|x|, 1), value by value, keep the bound of th
 so many terms: at most terms * max|x| * max|weight| + max|bias|, and a weight is read faster than a far larger output.
 
 That is certain only while a module runs torch's own code and nothing else can change what it returns, so both are asked at
-each call. Where it is not certain, or the bound comes near the largest value, the output is read.
+each call. Where it is not certain, or the bound comes near the largest value, the output is read. Memory that is written to
+round its version (``.data``, NumPy) passes for what it was.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ _REDUCERS = ("horovod.torch", "byteps.torch")
 _LARGEST_TO_WAIT = 16 << 20
 #: No more bytes of gradients than these wait together.
 _MOST_WAITING = 64 << 20
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Enter = Callable[[Callable[[], None]], object]
 Context = TypeVar("Context")
@@ -106,12 +107,15 @@ class WaitingGradients(Generic[Context]):
         """Have a gradient of this ``task`` that has just arrived wait.
 
         Returns:
-            False where more than its accumulation may touch it, it is large, or there is no room.
+            False where it is not counted, where more than its accumulation may touch it, where it is large, or there is no room.
         """
         parameter = watched.parameter
         if (
-            type(gradient) is not torch.Tensor
+            not watched.counted
+            or type(gradient) is not torch.Tensor
+            or gradient.dtype not in _DTYPES
             or gradient.layout is not torch.strided
+            or not gradient.is_contiguous()
             # Another hook than our own: one that may change the gradient, or an optimizer that steps in the backward.
             or len(parameter._backward_hooks or ()) != 1
             or getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -137,7 +141,8 @@ class WaitingGradients(Generic[Context]):
 
     def make_room(self, gradient: torch.Tensor) -> None:
         """Look at what waits, if it and this gradient together hold too much memory."""
-        if self._bytes + gradient.nbytes > _MOST_WAITING:
+        # A sparse gradient does not wait, and says nothing of its bytes.
+        if gradient.layout is torch.strided and self._bytes + gradient.nbytes > _MOST_WAITING:
             self.finish()
 
     def finish_left_behind(self) -> None:
