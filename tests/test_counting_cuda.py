@@ -20,12 +20,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from waiting_gradients import row_of, waited
 
 from mpinspect import Inspector
 from mpinspect.capture import device_rows
 from mpinspect.capture.device_rows import DeviceRows
-from mpinspect.capture.layers import WatchedParameter
-from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
@@ -199,9 +198,10 @@ def rows(counter: _Counter, notes: list[str]) -> DeviceRows:
 
 
 def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
-    sent = rows.send(given)
     return {
-        index: row.copy() for indices, copy in sent.copies for index, row in zip(indices, copy.values(), strict=True)
+        index: row.copy()
+        for indices, copy in rows.send(given)
+        for index, row in zip(indices, copy.values(), strict=True)
     }
 
 
@@ -225,17 +225,7 @@ def test_what_the_kernels_do_not_take_is_counted_beside_the_buffer(rows: DeviceR
     for tensor in (torch.ones(3, dtype=torch.float64), sparse):
         row = rows.count(tensor)
         assert torch.equal(row, reference.count(tensor))
-        assert rows.send([row]).done == set()
-
-
-def _waited(*gradients: torch.Tensor) -> list[Waiting]:
-    watched = WatchedParameter("weight", "", nn.Parameter(torch.ones(1)), True)
-    return [Waiting(watched, gradient, gradient._version, 0, None) for gradient in gradients]
-
-
-def _row_of(each: Waiting) -> torch.Tensor:
-    assert isinstance(each.found, torch.Tensor)
-    return each.found
+        assert rows.send([row]) == []
 
 
 def test_gradients_that_waited_are_counted_in_one_launch(rows: DeviceRows, counter: _Counter) -> None:
@@ -243,12 +233,12 @@ def test_gradients_that_waited_are_counted_in_one_launch(rows: DeviceRows, count
     row = rows.count(alone)
     for micro_batch in range(2):
         gradients = [torch.randn(shape) for shape in [(3,), (30, 41), (1,), (17, 5), (0,)]]
-        waiting = _waited(*gradients)
+        waiting = waited(*gradients)
         rows.count_together(waiting)
         assert (counter.one, counter.many) == (1, [len(gradients)] * (micro_batch + 1))
         for gradient, each in zip(gradients, waiting, strict=True):
-            assert torch.equal(_row_of(each), reference.count(gradient))
-    found = _sent(rows, [row, *(_row_of(each) for each in waiting)])
+            assert torch.equal(row_of(each), reference.count(gradient))
+    found = _sent(rows, [row, *(row_of(each) for each in waiting)])
     assert found[0].tolist() == reference.count(alone).tolist()
     for index, gradient in enumerate(gradients, 1):
         assert found[index].tolist() == reference.count(gradient).tolist()
@@ -261,23 +251,23 @@ def test_gradients_for_which_the_buffer_is_too_small_are_counted_beside_it(
     rows = DeviceRows(torch.device("cpu"), [].append)
     gradients = [torch.randn(length) for length in (5, 6, 7)]
     for step in range(3):
-        waiting = _waited(*gradients)
+        waiting = waited(*gradients)
         rows.count_together(waiting)
-        given = [_row_of(each) for each in waiting]
+        given = [row_of(each) for each in waiting]
         for gradient, row in zip(gradients, given, strict=True):
             assert torch.equal(row, reference.count(gradient))
-        assert rows.send(given).done == ({0, 1} if step == 0 else {0, 1, 2})
+        assert set(_sent(rows, given)) == ({0, 1} if step == 0 else {0, 1, 2})
     assert counter.many == [2, 3, 3]
 
 
 def test_gradients_that_waited_are_counted_without_kernels(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "counter", lambda: None)
     gradients = [torch.randn(5), torch.randn(6)]
-    waiting = _waited(*gradients)
+    waiting = waited(*gradients)
     rows.count_together(waiting)
     for gradient, each in zip(gradients, waiting, strict=True):
-        assert torch.equal(_row_of(each), reference.count(gradient))
-    assert rows.send([_row_of(each) for each in waiting]).done == set()
+        assert torch.equal(row_of(each), reference.count(gradient))
+    assert rows.send([row_of(each) for each in waiting]) == []
 
 
 @pytest.mark.parametrize(
@@ -298,10 +288,10 @@ def test_gradients_that_waited_of_every_dtype_and_layout(
     fresh: pytest.MonkeyPatch, rows: DeviceRows, notes: list[str], gradient: torch.Tensor
 ) -> None:
     gradients = [torch.randn(4), gradient, torch.randn(6)]
-    waiting = _waited(*gradients)
+    waiting = waited(*gradients)
     rows.count_together(waiting)
     for each, expected in zip(waiting, gradients, strict=True):
-        assert torch.equal(_row_of(each), reference.count(expected))
+        assert torch.equal(row_of(each), reference.count(expected))
     assert notes == []
 
 
@@ -316,7 +306,7 @@ def test_kernels_that_fail_when_the_backward_ends(
     before = torch.randn(4)
     row = rows.count(before)
     counter.add_many = fail
-    waiting = _waited(torch.randn(3), torch.randn(5))
+    waiting = waited(torch.randn(3), torch.randn(5))
     rows.count_together(waiting)
     assert [each.found for each in waiting] == [None, None]
     assert _sent(rows, [row])[0].tolist() == reference.count(before).tolist()

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from waiting_gradients import interrupt, loss_of, network, row_of, waited
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
 from mpinspect.capture import host_rows
 from mpinspect.capture.host_rows import HostRows
-from mpinspect.capture.layers import WatchedParameter
-from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.cpu import counter
 from mpinspect.session import TensorKey
@@ -51,18 +50,8 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def sent(rows: HostRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
-    copies = rows.send(given).copies
+    copies = rows.send(given)
     return {index: row for indices, copy in copies for index, row in zip(indices, copy.values(), strict=True)}
-
-
-def waited(*gradients: torch.Tensor) -> list[Waiting]:
-    watched = WatchedParameter("weight", "", nn.Parameter(torch.ones(1)), True)
-    return [Waiting(watched, gradient, gradient._version, 0, None) for gradient in gradients]
-
-
-def row_of(each: Waiting) -> torch.Tensor:
-    assert isinstance(each.found, torch.Tensor)
-    return each.found
 
 
 def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +71,8 @@ def test_a_step_sends_the_rows_of_its_own_that_lie_in_the_memory(rows: HostRows)
     first = rows.count(torch.randn(5))
     elsewhere = reference.count(torch.randn(5))
     second = rows.count(torch.randn(6))
-    step = rows.send([elsewhere, second, first])
-    assert step.done == {1, 2}
-    ((indices, copy),) = step.copies
+    ((indices, copy),) = rows.send([elsewhere, second, first])
+    assert set(indices) == {1, 2}
     for index, row in zip(indices, copy.values(), strict=True):
         assert row.tolist() == {1: second, 2: first}[index].tolist()
 
@@ -133,7 +121,7 @@ def test_gradients_for_which_the_memory_is_too_small_are_counted_beside_it(
         given = [row_of(each) for each in waiting]
         for gradient, row in zip(gradients, given, strict=True):
             assert torch.equal(row, reference.count(gradient))
-        assert rows.send(given).done == ({0, 1} if step == 0 else {0, 1, 2})
+        assert set(sent(rows, given)) == ({0, 1} if step == 0 else {0, 1, 2})
     assert together == [2, 3]
 
 
@@ -143,7 +131,7 @@ def test_what_the_compiled_loops_do_not_take_is_counted_beside_the_memory(rows: 
     rows.count_together(waiting)
     for gradient, each in zip(gradients, waiting, strict=True):
         assert torch.equal(row_of(each), reference.count(gradient))
-    assert rows.send([row_of(each) for each in waiting]).done == {2}
+    assert set(sent(rows, [row_of(each) for each in waiting])) == {2}
 
 
 def test_nothing_to_count_together_is_no_call(rows: HostRows, together: list[int]) -> None:
@@ -161,7 +149,7 @@ def test_of_a_gradient_that_cannot_be_counted_nothing_is_found(rows: HostRows, n
     assert "memory has been given back" in notes[0]
     given = [row_of(waiting[0]), row_of(waiting[2])]
     assert [row.tolist() for row in given] == [reference.count(gradients[i]).tolist() for i in (0, 2)]
-    assert rows.send(given).done == {0, 1}
+    assert set(sent(rows, given)) == {0, 1}
 
 
 def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,19 +183,6 @@ def test_a_zero_tensor_has_no_memory() -> None:
 
 
 # -- where counting fails ---------------------------------------------------------------------------------------------------
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_counting_that_fails_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -449,6 +449,12 @@ def _weight_norm_by_a_hook(model: _Net) -> torch.Tensor:
     return _x()
 
 
+def _a_bias_that_is_no_parameter(model: _Net) -> torch.Tensor:
+    del model[1].bias
+    model[1].bias = torch.full((_WIDTH,), math.inf)
+    return _x()
+
+
 def _own_convolution(model: _Net) -> torch.Tensor:
     """What makes pictures that can be tiled does this."""
     model[0], model[1] = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 16, 3)
@@ -460,6 +466,7 @@ _CHANGES: tuple[Callable[[_Net], torch.Tensor], ...] = (
     *(_small, _smaller_than_its_weight, _another_hook_on_it, _a_hook_that_changes_it, _own_forward_of_it, _a_subclass),
     *(_in_fp16, _an_infinite_weight_that_a_zero_hides, _a_nan_in_the_weight, _an_infinite_bias, _a_nan_in_the_bias),
     *(_a_huge_weight, _a_huge_bias, _a_huge_input, _weight_norm, _weight_norm_by_a_hook, _own_convolution),
+    _a_bias_that_is_no_parameter,
 )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from waiting_gradients import interrupt, loss_of, network
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
@@ -396,19 +397,6 @@ def test_a_backward_of_another_thread_leaves_those_that_wait_in_peace(backwards:
 
 
 # -- through an inspector --------------------------------------------------------------------------------------------------
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def broken_off(inspector: Inspector, train: Callable[[], None]) -> None:

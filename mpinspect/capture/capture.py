@@ -464,13 +464,9 @@ class Capture(Guarded):
         self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
         """The gradient at a tensor has arrived."""
-        of = self._of_backward
-        task = torch._C._current_graph_task_id()
-        if of.task != task or self._scale.task != task or is_many(gradient):
-            first = self._first_of_backward(gradient)
-            if first is None:
-                return
-            of = first
+        of = self._what_holds(gradient)
+        if of is None:
+            return
         if type(gradient) is not torch.Tensor:
             gradient = local_part(gradient)
         last = self._last_gradient
@@ -485,7 +481,8 @@ class Capture(Guarded):
         if of.watch is not None and number >= 0:
             found = of.watch.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, found, is_input)
         if counted:
-            last.remembers, self._last_path = False, ""
+            last.forget()
+            self._last_path = ""
         else:
             last.keep(gradient, found)
             self._last_path = layer.path
@@ -507,14 +504,10 @@ class Capture(Guarded):
     @entrance
     def weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
         """The gradient of a parameter has arrived, and does not wait yet."""
-        of = self._of_backward
-        task = torch._C._current_graph_task_id()
-        if of.task != task or self._scale.task != task or is_many(gradient):
-            first = self._first_of_backward(gradient)
-            if first is None:
-                return
-            of = first
-        if self.waiting.task == task:
+        of = self._what_holds(gradient)
+        if of is None:
+            return
+        if self.waiting.task == of.task:
             self.waiting.make_room(gradient)
             if self.waiting.hold(watched, gradient):
                 return
@@ -532,7 +525,7 @@ class Capture(Guarded):
         """The same for parameters' gradients that have waited to be counted together."""
         self._tally.count_together(waiting)
         for each in waiting:
-            if isinstance(each.found, torch.Tensor):
+            if each.found is not None:
                 self._add_gradient(each.watched.gradient_key, each.values, each.found, of.scale)
         if of.watch is not None:
             looked_at = waiting if of.looks else [each for each in waiting if each.found is not None]
@@ -543,8 +536,11 @@ class Capture(Guarded):
         """A backward is over, and what waited for that is looked at."""
         finish()
 
-    def _first_of_backward(self, gradient: torch.Tensor) -> _OfBackward | None:
-        """What the first gradient of a backward tells of all of them; None where it can't be looked at."""
+    def _what_holds(self, gradient: torch.Tensor) -> _OfBackward | None:
+        """What holds for a gradient and all others of its backward, found out at the first; None where it can't be looked at."""
+        of, task = self._of_backward, torch._C._current_graph_task_id()
+        if of.task == task == self._scale.task and not is_many(gradient):
+            return of
         reason = out_of_reach(self._may_capture_graphs, gradient)
         if reason is not None:
             self._recording.note(reason)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.capture.host_copy import HostCopy
-from mpinspect.capture.sent import Sent, slots_of
 from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
@@ -114,16 +113,16 @@ class DeviceRows:
 
     # -- the buffers ------------------------------------------------------------------------------------------------
 
-    def send(self, rows: list[torch.Tensor]) -> Sent:
-        """Send those of the step's rows that lie in the buffer to the host, in one copy. Does not wait."""
-        counted = slots_of(rows, self._slot_of)
+    def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
+        """Send those of the step's rows that lie in the buffer to the host: their indices, and the one copy. Does not wait."""
+        counted = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
         copies: list[tuple[list[int], HostCopy]] = []
         if self._open is not None and counted:
             copy = _SlotsCopy(self._open.rows, list(counted.values()), self._open.streams, self._copy_stream)
             self._open.copied = copy.event
             copies.append((list(counted), copy))
         self._close()
-        return Sent(copies, set(counted))
+        return copies
 
     def drop(self) -> None:
         """None of the step's rows becomes a sample; until the step after the next one they hold what was counted."""

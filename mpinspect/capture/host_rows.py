@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mpinspect.capture.host_copy import HostCopy
-from mpinspect.capture.sent import Sent, slots_of
 from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import NARROW
@@ -87,16 +86,16 @@ class HostRows:
         except Exception as error:
             self._note(f"a weight gradient could not be counted: {error}")
 
-    def send(self, rows: list[torch.Tensor]) -> Sent:
-        """Copy those of the step's rows that lie here, and begin the next step."""
-        counted = slots_of(rows, self._slot_of)
-        copies: list[tuple[list[int], HostCopy]] = []
+    def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
+        """Copy those of the step's rows that lie here: their indices, and the one copy. The next step begins."""
+        counted = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
+        copies = []
         if self._memory is not None and counted:
             # By NumPy: torch would share so small a copy among its threads, and wait for them where their cores are busy.
             chosen = self._memory.numpy()[list(counted.values())]
-            copies.append((list(counted), HostCopy(torch.from_numpy(chosen))))
+            copies = [(list(counted), HostCopy(torch.from_numpy(chosen)))]
         self._close()
-        return Sent(copies, set(counted))
+        return copies
 
     def drop(self) -> None:
         """None of the step's rows becomes a sample; until the next step begins they hold what was counted."""

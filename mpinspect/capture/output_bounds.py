@@ -78,11 +78,12 @@ def output_bound(module: nn.Module, output: torch.Tensor, largest: float) -> flo
 
 def _of_product(module: nn.Module, function: str, output: torch.Tensor, largest: float) -> float | None:
     """The bound of a product's output, which costs one reading of the weight."""
-    # As they are registered: one that somebody computes at every call is no parameter.
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     most = _LARGEST_OF_PRODUCTS.get(output.dtype, 0.0)
     if (
         weight is None
+        # One that somebody computes at every call is registered no more; none at all is registered as None.
+        or "bias" not in module._parameters
         or output.numel() < max(_LEAST_TIMES_WEIGHT * weight.numel(), _LEAST_PRODUCT)
         or weight.dtype not in _LARGEST_OF_PRODUCTS
         or getattr(F, function) is not _FUNCTIONS[function]

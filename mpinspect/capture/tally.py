@@ -207,9 +207,8 @@ class Tally:
 
     def _send_rows(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
         """Those in a buffer in one copy, the others beside it."""
-        sent = [buffer.send(rows) for buffer in self._buffers()]
-        copies = [of_buffer for each in sent for of_buffer in each.copies]
-        done = {index for each in sent for index in each.done}
+        copies = [copy for buffer in self._buffers() for copy in buffer.send(rows)]
+        done = {index for indices, _ in copies for index in indices}
         return copies + _copy_alike([None if index in done else row for index, row in enumerate(rows)])
 
     def _take(self, step: _Step) -> None:

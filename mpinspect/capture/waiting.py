@@ -32,7 +32,7 @@ Context = TypeVar("Context")
 
 @dataclass(slots=True)
 class Waiting:
-    """A gradient to be looked at when the backward ends, if it is then what it was.
+    """A gradient to be counted when the backward ends, if it is then what it was.
 
     Args:
         watched: whose it is.
@@ -40,7 +40,7 @@ class Waiting:
         version: how often that had been changed in place.
         place: how many looks the watch had taken in this step before.
         stream: on which the gradient came, on a GPU.
-        found: the row of its counts, or what else was found in it; None where it could not be looked at.
+        found: the row of its counts; None as long as it waits, and where it could not be counted.
     """
 
     watched: WatchedParameter
@@ -48,7 +48,7 @@ class Waiting:
     version: int
     place: int
     stream: Any
-    found: torch.Tensor | float | tuple[torch.Tensor, ...] | None = None
+    found: torch.Tensor | None = None
 
 
 class WaitingGradients(Generic[Context]):
@@ -56,7 +56,7 @@ class WaitingGradients(Generic[Context]):
 
     Args:
         look: called with those that are still what they were, and with what ``begin`` was told.
-        note: called with a sentence on what could not be looked at.
+        note: called with a sentence on what could not be counted.
         enter: runs what is to be done when the backward ends, which is an entrance of the training into the capture.
     """
 
@@ -154,6 +154,7 @@ class WaitingGradients(Generic[Context]):
         """Look at what waits, and hold it no longer."""
         with self._lock:
             waiting, self._waiting, self._bytes = self._waiting, [], 0
+            context = self._context
         if not waiting:
             return
         intact = [each for each in waiting if each.values._version == each.version]
@@ -162,8 +163,8 @@ class WaitingGradients(Generic[Context]):
                 "weight gradients were changed in place before they could be counted, in their backward or after one that broke "
                 "off"
             )
-        assert self._context is not None
-        self._look(intact, self._context)
+        assert context is not None
+        self._look(intact, context)
 
     def _backward_ends(self) -> None:
         self._enter(self.finish)

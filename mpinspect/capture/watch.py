@@ -103,7 +103,7 @@ class Watch:
         self._last_module = ""
         #: Modules whose output a container was seen to return.
         self._handed_on: set[str] = set()
-        self._judged_steps = 0
+        self._steps = 0
         #: Modules that return infinities (or NaNs) while every gradient is finite: masks.
         self._harmless: set[tuple[str, bool]] = set()
         self._skips_on_device = 0
@@ -171,11 +171,11 @@ class Watch:
 
     def _keep(self, module: str, tensor: torch.Tensor, largest: float, exact: bool) -> None:
         """Remember what is known of an output, if it may be handed on: after a few steps those are known that were."""
-        if self._judged_steps < _LEARNING_STEPS or module in self._handed_on:
+        if self._steps < _LEARNING_STEPS or module in self._handed_on:
             self._last_output.keep(tensor, (largest, exact))
             self._last_module = module
         else:
-            self._last_output.remembers = False
+            self._last_output.forget()
 
     def look_at_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
         """An output of this call is not known to be finite: so it matters whether what went in was, where no module made it."""
@@ -276,7 +276,7 @@ class Watch:
         self._last_output.forget()
         log.step = step
         if log.looks or log.found_inf:
-            self._judged_steps += 1
+            self._steps += 1
             found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
             self._travelling.append(_Travelling(log, _copies(log.looks), found_inf))
         return self.drain(wait=False)

@@ -11,7 +11,7 @@ import torch
 
 from mpinspect.counting.apart import apart
 from mpinspect.counting.pieces import fills_its_memory
-from mpinspect.workers import NO_TEAM, POOL, TEAM, single_threaded
+from mpinspect.workers import POOL, TEAM, single_threaded
 
 if TYPE_CHECKING:
     from mpinspect.counting.cpu.largest import Largest
@@ -42,7 +42,7 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
         return None
     threads = torch.get_num_threads() if length >= _TEAM_FROM else 1
     if threads > 1:
-        if TEAM.addresses != NO_TEAM:
+        if TEAM.there:
             return largest.of(address, length, threads, TEAM.addresses)
         if length >= _POOL_FROM:
             return _in_pieces(largest, address, length, tensor.element_size())

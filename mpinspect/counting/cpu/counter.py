@@ -73,11 +73,9 @@ def takes(tensor: torch.Tensor) -> bool:
 
 def fill(tensor: torch.Tensor, row: int) -> None:
     """Count a tensor that this module ``takes`` into the row at an address."""
-    length, address = tensor.numel(), tensor.data_ptr()
-    if not address:
-        _address(tensor, length)
-    threads, team = (1, NO_TEAM) if length < _TEAM_FROM else _threads_for(length)
-    shares.fill_row(ready[tensor.dtype], address, length, row, NARROW.length, threads, team)
+    length = tensor.numel()
+    threads, team = _threads_for(length)
+    shares.fill_row(ready[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
 
 
 def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
@@ -88,7 +86,7 @@ def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
 
 def _threads_for(length: int) -> tuple[int, tuple[int, int]]:
     """How many threads count so many values, and the team that they are."""
-    if length >= _TEAM_FROM and TEAM.addresses != NO_TEAM and (threads := torch.get_num_threads()) > 1:
+    if length >= _TEAM_FROM and TEAM.there and (threads := torch.get_num_threads()) > 1:
         return threads, TEAM.addresses
     return 1, NO_TEAM
 

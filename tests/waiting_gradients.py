@@ -1,0 +1,32 @@
+"""Gradients that waited, as the rows get them, and a small training in which some do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mpinspect.capture.layers import WatchedParameter
+from mpinspect.capture.waiting import Waiting
+
+
+def waited(*gradients: torch.Tensor) -> list[Waiting]:
+    watched = WatchedParameter("weight", "", nn.Parameter(torch.ones(1)), True)
+    return [Waiting(watched, gradient, gradient._version, 0, None) for gradient in gradients]
+
+
+def row_of(each: Waiting) -> torch.Tensor:
+    assert each.found is not None
+    return each.found
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
