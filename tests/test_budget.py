@@ -14,7 +14,7 @@ from torch import nn
 
 import mpinspect
 from mpinspect import Inspector, Session
-from mpinspect.capture.budget import FIRST_STEPS, LONGEST_PAUSE, Budget
+from mpinspect.capture.budget import FIRST_STEPS, LONGEST_PAUSE, PLANNED, Budget
 from mpinspect.capture.meter import Meter
 
 BARE = 1.0
@@ -37,10 +37,11 @@ def _run(
 
 @pytest.mark.parametrize("share", [0.005, 0.02, 0.1])
 @pytest.mark.parametrize("costs", [(0.13, 0.0, 0.0), (0.13, 0.001, 0.0), (0.9, 0.004, 0.0001), (0.13, 0.3, 0.0)])
-def test_comes_to_the_share_that_was_given(share: float, costs: tuple[float, float, float]) -> None:
+def test_comes_close_below_the_share_that_was_given(share: float, costs: tuple[float, float, float]) -> None:
     budget = Budget(share, watches=costs[1] > 0)
     sampled, watched, spent = _run(budget, 5000, costs)
-    assert spent == pytest.approx(share, rel=0.07)
+    assert spent == pytest.approx(PLANNED * share, rel=0.07)
+    assert spent < share
     assert sampled[:FIRST_STEPS] == list(range(FIRST_STEPS))
     if costs[1] > 0:
         assert set(sampled) <= set(watched)
@@ -59,16 +60,16 @@ def test_the_watch_comes_before_the_samples() -> None:
     """At 1% it stays at every step of a budget of 2%; what is left is for samples."""
     sampled, watched, spent = _run(Budget(0.02), 3000, (0.13, 0.01, 0.0))
     assert watched == list(range(3000))
-    assert len(sampled) == pytest.approx(3000 * 0.01 / 0.12, rel=0.1)
-    assert spent <= 0.0201
+    assert len(sampled) == pytest.approx(3000 * (PLANNED * 0.02 - 0.01) / 0.12, rel=0.1)
+    assert spent <= 0.02
 
 
 def test_a_watch_too_dear_looks_at_one_step_in_some_and_samples_go_on() -> None:
     sampled, watched, _ = _run(Budget(0.02), 4000, (0.2, 0.08, 0.0))
-    assert len(watched) - len(sampled) == pytest.approx(4000 * 0.8 * 0.02 / 0.08, rel=0.1)
+    assert len(watched) - len(sampled) == pytest.approx(4000 * 0.8 * PLANNED * 0.02 / 0.08, rel=0.1)
     gaps = [late - early for early, late in pairwise(watched[20:])]
     assert max(gaps) <= 6
-    assert len(sampled) == pytest.approx(4000 * 0.2 * 0.02 / 0.2, rel=0.2)
+    assert len(sampled) == pytest.approx(4000 * 0.2 * PLANNED * 0.02 / 0.2, rel=0.2)
 
 
 def test_every_is_the_least_interval() -> None:
@@ -80,9 +81,9 @@ def test_every_is_the_least_interval() -> None:
 def test_follows_costs_that_change() -> None:
     budget = Budget(0.02, watches=False)
     counts = [len(_run(budget, 1000, (cost, 0.0, 0.0))[0]) for cost in (0.1, 0.4, 0.02)]
-    assert counts[0] == pytest.approx(200, rel=0.05)
-    assert counts[1] == pytest.approx(50, rel=0.1)
-    assert counts[2] > 900
+    assert counts[0] == pytest.approx(1000 * PLANNED * 0.02 / 0.1, rel=0.05)
+    assert counts[1] == pytest.approx(1000 * PLANNED * 0.02 / 0.4, rel=0.1)
+    assert counts[2] == pytest.approx(1000 * PLANNED * 0.02 / 0.02, rel=0.05)
 
 
 @pytest.mark.parametrize("stall", [50.0, 10_000.0])
@@ -93,13 +94,13 @@ def test_a_stalled_step_earns_little(stall: float) -> None:
         Budget(0.02, watches=False), 1000, (0.1, 0.0, 0.0), dict.fromkeys(range(5, 1000, 50), stall)
     )
     assert len(plain) <= len(stalled) <= len(plain) * 1.05
-    assert spent == pytest.approx(0.02, rel=0.05)
+    assert spent == pytest.approx(PLANNED * 0.02, rel=0.05)
 
 
 def test_a_stall_inside_the_inspector_is_not_paid_for_ever() -> None:
     budget = Budget(0.02, watches=False)
     before, _, _ = _run(budget, 200, (0.1, 0.0, 0.0))
-    assert len(before) == pytest.approx(40, abs=3)
+    assert len(before) == pytest.approx(200 * PLANNED * 0.02 / 0.1, abs=3)
     while not budget.samples:
         budget.end_step(BARE, 0.0)
     budget.end_step(BARE + 1e6, 1e6)
@@ -119,13 +120,13 @@ def test_short_stalls_inside_the_inspector_are_paid_for() -> None:
             cost = 0.3 if looks % 5 == 0 else 0.03
         spent += cost
         bare += budget.end_step(BARE + cost, cost)
-    assert spent / bare == pytest.approx(0.02, rel=0.02)
+    assert spent / bare == pytest.approx(PLANNED * 0.02, rel=0.02)
 
 
 def test_what_idle_steps_cost_is_part_of_the_share() -> None:
     """Also where a sample costs as much as thousands of steps earn."""
     _, watched, spent = _run(Budget(0.05), 20_000, (2.0, 0.5, 0.02))
-    assert spent == pytest.approx(0.05, rel=0.07)
+    assert spent == pytest.approx(PLANNED * 0.05, rel=0.07)
     assert len(watched) > 100
 
 
@@ -244,7 +245,7 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     assert 2 < progress.sampled_steps < progress.watched_steps < 400
     assert progress.measured_steps == 399
     assert progress.bare_s == pytest.approx(399.0, rel=1e-6)
-    assert progress.overhead == pytest.approx(0.02, rel=0.1)
+    assert progress.overhead == pytest.approx(PLANNED * 0.02, rel=0.1)
     loaded = Session.load(tmp_path / "run")
     assert loaded.progress == progress
     assert loaded.info == session.info
