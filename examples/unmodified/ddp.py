@@ -40,6 +40,8 @@ def main() -> None:
 
     if options.save and dist.get_rank() == 0:
         torch.save(network.state_dict(), options.save)
+    # Whoever is done first waits for the others: an exit while gloo is still busy may abort.
+    dist.barrier()
     dist.destroy_process_group()
 
 
