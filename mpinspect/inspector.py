@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,10 +17,11 @@ from mpinspect.capture import layers as model_layers
 from mpinspect.capture.budget import check_max_overhead
 from mpinspect.capture.capture import Capture
 from mpinspect.capture.optimizers import plain_optimizer
-from mpinspect.capture.recording import MpinspectWarning, Recording, warn
+from mpinspect.capture.recording import MpinspectWarning, Recording
+from mpinspect.capture.sinks import Sink
 from mpinspect.capture.steps import Schedule
 from mpinspect.last_words import print_report
-from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, Event, RunInfo, Session, now
+from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -49,7 +51,8 @@ class Inspector:
             without submodules, and of containers that ``include`` names without wildcards.
         loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward.
         log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
-            another run, the next free name beside it is taken (``runs/a-2``), with a warning.
+            another run, the next free name beside it is taken (``runs/a-2``), with a warning. A script that ends without
+            ``detach`` writes its last steps then; one that is killed leaves all but its last seconds.
         watch: look at every step for infinities and NaNs.
         max_overhead: most that inspecting may cost, over the training's own time: 0.02 for 2%. The cost is measured as the
             training runs (the time inside of the inspector's hooks, on a CUDA GPU its kernels' too), and steps are sampled as
@@ -79,14 +82,16 @@ class Inspector:
         if max_overhead is not None:
             max_overhead = check_max_overhead(max_overhead)
         schedule = every if isinstance(every, Schedule) else Schedule(every)
-        _require(model, loss_scale)
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
+        scale_by_hand = _scale_by_hand(loss_scale)
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
         info = RunInfo(type(model).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
-        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce)
+        self._recording = self._record(info, sinks)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = Capture(
             found,
@@ -94,7 +99,7 @@ class Inspector:
             kinds=kinds,
             schedule=schedule,
             watch=watch,
-            loss_scale=loss_scale,
+            loss_scale=scale_by_hand,
             optimizers=_optimizers(optimizers),
             scalers=_several(scalers),
             recording=self._recording,
@@ -115,6 +120,8 @@ class Inspector:
             state = "attached already" if self._capture.attached else "was detached: its record is closed"
             raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
         self._capture.attach()
+        if self.log_dir is not None and self._ends_with_the_script:
+            self._capture.end_unattended()
         return self
 
     def detach(self) -> None:
@@ -147,23 +154,22 @@ class Inspector:
 
     # -- inside, and for those who make an inspector of their own ----------------------------------------------
 
-    def _tell(self, note: str) -> None:
-        """A note is made: what can't be measured, and why."""
-        warn(note)
+    #: Whether a script that ends without ``detach`` is the end of this one's run.
+    _ends_with_the_script = True
 
-    def _announce(self, event: Event) -> None:
-        """Something turned infinite or NaN, just now."""
+    def _record(self, info: RunInfo, sinks: Sequence[Sink]) -> Recording:
+        """The recording of this run. It outlives this object where that is dropped, so this one's does not know it."""
+        return Recording(info, sinks)
 
 
-def _require(model: object, loss_scale: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
+def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
     if loss_scale is None or callable(loss_scale):
-        return
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+        return cast(Callable[[], Any] | None, loss_scale)
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, Real):
         raise TypeError(f"loss_scale={loss_scale!r}: give a number or a callable that returns one")
-    if not 0 < loss_scale < float("inf"):
+    if not 0 < float(loss_scale) < float("inf"):
         raise ValueError(f"loss_scale={loss_scale!r}: a loss scale is positive and finite")
+    return float(loss_scale)
 
 
 def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParameter]) -> tuple[str, ...]:

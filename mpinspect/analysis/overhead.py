@@ -40,6 +40,8 @@ def overhead_line(session: Session) -> str:
 
 
 def _share(looked_at: int, steps: int) -> str:
+    if not steps:
+        return "none so far"
     if looked_at >= steps:
         return f"all {steps:,} steps"
     if not looked_at:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from numbers import Real
 
 #: After so many steps without one a step is sampled (or watched) all the same: a report that hears nothing is worth nothing.
 LONGEST_PAUSE = 1000
@@ -36,11 +37,12 @@ def check_max_overhead(max_overhead: object) -> float:
         TypeError: it is no number.
         ValueError: it is not between 0 and 1, both excluded.
     """
-    if isinstance(max_overhead, bool) or not isinstance(max_overhead, (int, float)):
+    if isinstance(max_overhead, bool) or not isinstance(max_overhead, Real):
         raise TypeError(f"max_overhead={max_overhead!r}: give a number, 0.02 for 2% of the training's own time")
-    if not 0 < max_overhead < 1:
+    share = float(max_overhead)
+    if not 0 < share < 1:
         raise ValueError(f"max_overhead={max_overhead!r}: give a share between 0 and 1, 0.02 for 2%")
-    return float(max_overhead)
+    return share
 
 
 class Budget:

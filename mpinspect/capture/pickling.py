@@ -37,7 +37,10 @@ def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
 
 def stop(user: object) -> None:
     """This user has no hooks any more; the last one leaves the classes as they were."""
-    _users[:] = [known for known in _users if known is not user]
+    for index, known in enumerate(_users):
+        if known is user:
+            del _users[index]
+            break
     if _users:
         return
     while _originals:

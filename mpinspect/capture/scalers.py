@@ -32,11 +32,12 @@ _originals: list[tuple[type, str, Any]] = []
 
 def listen(listener: ScalerListener) -> None:
     """Tell ``listener`` of every scaler from now on."""
-    if not _listeners:
+    # First, so that another one that leaves meanwhile, in a finalizer, is not the last.
+    _listeners.append(listener)
+    if not _originals:
         for owner in _scaler_classes(torch.amp.GradScaler):
             _wrap(owner, "scale", _wrapped_scale)
             _wrap(owner, "step", _wrapped_step)
-    _listeners.append(listener)
 
 
 def unlisten(listener: ScalerListener) -> None:

@@ -62,11 +62,12 @@ class Sinks:
         if self._sinks:
             self._background.call(lambda: self._pass_on(window, progress))
 
-    def close(self) -> None:
-        """Returns when everything has been passed on and they are closed."""
+    def close(self, *, wait: bool = True) -> None:
+        """They are closed when everything has been passed on; ``wait``: until then."""
         self.each(lambda sink: sink.close(), urgent=True)
-        self.wait()
-        self._sinks.clear()
+        self._background.call(self._sinks.clear, urgent=True)
+        if wait:
+            self.wait()
 
     def wait(self, most_s: float = math.inf) -> None:
         """Returns when everything has been passed on, or time is up."""

@@ -1,0 +1,179 @@
+"""A script that never detaches its Inspector: what was recorded is written when it ends, however it ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mpinspect import Inspector, Session
+from mpinspect.capture.recording import Recording
+from mpinspect.session import WEIGHT_GRADIENT, TensorKey
+
+_TRAINS = """
+import os, sys, torch, mpinspect
+from torch import nn
+
+def train(steps=7):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = mpinspect.Inspector(model, optimizers=optimizer, log_dir=sys.argv[1]).attach()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer, inspector
+"""
+
+_ENDS = {
+    "everything is alive": "everything = train()",
+    "the inspector is dropped": "model, optimizer, _ = train(); del _",
+    "it all was a function's": "train()",
+    "it was somebody's reference cycle": "loop = [train()]; loop.append(loop); del loop",
+    "sys.exit": "everything = train(); sys.exit(0)",
+    "a forked child ends first": """
+everything = train()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+""",
+}
+
+
+def _run(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-c", _TRAINS + code, str(tmp_path / "run")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def _check(tmp_path: Path, steps: int = 7) -> Session:
+    session = Session.load(tmp_path / "run")
+    assert session.progress.ended
+    assert session.progress.steps == steps
+    assert session.totals()[TensorKey("0.weight", WEIGHT_GRADIENT)].samples == steps
+    return session
+
+
+@pytest.mark.parametrize("end", _ENDS.values(), ids=_ENDS.keys())
+def test_all_steps_are_written(tmp_path: Path, end: str) -> None:
+    ran = _run(tmp_path, end)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    _check(tmp_path)
+
+
+def test_after_an_exception_too(tmp_path: Path) -> None:
+    ran = _run(tmp_path, "everything = train()\nraise RuntimeError('theirs')")
+    assert ran.returncode == 1
+    assert ran.stderr.strip().endswith("RuntimeError: theirs")
+    _check(tmp_path)
+
+
+def test_a_step_that_was_broken_off_is_no_step(tmp_path: Path) -> None:
+    code = """
+model, optimizer, inspector = train()
+model(torch.randn(3, 4)).sum().backward()
+raise KeyboardInterrupt
+"""
+    assert _run(tmp_path, code).returncode != 0
+    assert Session.load(tmp_path / "run").progress.steps == 7
+
+
+def test_a_fault_of_ours_at_the_end_is_a_warning(tmp_path: Path) -> None:
+    code = """
+everything = train()
+def fails():
+    raise RuntimeError("ours")
+everything[2]._capture.detach = fails
+"""
+    command = [sys.executable, "-c", _TRAINS + code, str(tmp_path / "run")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0
+    assert "the inspector did not end as it should: RuntimeError('ours')" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def _attached(log_dir: Path | None) -> tuple[nn.Module, Inspector]:
+    model = nn.Linear(2, 1)
+    inspector = Inspector(model, log_dir=log_dir).attach()
+    model(torch.ones(1, 2)).sum().backward()
+    return model, inspector
+
+
+def _wait_for(recording: Recording) -> None:
+    while recording.is_writing:
+        time.sleep(0.01)
+
+
+def test_a_model_that_is_given_up_ends_its_run(tmp_path: Path) -> None:
+    """In a notebook the next model is made while the interpreter lives on: nothing of the old one is kept."""
+    model, inspector = _attached(tmp_path / "run")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    capture, of_model, recording = weakref.ref(inspector._capture), weakref.ref(model), inspector._recording
+    listener = weakref.ref(inspector._capture._listener)
+    del model, inspector, optimizer
+    gc.collect()
+    assert capture() is None
+    assert of_model() is None
+    assert listener() is None
+    _wait_for(recording)
+    session = Session.load(tmp_path / "run")
+    assert session.progress.ended
+    assert session.progress.steps == 3
+    # The window that was open, too. The backward before the first of them belongs to its step.
+    assert session.totals()[TensorKey("weight", WEIGHT_GRADIENT)].samples == 4
+
+
+def test_an_inspector_that_is_dropped_goes_on_with_its_model(tmp_path: Path) -> None:
+    model, inspector = _attached(tmp_path / "run")
+    recording = inspector._recording
+    del inspector
+    gc.collect()
+    assert not recording.progress.ended
+    model(torch.ones(1, 2)).sum().backward()
+    del model
+    gc.collect()
+    assert recording.progress.ended
+    _wait_for(recording)
+
+
+def test_detaching_leaves_nothing_for_the_end(tmp_path: Path) -> None:
+    _, inspector = _attached(tmp_path / "run")
+    end = inspector._capture._unattended
+    assert end is not None
+    assert end.alive
+    inspector.detach()
+    assert not end.alive
+    inspector.detach()
+
+
+def test_what_is_kept_in_memory_alone_needs_no_end() -> None:
+    _, inspector = _attached(None)
+    assert inspector._capture._unattended is None
+    inspector.detach()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model = nn.Linear(2, 1)
+    inspector = Inspector(model, max_overhead=np.float32(0.25), loss_scale=np.float32(8))
+    assert inspector.session().info.max_overhead == 0.25
+    with inspector:
+        (model(torch.ones(1, 2)).sum() * 8).backward()
+    assert inspector.session().progress.scales[0].scale == 8.0
+    assert type(inspector.session().progress.scales[0].scale) is float
+
+
+def test_before_the_first_step_a_budget_has_sampled_none() -> None:
+    text = " ".join(str(Inspector(nn.Linear(2, 1), max_overhead=0.02).report()).split())
+    assert "sampled none so far" in text
+    assert "all 0 steps" not in text
