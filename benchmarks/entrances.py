@@ -55,14 +55,16 @@ class Stopwatch:
         """
         originals = [(*_found(path), path) for path in ENTRANCES]
         for owner, original, path in originals:
-            setattr(owner, _name(path), self._timed(original))
+            setattr(owner, _name(path), self.timed(original))
         try:
             yield
         finally:
             for owner, original, path in originals:
                 setattr(owner, _name(path), original)
 
-    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its calls timed."""
+
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1

@@ -1,7 +1,7 @@
 """The ways of looking at a training that the overhead benchmark compares: the inspector's settings, and what others offer.
 
 Each is called with a trainer and a number of steps, and gives the seconds of every step and the seconds a step spent inside the
-inspector's callbacks (None where it is somebody else's tool); or None where it can't run here.
+inspector's callbacks or in what is set against them (None: not measured); or None where it can't run here.
 """
 
 from __future__ import annotations
@@ -87,6 +87,33 @@ def with_budget(trainer: Trainer, steps: int) -> Measured | None:
     return inspected(trainer, steps, settling=8, max_overhead=0.02)
 
 
+def with_sums(trainer: Trainer, steps: int, *, outputs: bool) -> Measured:
+    """What reading alone costs: hooks that only add up the gradients that the inspector counts, and (``outputs``) what modules
+    return. The seconds are those inside ``sum()``."""
+    watch = Stopwatch()
+    add_up = watch.timed(torch.Tensor.sum)
+
+    def came(gradient: torch.Tensor) -> None:
+        add_up(gradient)
+
+    def returned(module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output if isinstance(output, torch.Tensor) else output[0]
+        if outputs:
+            add_up(first.detach())
+        if next(module.children(), None) is None and first.requires_grad:
+            first.register_hook(came)
+
+    handles = [module.register_forward_hook(returned) for module in trainer.model.modules()]
+    handles += [parameter.register_hook(came) for parameter in trainer.model.parameters()]
+    try:
+        trainer.steps(1)
+        watch.seconds = 0.0
+        return trainer.steps(steps), watch.seconds / steps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def with_add_histogram(trainer: Trainer, steps: int) -> Measured:
     """TensorBoard's own histograms of every parameter's gradient, every step."""
     from torch.utils.tensorboard import SummaryWriter
@@ -165,6 +192,8 @@ ONLOOKERS = (
     Onlooker("the watch alone", 3, every_step(capture=()), "overhead.watch"),
     Onlooker("between samples, watch off", 3, looking(capture=(), watch=False)),
     Onlooker("max_overhead=0.02", 30, with_budget, "overhead.budget"),
+    Onlooker("only sum() of the same gradients", 3, functools.partial(with_sums, outputs=False)),
+    Onlooker("only sum() of the same gradients and of all outputs", 3, functools.partial(with_sums, outputs=True)),
     Onlooker("TensorBoard's add_histogram of every gradient", 2, with_add_histogram),
     Onlooker("wandb.watch(log='gradients')", 2, with_wandb),
     Onlooker("Transformers' DebugUnderflowOverflow", 2, with_underflow_overflow),

@@ -168,8 +168,8 @@ def test_an_entrance_inside_another_counts_once(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(entrances.time, "perf_counter", lambda: next(clock))
     watch = entrances.Stopwatch()
-    inner = watch._timed(lambda: None)
-    outer = watch._timed(lambda: (inner(), inner()))
+    inner = watch.timed(lambda: None)
+    outer = watch.timed(lambda: (inner(), inner()))
     outer()
     # From 0 to 5: the four looks at the clock of the inner ones lie between.
     assert watch.seconds == 3
@@ -194,11 +194,25 @@ def test_every_onlooker_looks_and_leaves_nothing_behind(onlooker):
         pytest.importorskip("wandb")
     times, callbacks = onlooker.look(trainer, 2)
     assert len(times) == 2
-    ours = not onlooker.name.startswith(("TensorBoard", "wandb", "Transformers"))
-    assert (callbacks is not None) is ours
+    timed = not onlooker.name.startswith(("TensorBoard", "wandb", "Transformers"))
+    assert (callbacks is not None) is timed
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
     assert not any(parameter._backward_hooks for parameter in trainer.model.parameters())
     assert trainer.after_backward() is None
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_what_reading_costs_reads_what_the_inspector_counts(outputs, monkeypatch):
+    summed = []
+    monkeypatch.setattr(
+        entrances.Stopwatch, "timed", lambda watch, original: lambda tensor: summed.append(tensor.numel())
+    )
+    trainer = onlookers.Trainer(networks.tiny_layers(2, 8, 4), networks.sgd, networks.vectors(5, 8, 4))
+    onlookers.with_sums(trainer, 2, outputs=outputs)
+    gradients = [8 * 8, 8, 8 * 8, 8, 8 * 4, 4] + 4 * [5 * 8] + [5 * 4]
+    # The container hands on the last layer's output: the watch looks at it, too.
+    returned = 4 * [5 * 8] + 2 * [5 * 4] if outputs else []
+    assert sorted(summed) == sorted(3 * (gradients + returned))
 
 
 def test_the_overhead_is_measured_against_bare_steps():
