@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -367,6 +368,21 @@ def test_a_closed_writer_says_so_and_closing_twice_is_fine(tmp_path):
     writer.close()
     with pytest.raises(ValueError, match="is closed"):
         writer.note("late")
+
+
+def test_a_file_that_was_deleted_meanwhile_is_told_of(tmp_path):
+    with SessionWriter(tmp_path / "run", s.RunInfo()) as writer:
+        writer.progress(s.Progress(steps=1))
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match=r"session\.mpinspect was deleted while the run went on"):
+            writer.progress(s.Progress(steps=2))
+
+
+def test_a_file_that_was_moved_goes_on_at_its_new_place(tmp_path):
+    with SessionWriter(tmp_path / "run", s.RunInfo()) as writer:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        writer.progress(s.Progress(steps=2))
+    assert read_session(tmp_path / "moved").progress.steps == 2
 
 
 def test_a_writer_that_is_let_go_closes_its_file(tmp_path):

@@ -109,7 +109,13 @@ class SessionWriter:
             self._notes.add(sentence)
 
     def progress(self, progress: Progress) -> None:
-        """Replace what was said before on how far the run has come. Writes about 150 bytes."""
+        """Replace what was said before on how far the run has come. Writes about 150 bytes.
+
+        Raises:
+            FileNotFoundError: somebody has deleted the file: what is written to it from then on nobody could read.
+        """
+        if not self._closed and os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(f"{self.path} was deleted while the run went on")
         if len(progress.scales) > SCALE_LIMIT:
             half = SCALE_LIMIT // 2
             self.note(f"Of the loss scale's changes the session file keeps the first and the last {half}.")
