@@ -30,9 +30,9 @@ ENTRANCES = (
     "mpinspect.capture.optimizer_steps:_after",
     "mpinspect.capture.backward_scale:ScaleOfBackward._begins",
     "mpinspect.capture.backward_scale:ScaleOfBackward._ended",
-    "mpinspect.capture.weak_listener:WeakListener.loss_scaled",
-    "mpinspect.capture.weak_listener:WeakListener.scaler_steps",
-    "mpinspect.capture.weak_listener:WeakListener.scaler_stepped",
+    "mpinspect.capture.capture:Capture.loss_scaled",
+    "mpinspect.capture.capture:Capture.scaler_steps",
+    "mpinspect.capture.capture:Capture.scaler_stepped",
 )
 #: Functions of ours that only call another: GradScaler's wrapped methods, whose time is mostly its own, and a closure.
 _PASSING = {("scalers.py", "scale"), ("scalers.py", "step"), ("backward_scale.py", "backward_begins")}

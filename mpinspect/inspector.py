@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -13,15 +13,15 @@ import torch
 
 from mpinspect.analysis import analyse
 from mpinspect.analysis.report import RangeReport
+from mpinspect.at_exit import AtExit
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.budget import check_max_overhead
 from mpinspect.capture.capture import Capture
 from mpinspect.capture.optimizers import plain_optimizer
-from mpinspect.capture.recording import MpinspectWarning, Recording
-from mpinspect.capture.sinks import Sink
+from mpinspect.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.capture.steps import Schedule
 from mpinspect.last_words import print_report
-from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, RunInfo, Session, now
+from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, Event, RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -91,7 +91,7 @@ class Inspector:
         kinds = _kinds(capture, parameters)
         info = RunInfo(type(model).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
-        self._recording = self._record(info, sinks)
+        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = Capture(
             found,
@@ -105,6 +105,7 @@ class Inspector:
             recording=self._recording,
             max_overhead=max_overhead,
         )
+        self._at_exit: AtExit | None = None
         for trouble in troubles + _misgivings(parameters, selection):
             self._recording.note(trouble)
 
@@ -120,15 +121,16 @@ class Inspector:
             state = "attached already" if self._capture.attached else "was detached: its record is closed"
             raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
         self._capture.attach()
-        if self.log_dir is not None and self._ends_with_the_script:
-            self._capture.end_unattended()
+        if self.log_dir is not None and self._ends_with_the_process:
+            self._at_exit = AtExit(self._end)
         return self
 
     def detach(self) -> None:
         """Take every hook off, take in what is on its way (waits for the GPU) and close the files. Twice does nothing."""
         if self._capture.attached:
-            self._capture.detach()
-            self._recording.close()
+            self._end()
+            if self._at_exit is not None:
+                self._at_exit.call_off()
 
     def __enter__(self) -> Inspector:
         return self.attach()
@@ -154,12 +156,22 @@ class Inspector:
 
     # -- inside, and for those who make an inspector of their own ----------------------------------------------
 
-    #: Whether a script that ends without ``detach`` is the end of this one's run.
-    _ends_with_the_script = True
+    #: Whether the end of a process that never detached it ends its run.
+    _ends_with_the_process = True
 
-    def _record(self, info: RunInfo, sinks: Sequence[Sink]) -> Recording:
-        """The recording of this run. It outlives this object where that is dropped, so this one's does not know it."""
-        return Recording(info, sinks)
+    def _end(self) -> None:
+        """Detach and close; what was broken off in there, by Ctrl-C, is left out at the second try."""
+        if self._capture.attached:
+            self._capture.detach()
+        if not self._recording.progress.ended:
+            self._recording.close()
+
+    def _tell(self, note: str) -> None:
+        """A note is made: what can't be measured, and why."""
+        warn(note)
+
+    def _announce(self, event: Event) -> None:
+        """Something turned infinite or NaN, just now."""
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:

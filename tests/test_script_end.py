@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
-import time
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,6 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector, Session
-from mpinspect.capture.recording import Recording
 from mpinspect.session import WEIGHT_GRADIENT, TensorKey
 
 _TRAINS = """
@@ -107,60 +103,73 @@ def _attached(log_dir: Path | None) -> tuple[nn.Module, Inspector]:
     return model, inspector
 
 
-def _wait_for(recording: Recording) -> None:
-    while recording.is_writing:
-        time.sleep(0.01)
+_SEVERAL = """
+import multiprocessing
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
 
 
-def test_a_model_that_is_given_up_ends_its_run(tmp_path: Path) -> None:
-    """In a notebook the next model is made while the interpreter lives on: nothing of the old one is kept."""
-    model, inspector = _attached(tmp_path / "run")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    capture, of_model, recording = weakref.ref(inspector._capture), weakref.ref(model), inspector._recording
-    listener = weakref.ref(inspector._capture._listener)
-    del model, inspector, optimizer
-    gc.collect()
-    assert capture() is None
-    assert of_model() is None
-    assert listener() is None
-    _wait_for(recording)
+def test_a_process_of_multiprocessing_ends_alike(tmp_path: Path) -> None:
+    """A forked one leaves by os._exit, without the functions of atexit."""
+    ran = _run(tmp_path, _SEVERAL)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    _check(tmp_path)
+
+
+def test_what_ctrl_c_broke_off_in_detach_is_done_at_the_end(tmp_path: Path) -> None:
+    code = """
+model, optimizer, inspector = train()
+collect = inspector._capture.collect
+def interrupted(wait):
+    inspector._capture.collect = collect
+    raise KeyboardInterrupt
+inspector._capture.collect = interrupted
+inspector.detach()
+"""
+    ran = _run(tmp_path, code)
+    assert ran.returncode != 0
     session = Session.load(tmp_path / "run")
     assert session.progress.ended
-    assert session.progress.steps == 3
-    # The window that was open, too. The backward before the first of them belongs to its step.
-    assert session.totals()[TensorKey("weight", WEIGHT_GRADIENT)].samples == 4
+    assert session.progress.steps == 7
 
 
-def test_an_inspector_that_is_dropped_goes_on_with_its_model(tmp_path: Path) -> None:
-    model, inspector = _attached(tmp_path / "run")
-    recording = inspector._recording
-    del inspector
-    gc.collect()
-    assert not recording.progress.ended
+def test_without_hooks_between_samples_a_dropped_inspector_goes_on(tmp_path: Path) -> None:
+    code = """
+import gc
+train(2)
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mpinspect.Inspector(model, optimizers=optimizer, log_dir=sys.argv[1] + "-b", every=5, watch=False).attach()
+for step in range(21):
     model(torch.ones(1, 2)).sum().backward()
-    del model
+    optimizer.step()
     gc.collect()
-    assert recording.progress.ended
-    _wait_for(recording)
+"""
+    ran = _run(tmp_path, code)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    progress = Session.load(tmp_path / "run-b").progress
+    assert (progress.steps, progress.sampled_steps, progress.ended) == (21, 5, True)
 
 
 def test_detaching_leaves_nothing_for_the_end(tmp_path: Path) -> None:
-    _, inspector = _attached(tmp_path / "run")
-    end = inspector._capture._unattended
-    assert end is not None
-    assert end.alive
-    inspector.detach()
-    assert not end.alive
-    inspector.detach()
+    code = """
+model, optimizer, inspector = train()
+inspector.detach()
+inspector._at_exit._end = lambda: print("ended again")
+inspector.detach()
+"""
+    ran = _run(tmp_path, code)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    _check(tmp_path)
 
 
 def test_what_is_kept_in_memory_alone_needs_no_end() -> None:
-    _, inspector = _attached(None)
-    assert inspector._capture._unattended is None
-    inspector.detach()
+    with Inspector(nn.Linear(2, 1)) as inspector:
+        assert inspector._at_exit is None
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -17,7 +17,8 @@ import torch
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
-from mpinspect.capture import run_end, updates
+from mpinspect.capture import optimizer_steps, pickling, updates
+from mpinspect.capture import scalers as scaler_watch
 from mpinspect.capture.backward_scale import NO_BACKWARD, ScaleOfBackward
 from mpinspect.capture.broken_weights import BrokenWeights
 from mpinspect.capture.budget import Budget
@@ -40,7 +41,6 @@ from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
 from mpinspect.capture.waiting import Waiting, WaitingGradients
 from mpinspect.capture.watch import Found, Watch
-from mpinspect.capture.weak_listener import WeakListener
 from mpinspect.counting import fastest, magnitude
 from mpinspect.session import (
     ACTIVATION,
@@ -166,8 +166,6 @@ class Capture(Guarded):
         self._last_path = ""
         #: Layers that are not counted, whose output's gradient is counted all the same: it goes on to one that is.
         self._counted_ahead: set[str] = set()
-        self._listener = WeakListener(self)
-        self._unattended: weakref.finalize[..., Capture] | None = None
         self.attached = False
         #: Whether this step is sampled, and the watch where it looks at this step.
         self._sampled = False
@@ -183,10 +181,12 @@ class Capture(Guarded):
         self._may_capture_graphs = torch.cuda.is_available()
         self._warm_up()
         self._updated()
+        pickling.leave_hooks_out(self, (layer.module for layer in self._layers))
         self._hook_modules()
         self._hook_parameters(self._parameters)
         self._begin_step()
-        self._listener.listen(layer.module for layer in self._layers)
+        optimizer_steps.listen(self)
+        scaler_watch.listen(self)
 
     @guarded
     def _warm_up(self) -> None:
@@ -200,17 +200,13 @@ class Capture(Guarded):
         if UPDATE in self._kinds:
             updates.warm_up()
 
-    def end_unattended(self) -> None:
-        """Without ``detach`` the record is closed when the script ends, or when the model is given up."""
-        self._unattended = run_end.end_unattended(self, self._tally, self._recording)
-
     def detach(self) -> None:
         """Take every hook off and take in what is still on its way."""
-        if self._unattended is not None:
-            self._unattended.detach()
         self.attached = False
-        self._listener.stop()
+        scaler_watch.unlisten(self)
+        optimizer_steps.unlisten(self)
         self._handles.remove_all()
+        pickling.stop(self)
         self._updates.forget()
         if self.clock.begun:
             # Broken off before an optimizer stepped, or a backward of another network passed through: no step.
@@ -250,8 +246,10 @@ class Capture(Guarded):
     def abandon(self) -> None:
         """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""
         self.attached, self.quiet = False, True
-        self._listener.stop()
+        scaler_watch.unlisten(self)
+        optimizer_steps.unlisten(self)
         self._handles.remove_all()
+        pickling.stop(self)
 
     @guarded
     def _say_what_was_missed(self) -> None:

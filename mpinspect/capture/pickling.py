@@ -37,10 +37,7 @@ def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
 
 def stop(user: object) -> None:
     """This user has no hooks any more; the last one leaves the classes as they were."""
-    for index, known in enumerate(_users):
-        if known is user:
-            del _users[index]
-            break
+    _users[:] = [known for known in _users if known is not user]
     if _users:
         return
     while _originals:

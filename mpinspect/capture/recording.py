@@ -195,11 +195,11 @@ class Recording:
         """Whether something that was passed on is still on its way to the sinks."""
         return self._sinks.busy
 
-    def close(self, *, wait: bool = True) -> None:
-        """Write the rest and let the sinks go; ``wait`` until they have all of it."""
+    def close(self) -> None:
+        """Write the rest and let the sinks go; they have all of it when this returns."""
         self._progress(ended=True)
         self.write()
-        self._sinks.close(wait=wait)
+        self._sinks.close()
         self._note_failures()
 
     def abandon(self) -> list[Sink]:

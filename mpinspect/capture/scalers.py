@@ -32,12 +32,11 @@ _originals: list[tuple[type, str, Any]] = []
 
 def listen(listener: ScalerListener) -> None:
     """Tell ``listener`` of every scaler from now on."""
-    # First, so that another one that leaves meanwhile, in a finalizer, is not the last.
-    _listeners.append(listener)
-    if not _originals:
+    if not _listeners:
         for owner in _scaler_classes(torch.amp.GradScaler):
             _wrap(owner, "scale", _wrapped_scale)
             _wrap(owner, "step", _wrapped_step)
+    _listeners.append(listener)
 
 
 def unlisten(listener: ScalerListener) -> None:

@@ -62,12 +62,11 @@ class Sinks:
         if self._sinks:
             self._background.call(lambda: self._pass_on(window, progress))
 
-    def close(self, *, wait: bool = True) -> None:
-        """They are closed when everything has been passed on; ``wait``: until then."""
+    def close(self) -> None:
+        """Returns when everything has been passed on and they are closed."""
         self.each(lambda sink: sink.close(), urgent=True)
-        self._background.call(self._sinks.clear, urgent=True)
-        if wait:
-            self.wait()
+        self.wait()
+        self._sinks.clear()
 
     def wait(self, most_s: float = math.inf) -> None:
         """Returns when everything has been passed on, or time is up."""

@@ -12,13 +12,12 @@ import torch
 from mpinspect.analysis.first_line import first_line, gravest
 from mpinspect.capture import layers as model_layers
 from mpinspect.capture.capture import Capture
-from mpinspect.capture.recording import Recording
 from mpinspect.capture.sinks import Sink
 from mpinspect.capture.steps import Schedule
 from mpinspect.inspector import Inspector
 from mpinspect.launch.models.owners import Parameters
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.session import WEIGHT_GRADIENT, Event, RunInfo
+from mpinspect.session import WEIGHT_GRADIENT, Event
 
 _COMPILED = (
     "hooks do not run inside torch.compile: of the modules that are compiled only weight gradients were counted and watched. "
@@ -42,7 +41,7 @@ class LaunchedInspector(Inspector):
     """
 
     #: The launch ends it, and may put it off and on again before.
-    _ends_with_the_script = False
+    _ends_with_the_process = False
 
     def __init__(
         self,
@@ -173,9 +172,8 @@ class LaunchedInspector(Inspector):
         new = self._capture.clock
         new.step, new.backwards, new.skipped_steps = clock.step, clock.backwards, clock.skipped_steps
 
-    def _record(self, info: RunInfo, sinks: Sequence[Sink]) -> Recording:
-        # No warnings: the script's own may be errors, and the report has the notes.
-        return Recording(info, sinks, tell=lambda note: None, announce=self._announce)
+    def _tell(self, note: str) -> None:
+        """No warning: the script's own may be errors, and the report has the note."""
 
     def _announce(self, event: Event) -> None:
         """Only the first that does harm: not how a loss scaler probes."""
