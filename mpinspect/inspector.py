@@ -13,8 +13,8 @@ import torch
 
 from mpinspect.analysis import analyse
 from mpinspect.analysis.report import RangeReport
-from mpinspect.at_exit import AtExit
 from mpinspect.capture import layers as model_layers
+from mpinspect.capture.at_exit import AtExit
 from mpinspect.capture.budget import check_max_overhead
 from mpinspect.capture.capture import Capture
 from mpinspect.capture.optimizers import plain_optimizer
@@ -138,6 +138,8 @@ class Inspector:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and not _went_well(error):
+            self.broke_off(kind.__name__)
         self.detach()
         if kind is not None and not _went_well(error):
             print_report(self.report)
@@ -156,6 +158,15 @@ class Inspector:
 
     # -- inside, and for those who make an inspector of their own ----------------------------------------------
 
+    def broke_off(self, error: str) -> None:
+        """An exception of this name ends the run: a note says so where it may have been for the loss, which nobody sees."""
+        step = self._capture.between_forward_and_backward
+        if step is not None:
+            self._recording.note(
+                f"{error} broke off step {step} after its forward, whose last output was finite, and before a backward: if it "
+                "was for the loss, that became infinite or NaN in the loss function, or in other code after the last module"
+            )
+
     #: Whether the end of a process that never detached it ends its run.
     _ends_with_the_process = True
 
@@ -163,6 +174,7 @@ class Inspector:
         """Detach and close; what was broken off in there, by Ctrl-C, is left out at the second try."""
         if self._capture.attached:
             self._capture.detach()
+            self._capture.look_at_weights_left()
         if not self._recording.progress.ended:
             self._recording.close()
 

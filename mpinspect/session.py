@@ -32,6 +32,8 @@ GRADIENT_KINDS = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT)
 
 #: What events have beside these kinds: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
+#: The phase of an event that no step told of.
+END = "end"
 
 #: Windows that a run of any length is coarsened to: an eighth of the run, the block by which drift is told, has 8 or more.
 WINDOW_LIMIT = 128
@@ -150,7 +152,7 @@ class Event:
 
     Args:
         step, micro_batch: counted from 0.
-        phase: "forward" or "backward".
+        phase: "forward" or "backward"; "end" for weights that were not finite when the run ended, and no step had told.
         module: dotted path of the module in which it arose, as far as the tensors seen can tell ("" is the model itself).
         what: the kind of tensor in which it was first seen, or one of LOSSES.
         tensor: name of that tensor (a module's or a parameter's dotted path).
@@ -162,6 +164,8 @@ class Event:
         gradients_finite: whether every gradient seen in that step was finite (then a non-finite forward did no harm: a mask,
             perhaps); None if no gradient was seen.
         explanation: a sentence: how it is known that it arose there.
+        after: whether it arose after ``module``, which was handed a gradient that was not finite already: in the loss, or in a
+            function between modules.
     """
 
     step: int
@@ -177,11 +181,13 @@ class Event:
     forward_finite: bool | None = None
     gradients_finite: bool | None = None
     explanation: str = ""
+    after: bool = False
 
     @property
     def place(self) -> str:
         """Where it arose, in words: the module's path, or what the empty path stands for."""
-        return self.module or ("the loss" if self.what in LOSSES else "the model itself")
+        place = self.module or ("the loss" if self.what in LOSSES else "the model itself")
+        return f"after {place}" if self.after else place
 
 
 class ScaleChange(NamedTuple):

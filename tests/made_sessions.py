@@ -164,6 +164,7 @@ def full_session() -> s.Session:
                 forward_finite=False,
                 gradients_finite=False,
                 explanation="為: its outputs were finite",
+                after=True,
             ),
         ),
         ("No gradient of the head was seen.",),

@@ -637,7 +637,7 @@ def test_a_large_linear_whose_weight_breaks_is_named_with_what_it_was_within(
     assert (event.forward_finite, event.last_maxima) == (False, ())
     if math.isfinite(value):
         clause = f"before, where input and weight kept it small, it was not read: within {bound:.3g} the last time"
-        assert event.explanation.endswith(clause)
+        assert clause in event.explanation
     else:
         assert "'1.weight' itself" in event.explanation
     assert looked_at.count(("forward", "1")) == 1
@@ -655,7 +655,7 @@ def test_the_clause_tells_of_the_step_before() -> None:
         nn.init.constant_(model[1].weight, 3e38 if step == 3 else float(step + 1))
 
     event = _train(model, 4, change)[0]
-    assert event.explanation.endswith("within 48 the last time")  # 8 terms of 2 times 3.
+    assert "within 48 the last time" in event.explanation  # 8 terms of 2 times 3.
 
 
 def test_a_layer_that_was_read_all_along_has_no_such_clause() -> None:

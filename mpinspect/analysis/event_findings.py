@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.wording import some
-from mpinspect.session import ACTIVATION, GRADIENT_KINDS, LOSSES, Event, Session, TensorKey, TensorWindow
+from mpinspect.session import ACTIVATION, END, GRADIENT_KINDS, LOSSES, Event, Session, TensorKey, TensorWindow
 
 #: A dynamic scaler that skips more than one step in ten is no longer probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
+#: Skips in a row at the start that a dynamic scaler, halving each time, may take to find its scale: from 2^24 down to 1.
+LONGEST_SEARCH = 24
 #: Fewer skips than this are no frequency.
 FEWEST_SKIPS = 3
 
@@ -18,14 +20,15 @@ _ID = "non-finite-event"
 
 def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
     """At most one finding for the forward and one for the backward; from the counts alone where nothing watched the steps."""
+    left = [event for event in session.events if event.phase == END]
     harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
     forward = [
         event
         for event in session.events
         if event not in harmless and (event.phase == "forward" or event.forward_finite is False)
     ]
-    backward = [event for event in session.events if event not in forward and event not in harmless]
-    findings = []
+    backward = [event for event in session.events if event.phase == "backward" and event not in forward]
+    findings = [_left_broken(event, session) for event in left]
     if harmless:
         findings.append(_harmless(harmless))
     stepped = next((event.step for event in backward if event.skipped is False), None)
@@ -37,6 +40,27 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> l
         findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
     findings = findings or _from_counts(totals)
     return findings if backward else [*findings, *_unseen_skips(session)]
+
+
+def _left_broken(event: Event, session: Session) -> Finding:
+    """Weights that were found not to be finite when the run ended."""
+    seen, steps = session.progress.watched_steps, session.progress.steps
+    again = "Run it again with the watch at every step (watch=True, no max_overhead): it names the step and the module."
+    if not session.info.watch:
+        why, fix = "the watch was off", again
+    elif seen is not None:
+        why, fix = f"the watch looked at {seen} of {steps} steps (max_overhead)", again
+    else:
+        why = "everything that the watch saw was finite"
+        fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
+    return Finding(
+        _ID,
+        "error",
+        event.module,
+        f"When the run ended {_what(event)}; {event.explanation}. In which step that began is not known: {why}.",
+        _evidence(event),
+        fix,
+    )
 
 
 def _harmless(events: Sequence[Event]) -> Finding:
@@ -90,7 +114,7 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
             "is not finite later may come from that.",
             evidence,
-            "Use a scaler that skips such steps (torch.amp.GradScaler), and start again from a checkpoint before that step.",
+            f"{_remedy(first)} Start again from a checkpoint before that step.",
         )
     if not all(event.skipped for event in events):
         return Finding(
@@ -99,7 +123,7 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             first.module,
             f"{begin}.",
             evidence,
-            "Use a scaler that skips such steps (torch.amp.GradScaler).",
+            _remedy(first),
         )
     if _keeps_skipping(steps, skipped, session):
         return Finding(
@@ -109,8 +133,8 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
             " explains.",
             evidence,
-            "Take the loss scale recommended here; if the scale is static, it is too large. NaNs at small scales are no"
-            " overflow: look at the backward of the module named.",
+            "Take the loss scale recommended here, or begin with it; if the scale is static, it is too large. NaNs at small"
+            " scales are no overflow: look at the backward of the module named.",
         )
     return Finding(
         _ID,
@@ -121,12 +145,32 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
     )
 
 
+def _remedy(first: Event) -> str:
+    """What to do about gradients that broke and that nobody skipped."""
+    if first.loss_scale is not None and first.loss_scale > 1 and first.value == "inf":
+        return (
+            f"If the loss scale, {first.loss_scale:g}, is above the window given here, it is too large: take that recommended. "
+            "A scaler that skips such steps (torch.amp.GradScaler) finds one by itself."
+        )
+    where = (
+        f"what comes after {first.module or 'the model'!r}, the loss first of all"
+        if first.after
+        else (f"the backward of {first.module or 'the model'!r}")
+    )
+    return (
+        f"Look at {where}: a division by zero, a square root or logarithm at zero, an overflow. torch.amp.GradScaler would skip "
+        "such steps, and mend nothing."
+    )
+
+
 def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:
     """Whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over.
 
     ``steps``: those that were seen not to be finite; ``skipped``: how many were skipped in all.
     """
     opening = next((index for index, step in enumerate(steps) if step != index), len(steps))
+    if opening > LONGEST_SEARCH:
+        return True
     if skipped >= session.progress.steps:
         scales = [event.loss_scale for event in session.events]
         # Every step so far was skipped: hopeless where the scale does not fall.
@@ -180,6 +224,8 @@ def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
 def _what(event: Event) -> str:
     value = "an inf" if event.value == "inf" else "a NaN"
     what = event.what.replace("_", " ")
+    if event.after:
+        return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already"
     return (
         f"the {what} held {value}"
         if event.what in LOSSES

@@ -1,7 +1,8 @@
-"""Whether a module's forward broke because its weights were broken already: looked at for the first events of a run."""
+"""Whether a module's forward broke because of its weights: looked at for the first events of a run, and when it ends."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -9,8 +10,13 @@ import torch
 
 from mpinspect.capture.distributed import local_part
 from mpinspect.capture.layers import WatchedParameter
-from mpinspect.session import Event
+from mpinspect.capture.watch import extremes
+from mpinspect.counting.magnitude import largest_magnitude
+from mpinspect.session import END, WEIGHT, Event
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Finite weights of this magnitude are no weights any more: an update has thrown them away.
+_HUGE = 2.0**20
 #: Events whose module's weights are looked at, which waits for a GPU: what broke first is what matters.
 _MOST_EVENTS_LOOKED_INTO = 3
 
@@ -25,8 +31,8 @@ class BrokenWeights:
     def __init__(self, parameters: Collection[WatchedParameter]) -> None:
         self._parameters = parameters
         self._events = 0
-        #: Those that were broken before this step's optimizer moved them; None where nobody looked.
-        self._before_step: list[str] | None = None
+        #: Largest magnitudes before this step's optimizer moved the weights; None where nobody looked.
+        self._before_step: dict[str, float] | None = None
 
     @property
     def exhausted(self) -> bool:
@@ -40,10 +46,10 @@ class BrokenWeights:
     def look_before_step(self) -> None:
         """The forward broke, and an optimizer is about to step: on such gradients that breaks every weight. Waits for a GPU."""
         if self._before_step is None:
-            self._before_step = self._broken()
+            self._before_step = self._magnitudes()
 
     def explain(self, event: Event, *, unmoved: bool) -> Event:
-        """The event, its explanation naming a weight of the module that was not finite before the forward, if that is known.
+        """The event, its explanation naming a weight of the module that was not sound before the forward, if that is known.
 
         Args:
             event: of the forward.
@@ -51,18 +57,44 @@ class BrokenWeights:
         """
         self._events += 1
         inside = f"{event.module}." if event.module else ""
-        broken = self._before_step
-        if broken is None and unmoved:
-            broken = self._broken()
-        name = next((name for name in broken or () if name.startswith(inside)), None)
-        if name is None:
+        largest = self._before_step
+        if largest is None and unmoved:
+            largest = self._magnitudes()
+        own = {name: value for name, value in (largest or {}).items() if name.startswith(inside)}
+        broken = next((name for name, value in own.items() if not math.isfinite(value)), None)
+        if broken is not None:
+            reason = f"{broken!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
+            return replace(event, explanation=reason)
+        name = max(own, key=own.__getitem__, default="")
+        if own.get(name, 0.0) < _HUGE:
             return event
-        reason = f"{name!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
-        return replace(event, explanation=reason)
+        reason = f"{name!r} itself reaches {own[name]:.2g}: the optimizer's step before, or whoever set it, made it so"
+        return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
 
-    def _broken(self) -> list[str]:
-        return [watched.name for watched in self._parameters if _is_broken(local_part(watched.parameter).detach())]
+    def left_behind(self, step: int) -> Event | None:
+        """What tells of trained weights that are not finite as a run ends after ``step``; None where all are. Waits for a GPU."""
+        trained = [watched for watched in self._parameters if watched.parameter.requires_grad]
+        largest = [(watched, _magnitude(local_part(watched.parameter).detach())) for watched in trained]
+        broken = [(watched, value) for watched, value in largest if not math.isfinite(value)]
+        if not broken:
+            return None
+        first, value = broken[0]
+        kind = "nan" if math.isnan(value) else "inf"
+        how_many = f"{len(broken)} of {len(trained)} parameters are not finite"
+        return Event(step, 0, END, first.owner, WEIGHT, first.name, kind, explanation=how_many)
+
+    def _magnitudes(self) -> dict[str, float]:
+        return {watched.name: _magnitude(local_part(watched.parameter).detach()) for watched in self._parameters}
 
 
-def _is_broken(weight: torch.Tensor) -> bool:
-    return weight.is_floating_point() and not bool(weight.isfinite().all())
+def _magnitude(weight: torch.Tensor) -> float:
+    """The largest |x|, or NaN; 0 where there is none to be had."""
+    if weight.dtype not in _DTYPES or not weight.numel() or weight.is_meta or weight.layout is not torch.strided:
+        return 0.0
+    largest = largest_magnitude(weight)
+    if largest is None:
+        found = extremes(weight)
+        largest = 0.0 if found is None else max(abs(float(value)) for value in found)
+        if found is not None and any(math.isnan(float(value)) for value in found):
+            largest = math.nan
+    return largest

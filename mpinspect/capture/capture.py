@@ -222,6 +222,22 @@ class Capture(Guarded):
         self._parameter_hooks.clear()
         self._lifted.forget()
 
+    @guarded
+    def look_at_weights_left(self) -> None:
+        """After ``detach``: an event where trained weights are not finite, and none told of it. Waits for a GPU."""
+        if self.clock.step and not self._recording.events:
+            event = self._broken_weights.left_behind(self.clock.step - 1)
+            if event is not None:
+                self._recording.event(event)
+
+    @property
+    def between_forward_and_backward(self) -> int | None:
+        """The step whose forward has run, its last output finite, and whose backward has not; None elsewhere, or if not known."""
+        watch = self._looking
+        if watch is None or not self.clock.in_forward or watch.forward_broke() is not False:
+            return None
+        return self.clock.step
+
     def rest(self, resting: bool) -> None:
         """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
         if resting and self._rested is None:

@@ -75,6 +75,8 @@ class Culprit:
     module: str
     first: Seen
     explanation: str
+    #: It arose after the module: in the loss, or in a function.
+    after: bool = False
 
 
 def find_culprit(
@@ -151,7 +153,7 @@ def _in_code_after(look: Seen, producer: str, finite_at_output: set[str]) -> Cul
     reason = (
         "the gradient arriving at its output was not finite: it arose in the code after it (the loss, or a function)"
     )
-    return Culprit(BACKWARD, producer, look, reason)
+    return Culprit(BACKWARD, producer, look, reason, after=True)
 
 
 def _containers(module: str) -> list[str]:

@@ -349,6 +349,7 @@ class Watch:
             culprit.finite_in_forward(seen),
             gradients_finite,
             explanation,
+            found.after,
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from mpinspect.launch.directory import UnusableDirectoryError, claim, shown
 from mpinspect.launch.ending import Ending
 from mpinspect.launch.imports import when_imported
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.launch.outcome import brief, outcome_of
+from mpinspect.launch.outcome import brief
 from mpinspect.launch.rank import Rank
 from mpinspect.launch.record import first_record
 from mpinspect.launch.stderr import say
@@ -93,7 +93,7 @@ def _left_by(error: BaseException, ending: Ending | None) -> None:
         if not isinstance(error, SystemExit):
             leaving.show_without_our_frames(script.forget_file)
         if ending is not None:
-            ending.outcome = outcome_of(error)
+            ending.left_by(error)
             ending.started = not script.was_not_found(error)
     except Exception as fault:
         say(f"mpinspect failed as the script ended: {brief(fault)}")

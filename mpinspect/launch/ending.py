@@ -14,7 +14,7 @@ from mpinspect.launch.directory import shown
 from mpinspect.launch.elsewhere import others_of, process_name, with_others
 from mpinspect.launch.joining import join
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.launch.outcome import STOPPED, Outcome, brief
+from mpinspect.launch.outcome import STOPPED, Outcome, brief, outcome_of
 from mpinspect.launch.record import FILE_NAME, write_record
 from mpinspect.launch.saving import how_it_ended, save
 from mpinspect.launch.seen import Parts, Seen
@@ -91,6 +91,12 @@ class Ending:
         except Exception as error:
             self.seen.torch_imported = True
             self.seen.note(f"mpinspect failed when torch was imported, and watched nothing: {brief(error)}")
+
+    def left_by(self, error: BaseException) -> None:
+        """An exception is about to end the script."""
+        self.outcome = outcome_of(error)
+        if self.outcome.by_error and self._watcher is not None:
+            self._watcher.broke_off(type(error).__name__)
 
     def abandon(self) -> None:
         """In a forked child: the watching and its end are the parent's."""

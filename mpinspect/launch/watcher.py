@@ -47,6 +47,11 @@ class Watcher:
         except Exception as error:
             self.sightings.note(f"mpinspect could not begin to watch torch: {error!r}")
 
+    def broke_off(self, error: str) -> None:
+        """An exception of this name is about to end the script."""
+        if self._watching is not None:
+            self._watching.broke_off(error)
+
     def abandon(self) -> None:
         """This is a forked child: forget everything, write nothing, leave what is in the parent's models inert."""
         self._abandoned = True

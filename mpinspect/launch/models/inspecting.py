@@ -103,6 +103,7 @@ class LaunchedInspector(Inspector):
         """Take every hook off and hold the model no longer. Waits for the GPU. The record stays open."""
         if self._capture.attached:
             self._capture.detach()
+            self._capture.look_at_weights_left()
             self._recording.write()
         clock = self._capture.clock
         self._capture = self._made((), (), ())
@@ -134,11 +135,7 @@ class LaunchedInspector(Inspector):
 
     def end(self) -> None:
         """Detach, whether paused or not, and close the files. Twice does nothing."""
-        if self._recording.progress.ended:
-            return
-        if self._capture.attached:
-            self._capture.detach()
-        self._recording.close()
+        self._end()
 
     def abandon(self) -> None:
         """This is a forked child: neither hooks nor files are ours any more. Touches no GPU, flushes nothing."""

@@ -65,6 +65,12 @@ class Watching(Guarded):
         self._seen.models = len(records)
         return Parts(records, self._finding.one_step.matmuls, self._finding.one_step.trace)
 
+    @guarded
+    def broke_off(self, error: str) -> None:
+        """An exception of this name is about to end the script, whose objects are all still there."""
+        if self._finding is not None:
+            self._finding.models.broke_off(error)
+
     def abandon(self) -> None:
         """This is a forked child. No lock is taken: another thread of the parent may have held it."""
         self._active = False

@@ -1,0 +1,221 @@
+"""Runs that end badly where the first look tells little: weights that broke between two looks, a loss, a scale too large."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import launched
+import pytest
+import torch
+from torch import nn
+
+from mpinspect import Inspector, Session
+from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.first_line import first_line, what_broke
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _trained(steps: int = 6, *, broken_at: int = -1, model: nn.Sequential | None = None, **options: Any) -> Inspector:
+    """A loss that is multiplied by NaN at one step."""
+    model = _network() if model is None else model
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    with Inspector(model, optimizers=optimizer, **options) as inspector:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(3, 4)).square().mean() * (math.nan if step == broken_at else 1.0)
+            loss.backward()
+            optimizer.step()
+    return inspector
+
+
+def _the_finding(inspector: Inspector) -> Finding:
+    (finding,) = (each for each in inspector.report().findings if each.id == "non-finite-event")
+    return finding
+
+
+# -- weights at the end -------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) -> None:
+    inspector = _trained(broken_at=4, watch=False, every=100, log_dir=tmp_path / "run")
+    (event,) = inspector.session().events
+    assert (event.phase, event.step, event.what, event.tensor, event.value) == ("end", 5, "weight", "0.weight", "nan")
+    assert event.explanation == "4 of 4 parameters are not finite"
+    assert Session.load(tmp_path / "run").events == (event,)
+    finding = _the_finding(inspector)
+    assert finding.severity == "error"
+    assert "When the run ended the weight of '0' held a NaN; 4 of 4 parameters are not finite." in finding.message
+    assert "the watch was off" in finding.message
+    assert "watch at every step" in finding.fix
+    broke = what_broke(inspector.report())
+    assert broke is not None
+    assert first_line(broke) == "step 5, end, 0, first NaN"
+
+
+def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, max_overhead=0.02) as inspector:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            model[2].bias.fill_(math.inf)
+    finding = _the_finding(inspector)
+    assert "the weight of '2' held an inf; 1 of 4 parameters are not finite" in finding.message
+    assert (
+        f"the watch looked at {inspector.session().progress.watched_steps} of 5 steps (max_overhead)" in finding.message
+    )
+
+
+def test_weights_that_broke_without_a_gradient_are_told_of() -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        (model(torch.ones(3, 4)).square().mean() * 1000).backward()
+        # Near the largest of FP32, times gradients of more than one.
+        optimizer.param_groups[0]["lr"] = 3e38
+        optimizer.step()
+    finding = _the_finding(inspector)
+    assert "everything that the watch saw was finite" in finding.message
+    assert "learning rate" in finding.fix
+
+
+def test_an_event_that_a_step_told_of_is_enough() -> None:
+    inspector = _trained(broken_at=4)
+    assert [event.phase for event in inspector.session().events] == ["backward", "forward"]
+
+
+def test_sound_weights_and_those_that_nobody_trains_are_no_event() -> None:
+    model = _network()
+    with torch.no_grad():
+        model[0].bias.fill_(-math.inf)
+    model[0].bias.requires_grad_(False)
+    assert _trained(model=model, watch=False).session().events == ()
+    assert _trained(watch=False).session().events == ()
+    with Inspector(_network(), watch=False) as inspector:
+        pass
+    assert inspector.session().events == ()
+
+
+# -- the loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_broke_is_said_to_be_after_the_last_module() -> None:
+    inspector = _trained(broken_at=4)
+    event = inspector.session().events[0]
+    assert (event.module, event.after, event.place) == ("2", True, "after 2")
+    assert first_line(event) == "step 4, backward, after 2, first NaN, scale 1, forward finite"
+    finding = next(each for each in inspector.report().findings if "backward" in each.message)
+    assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
+    assert "what comes after '2', the loss first of all" in finding.fix
+    assert "GradScaler would skip such steps, and mend nothing" in finding.fix
+
+
+def test_inside_a_module_is_not_after_it() -> None:
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sub(x).abs().sqrt()
+
+    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    event = inspector.session().events[0]
+    assert (event.phase, event.module, event.after) == ("backward", "1", False)
+    (finding,) = (each for each in inspector.report().findings if each.id == "non-finite-event")
+    assert "the backward of '1'" in finding.fix
+
+
+def _raises(where: str) -> Inspector:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer)
+    with pytest.raises(FloatingPointError), inspector:  # noqa: PT012 - where it is raised is what is asked
+        for step in range(3):
+            optimizer.zero_grad()
+            output = model(torch.full((3, 4), math.inf if where == "forward" and step == 2 else 1.0))
+            if step == 2 and where in ("loss", "forward"):
+                raise FloatingPointError("loss is NaN")
+            output.square().mean().backward()
+            if step == 2 and where == "backward":
+                raise FloatingPointError("gradient is NaN")
+            optimizer.step()
+        raise FloatingPointError("between steps")
+    return inspector
+
+
+def test_an_exception_between_forward_and_backward_may_be_for_the_loss() -> None:
+    (note,) = (note for note in _raises("loss").session().notes if "broke off" in note)
+    assert note.startswith("FloatingPointError broke off step 2 after its forward, whose last output was finite")
+    assert "in the loss function" in note
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_an_exception_elsewhere_says_nothing_of_the_loss(where: str) -> None:
+    assert not any("broke off" in note for note in _raises(where).session().notes)
+
+
+def test_the_same_of_a_script(tmp_path: Path) -> None:
+    launched.write(
+        tmp_path,
+        """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    for step in range(5):
+        loss = model(torch.ones(3, 2)).sum()
+        if step == 3:
+            raise FloatingPointError("loss is NaN")
+        loss.backward()
+        optimizer.step()
+train()
+""",
+    )
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py"))
+    assert ended.status == 1
+    assert "FloatingPointError broke off step 3 after its forward" in " ".join(ended.err.split())
+
+
+# -- updates and scales -----------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_overflows_for_its_weights_says_how_large_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((3, 4), 1e20)).sum().backward()
+            optimizer.step()
+            if step == 1:
+                with torch.no_grad():
+                    model[0].weight.fill_(1e28)
+    (event,) = inspector.session().events
+    assert (event.step, event.phase, event.module) == (2, "forward", "0")
+    assert "'0.weight' itself reaches 1e+28" in event.explanation
+
+
+@pytest.mark.parametrize(("begins", "severity"), [(2.0**20, "info"), (2.0**100, "warning")])
+def test_a_scale_that_takes_dozens_of_steps_to_fall_is_a_warning(begins: float, severity: str) -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=begins)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(60):
+            optimizer.zero_grad()
+            # Of FP32's range 2^113 is left for the scale, then 2^13.
+            scaler.scale(model(torch.ones(3, 4)).mean() * 2.0**115).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert inspector.session().progress.skipped_steps > 0
+    assert _the_finding(inspector).severity == severity
