@@ -96,6 +96,9 @@ def shown(value: float, unit: str) -> str:
         return f"{_digits(100 * value)}%"
     if unit == "x":
         return f"{_digits(value)}x"
+    if value < 0:
+        # A difference of two times, which their noise exceeds.
+        return "below the noise"
     return f"{_digits(value)} {unit}".rstrip()
 
 

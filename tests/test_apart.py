@@ -7,12 +7,13 @@ import time
 
 import pytest
 
-from mpinspect.counting.apart import apart
+from mpinspect.counting.apart import _say_once, apart
 
 
-def test_slow_work_is_told_of_and_quick_work_is_not(
+def test_slow_work_is_told_of_once_and_quick_work_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    _say_once.cache_clear()
     assert apart(lambda: 5) == 5
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
@@ -21,6 +22,8 @@ def test_slow_work_is_told_of_and_quick_work_is_not(
     assert out == ""
     assert err.startswith("mpinspect: compiling what counts")
     assert err.count("\n") == 1
+    assert apart(lambda: time.sleep(0.1) or 7) == 7
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("own"), RuntimeError("own")], ids=repr)
@@ -35,4 +38,5 @@ def test_errors_are_those_of_the_work(error: Exception) -> None:
 def test_a_stderr_that_is_closed_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
     monkeypatch.setattr("sys.stderr", None)
+    _say_once.cache_clear()
     assert apart(lambda: time.sleep(0.05) or threading.current_thread().name).startswith("mpinspect-compile")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from functools import cache
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -32,7 +33,7 @@ def apart(work: Callable[[], Result]) -> Result:
                 return done.result(_SAID_AFTER_S)
             except NotYet:
                 if not done.done():
-                    _say(_LINE)
+                    _say_once()
                 return done.result()
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
@@ -41,7 +42,8 @@ def apart(work: Callable[[], Result]) -> Result:
         return work()
 
 
-def _say(line: str) -> None:
+@cache
+def _say_once() -> None:
     # Nobody may be listening, or there may be nothing to write to.
     with contextlib.suppress(Exception):
-        print(line, file=sys.stderr, flush=True)
+        print(_LINE, file=sys.stderr, flush=True)
