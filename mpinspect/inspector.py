@@ -112,7 +112,7 @@ class Inspector:
     # -- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self) -> Inspector:
-        """Put the hooks on and begin to record. Returns self.
+        """Put the hooks on and begin to record. Returns self. Until ``detach`` the model is held, whoever else drops it.
 
         Raises:
             RuntimeError: attached already, or detached before (make a new Inspector for another run).
