@@ -160,7 +160,7 @@ class Inspector:
 
     def broke_off(self, error: str) -> None:
         """An exception of this name ends the run: a note says so where it may have been for the loss, which nobody sees."""
-        step = self._capture.between_forward_and_backward
+        step = self._capture.between_forward_and_backward()
         if step is not None:
             self._recording.note(
                 f"{error} broke off step {step} after its forward, whose last output was finite, and before a backward: if it "

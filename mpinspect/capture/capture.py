@@ -230,7 +230,7 @@ class Capture(Guarded):
             if event is not None:
                 self._recording.event(event)
 
-    @property
+    @guarded
     def between_forward_and_backward(self) -> int | None:
         """The step whose forward has run, its last output finite, and whose backward has not; None elsewhere, or if not known."""
         watch = self._looking
