@@ -84,13 +84,29 @@ def test_weights_that_broke_without_a_gradient_are_told_of() -> None:
         optimizer.param_groups[0]["lr"] = 3e38
         optimizer.step()
     finding = _the_finding(inspector)
-    assert "everything that the watch saw was finite" in finding.message
+    assert "of no step that was taken did the watch see anything but finite values" in finding.message
     assert "learning rate" in finding.fix
 
 
 def test_an_event_that_a_step_told_of_is_enough() -> None:
     inspector = _trained(broken_at=4)
     assert [event.phase for event in inspector.session().events] == ["backward", "forward"]
+
+
+def test_an_event_that_did_no_harm_tells_nothing_of_the_weights() -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3, 4)).mean() * (math.inf if step == 0 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        with torch.no_grad():
+            model[2].bias.fill_(math.nan)
+    events = inspector.session().events
+    assert (events[0].skipped, events[-1].phase, events[-1].tensor) == (True, "end", "2.bias")
 
 
 def test_sound_weights_and_those_that_nobody_trains_are_no_event() -> None:

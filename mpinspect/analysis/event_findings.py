@@ -51,7 +51,7 @@ def _left_broken(event: Event, session: Session) -> Finding:
     elif seen is not None:
         why, fix = f"the watch looked at {seen} of {steps} steps (max_overhead)", again
     else:
-        why = "everything that the watch saw was finite"
+        why = "of no step that was taken did the watch see anything but finite values"
         fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
     return Finding(
         _ID,
@@ -152,11 +152,8 @@ def _remedy(first: Event) -> str:
             f"If the loss scale, {first.loss_scale:g}, is above the window given here, it is too large: take that recommended. "
             "A scaler that skips such steps (torch.amp.GradScaler) finds one by itself."
         )
-    where = (
-        f"what comes after {first.module or 'the model'!r}, the loss first of all"
-        if first.after
-        else (f"the backward of {first.module or 'the model'!r}")
-    )
+    module = repr(first.module or "the model")
+    where = f"what comes after {module}, the loss first of all" if first.after else f"the backward of {module}"
     return (
         f"Look at {where}: a division by zero, a square root or logarithm at zero, an overflow. torch.amp.GradScaler would skip "
         "such steps, and mend nothing."

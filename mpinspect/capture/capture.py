@@ -224,8 +224,9 @@ class Capture(Guarded):
 
     @guarded
     def look_at_weights_left(self) -> None:
-        """After ``detach``: an event where trained weights are not finite, and none told of it. Waits for a GPU."""
-        if self.clock.step and not self._recording.events:
+        """After ``detach``: an event where trained weights are not finite, and none tells why. Waits for a GPU."""
+        told = any(not event.skipped and not event.gradients_finite for event in self._recording.events)
+        if self.clock.step and not told:
             event = self._broken_weights.left_behind(self.clock.step - 1)
             if event is not None:
                 self._recording.event(event)

@@ -114,7 +114,7 @@ class SessionWriter:
         Raises:
             FileNotFoundError: somebody has deleted the file: what is written to it from then on nobody could read.
         """
-        if not self._closed and os.fstat(self._file.fileno()).st_nlink == 0:
+        if not self._closed and os.fstat(self._file.fileno()).st_nlink == 0 and not self.path.exists():
             raise FileNotFoundError(f"{self.path} was deleted while the run went on")
         if len(progress.scales) > SCALE_LIMIT:
             half = SCALE_LIMIT // 2
