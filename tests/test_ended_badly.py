@@ -56,6 +56,8 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     broke = what_broke(inspector.report())
     assert broke is not None
     assert first_line(broke) == "step 5, end, 0, first NaN"
+    text = str(inspector.report())
+    assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step told of it\n" in text
 
 
 def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None:

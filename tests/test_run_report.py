@@ -68,7 +68,9 @@ def test_of_several_models_the_one_that_broke_first_is_named():
     report = RunReport("gan.py", "ended", (ModelPart("Generator", later), ModelPart("Critic", earlier)))
     assert report.first_line.startswith("Critic: step 9, backward, decoder.3.attn, first inf")
     assert RunReport("gan.py", "ended", (ModelPart("Generator", ranges()),)).first_line == ""
-    assert run_text.render(report, 140).splitlines()[0] == report.first_line
+    lines = [line.strip() for line in run_text.render(report, 140).splitlines()]
+    assert lines[0] == report.first_line
+    assert lines.index(f"broke  {report.first_line}") > lines.index("In brief")
 
 
 # -- module by module ---------------------------------------------------------------------------------------------------

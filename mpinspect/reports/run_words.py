@@ -26,6 +26,9 @@ class ModuleTable:
 def brief(report: RunReport) -> Iterator[tuple[str, str]]:
     """What the run came to, a line a subject: (subject, words)."""
     yield "script", f"{printable(report.command)}: {printable(report.outcome)}"
+    if report.first_line:
+        # It heads the report, and has scrolled away by now.
+        yield "broke", printable(report.first_line)
     for part in report.parts:
         counted = steps_and_samples(part.ranges.session.progress)
         yield printable(part.name), f"{counted}. {scale_line(part.ranges.loss_scale)}"

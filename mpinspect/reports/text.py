@@ -19,7 +19,7 @@ from mpinspect.reports.page import findings, html, plain_text, titled, to_consol
 from mpinspect.reports.scale_line import scale_line, steps_and_samples
 from mpinspect.reports.table import percent, power_of_two, printable
 from mpinspect.reports.text_layers import layer_tables
-from mpinspect.session import Event, Session
+from mpinspect.session import END, Event, Session
 
 #: Lines of lists that can be long.
 MAX_EVENTS = 5
@@ -85,7 +85,10 @@ def _events(events: tuple[Event, ...]) -> Iterator[Text]:
     """The first in full, some of the others in a line each."""
     first = events[0]
     yield Text(f"first: {_where(first)}", style="bold red")
-    facts = [f"loss scale {power_of_two(first.loss_scale) if first.loss_scale else 'unknown'}"]
+    if first.phase == END:
+        facts = ["no step told of it"]
+    else:
+        facts = [f"loss scale {power_of_two(first.loss_scale) if first.loss_scale else 'unknown'}"]
     if first.forward_finite is not None:
         facts.append(f"the forward was {'finite' if first.forward_finite else 'not finite'}")
     if first.gradients_finite is not None:
