@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Iterable
 from numbers import Real
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, cast
 
@@ -106,6 +107,10 @@ class Inspector:
             max_overhead=max_overhead,
         )
         self._at_exit: AtExit | None = None
+        self._running = False
+        #: Weights that were not finite when the run began; and what tells of those that were not when it ended.
+        self._broken_before: frozenset[str] = frozenset()
+        self._left: Event | None = None
         for trouble in troubles + _misgivings(parameters, selection):
             self._recording.note(trouble)
 
@@ -120,15 +125,18 @@ class Inspector:
         if self._capture.attached or self._recording.progress.ended:
             state = "attached already" if self._capture.attached else "was detached: its record is closed"
             raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
+        self._broken_before = self._capture.broken_weights() or frozenset()
         self._capture.attach()
+        self._running = True
         if self.log_dir is not None and self._ends_with_the_process:
             self._at_exit = AtExit(self._end)
         return self
 
     def detach(self) -> None:
         """Take every hook off, take in what is on its way (waits for the GPU) and close the files. Twice does nothing."""
-        if self._capture.attached:
+        if self._running:
             self._end()
+            self._running = False
             if self._at_exit is not None:
                 self._at_exit.call_off()
 
@@ -139,7 +147,7 @@ class Inspector:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and not _went_well(error):
-            self.broke_off(kind.__name__)
+            self.broke_off(error)
         self.detach()
         if kind is not None and not _went_well(error):
             print_report(self.report)
@@ -158,13 +166,16 @@ class Inspector:
 
     # -- inside, and for those who make an inspector of their own ----------------------------------------------
 
-    def broke_off(self, error: str) -> None:
-        """An exception of this name ends the run: a note says so where it may have been for the loss, which nobody sees."""
+    def broke_off(self, error: BaseException | None) -> None:
+        """An exception ends the run: a note says so where it may have been for the loss, which nobody sees."""
+        if error is None or isinstance(error, KeyboardInterrupt) or _in_a_module(error):
+            return
         step = self._capture.between_forward_and_backward()
         if step is not None:
             self._recording.note(
-                f"{error} broke off step {step} after its forward, whose last output was finite, and before a backward: if it "
-                "was for the loss, that became infinite or NaN in the loss function, or in other code after the last module"
+                f"{type(error).__name__} broke off step {step} after its forward, whose last output was finite, and before a "
+                "backward: if it was for the loss, that became infinite or NaN in the loss function, or in other code after "
+                "the last module"
             )
 
     #: Whether the end of a process that never detached it ends its run.
@@ -174,8 +185,10 @@ class Inspector:
         """Detach and close; what was broken off in there, by Ctrl-C, is left out at the second try."""
         if self._capture.attached:
             self._capture.detach()
-            self._capture.look_at_weights_left()
+            self._left = self._capture.weights_left(self._broken_before)
         if not self._recording.progress.ended:
+            if self._left is not None:
+                self._recording.event(self._left)
             self._recording.close()
 
     def _tell(self, note: str) -> None:
@@ -184,6 +197,12 @@ class Inspector:
 
     def _announce(self, event: Event) -> None:
         """Something turned infinite or NaN, just now."""
+
+
+def _in_a_module(error: BaseException) -> bool:
+    """Whether it was raised in the call of a module, which then never returned."""
+    calls = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
+    return any(frame.f_code in calls for frame, _ in walk_tb(error.__traceback__))
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:

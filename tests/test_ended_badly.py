@@ -55,7 +55,7 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     assert "watch at every step" in finding.fix
     broke = what_broke(inspector.report())
     assert broke is not None
-    assert first_line(broke) == "step 5, end, 0, first NaN"
+    assert first_line(broke) == "end of the run (step 5), weight of 0, NaN"
     text = str(inspector.report())
     assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step told of it\n" in text
 
@@ -123,6 +123,76 @@ def test_sound_weights_and_those_that_nobody_trains_are_no_event() -> None:
     assert inspector.session().events == ()
 
 
+def test_weights_that_were_broken_from_the_start_or_have_no_values_are_no_event() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.never_called = nn.Linear(4, 1), nn.LazyLinear(3)
+            self.mask = nn.Parameter(torch.full((4,), -math.inf))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    model = Masked()
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, watch=False) as inspector:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert inspector.session().events == ()
+    assert not any("failed" in note for note in inspector.session().notes)
+
+
+def test_a_sparse_parameter_is_no_hindrance() -> None:
+    model = nn.Linear(2, 1)
+    model.register_parameter("first", nn.Parameter(torch.eye(3).to_sparse()))
+    model._parameters = {name: model._parameters[name] for name in ("first", "weight", "bias")}
+    with Inspector(model, watch=False) as inspector:
+        model(torch.ones(1, 2)).sum().backward()
+    assert inspector.session().events == ()
+
+
+def test_a_second_detach_finishes_a_first_that_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspector = Inspector(_network()).attach()
+
+    def interrupted(wait: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inspector._capture, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            inspector.detach()
+    assert not inspector.session().progress.ended
+    inspector.detach()
+    assert inspector.session().progress.ended
+
+
+def test_weights_that_broke_and_were_restored_between_two_trainings_of_a_script(tmp_path: Path) -> None:
+    launched.write(
+        tmp_path,
+        """
+import copy, sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+def train(breaks):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+    if breaks:
+        model[0].weight.data.fill_(float("nan"))
+sound = copy.deepcopy(model.state_dict())
+train(True)
+model.load_state_dict(sound)
+train(sys.argv[1] == "broken")
+""",
+    )
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "sound"))
+    assert ended.status == 0
+    assert "non-finite-event" not in ended.err
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"))
+    assert "broke  end of the run (step 5), weight of 0, NaN" in ended.err
+
+
 # -- the loss ------------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +245,13 @@ def test_an_exception_between_forward_and_backward_may_be_for_the_loss() -> None
     (note,) = (note for note in _raises("loss").session().notes if "broke off" in note)
     assert note.startswith("FloatingPointError broke off step 2 after its forward, whose last output was finite")
     assert "in the loss function" in note
+
+
+def test_an_exception_inside_a_forward_says_nothing_of_the_loss() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2))
+    with pytest.raises(RuntimeError), Inspector(model) as inspector:
+        model(torch.ones(2, 4))
+    assert not any("broke off" in note for note in inspector.session().notes)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])

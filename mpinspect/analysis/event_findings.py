@@ -166,7 +166,7 @@ def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> boo
     ``steps``: those that were seen not to be finite; ``skipped``: how many were skipped in all.
     """
     opening = next((index for index, step in enumerate(steps) if step != index), len(steps))
-    if opening > LONGEST_SEARCH:
+    if opening > max(LONGEST_SEARCH, SKIPPED_TOLERANCE * session.progress.steps):
         return True
     if skipped >= session.progress.steps:
         scales = [event.loss_scale for event in session.events]

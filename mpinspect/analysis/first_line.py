@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpinspect.session import Event
+from mpinspect.session import END, Event
 
 if TYPE_CHECKING:
     from mpinspect.analysis.report import RangeReport
@@ -16,6 +16,8 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 
 def first_line(event: Event) -> str:
     """``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``; what is not known is left out."""
+    if event.phase == END:
+        return f"end of the run (step {event.step}), weight of {event.place}, {_VALUES.get(event.value, event.value)}"
     parts = [f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from mpinspect.capture.distributed import local_part
 from mpinspect.capture.layers import WatchedParameter
@@ -71,24 +72,35 @@ class BrokenWeights:
         reason = f"{name!r} itself reaches {own[name]:.2g}: the optimizer's step before, or whoever set it, made it so"
         return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
 
-    def left_behind(self, step: int) -> Event | None:
-        """What tells of trained weights that are not finite as a run ends after ``step``; None where all are. Waits for a GPU."""
+    def names(self) -> frozenset[str]:
+        """Those that are not finite now. Waits for a GPU."""
+        return frozenset(name for name, value in self._magnitudes().items() if not math.isfinite(value))
+
+    def left_behind(self, step: int, before: Collection[str]) -> Event | None:
+        """What tells of trained weights that are not finite as a run ends after ``step``; None where all are. Waits for a GPU.
+
+        Args:
+            before: names of those that were not when it began.
+        """
+        largest = self._magnitudes()
         trained = [watched for watched in self._parameters if watched.parameter.requires_grad]
-        largest = [(watched, _magnitude(local_part(watched.parameter).detach())) for watched in trained]
-        broken = [(watched, value) for watched, value in largest if not math.isfinite(value)]
+        broken = [each for each in trained if not math.isfinite(largest[each.name]) and each.name not in before]
         if not broken:
             return None
-        first, value = broken[0]
-        kind = "nan" if math.isnan(value) else "inf"
+        first = broken[0]
+        kind = "nan" if math.isnan(largest[first.name]) else "inf"
         how_many = f"{len(broken)} of {len(trained)} parameters are not finite"
         return Event(step, 0, END, first.owner, WEIGHT, first.name, kind, explanation=how_many)
 
     def _magnitudes(self) -> dict[str, float]:
-        return {watched.name: _magnitude(local_part(watched.parameter).detach()) for watched in self._parameters}
+        return {watched.name: _magnitude(watched.parameter) for watched in self._parameters}
 
 
-def _magnitude(weight: torch.Tensor) -> float:
+def _magnitude(parameter: torch.Tensor) -> float:
     """The largest |x|, or NaN; 0 where there is none to be had."""
+    if is_lazy(parameter):
+        return 0.0
+    weight = local_part(parameter).detach()
     if weight.dtype not in _DTYPES or not weight.numel() or weight.is_meta or weight.layout is not torch.strided:
         return 0.0
     largest = largest_magnitude(weight)

@@ -223,13 +223,19 @@ class Capture(Guarded):
         self._lifted.forget()
 
     @guarded
-    def look_at_weights_left(self) -> None:
-        """After ``detach``: an event where trained weights are not finite, and none tells why. Waits for a GPU."""
+    def broken_weights(self) -> frozenset[str]:
+        """Names of the weights that are not finite now. Waits for a GPU."""
+        return self._broken_weights.names()
+
+    @guarded
+    def weights_left(self, before: Collection[str]) -> Event | None:
+        """After ``detach``: an event, not yet recorded, where trained weights are not finite and none tells why. Waits for a GPU.
+
+        Args:
+            before: ``broken_weights`` when the run began.
+        """
         told = any(not event.skipped and not event.gradients_finite for event in self._recording.events)
-        if self.clock.step and not told:
-            event = self._broken_weights.left_behind(self.clock.step - 1)
-            if event is not None:
-                self._recording.event(event)
+        return self._broken_weights.left_behind(self.clock.step - 1, before) if self.clock.step and not told else None
 
     @guarded
     def between_forward_and_backward(self) -> int | None:
@@ -824,4 +830,5 @@ def _state(parameter: torch.Tensor) -> tuple[int, list[float] | None]:
     ``parameter.data -= ...`` changes the values and not the version.
     """
     local = local_part(parameter.detach())
-    return parameter._version, local.reshape(-1)[:4].tolist() if local.device.type == "cpu" else None
+    has_values = local.device.type == "cpu" and local.layout is torch.strided
+    return parameter._version, local.reshape(-1)[:4].tolist() if has_values else None

@@ -96,7 +96,7 @@ class Ending:
         """An exception is about to end the script."""
         self.outcome = outcome_of(error)
         if self.outcome.by_error and self._watcher is not None:
-            self._watcher.broke_off(type(error).__name__)
+            self._watcher.broke_off(error)
 
     def abandon(self) -> None:
         """In a forked child: the watching and its end are the parent's."""

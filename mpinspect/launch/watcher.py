@@ -47,8 +47,8 @@ class Watcher:
         except Exception as error:
             self.sightings.note(f"mpinspect could not begin to watch torch: {error!r}")
 
-    def broke_off(self, error: str) -> None:
-        """An exception of this name is about to end the script."""
+    def broke_off(self, error: BaseException) -> None:
+        """An exception is about to end the script."""
         if self._watching is not None:
             self._watching.broke_off(error)
 

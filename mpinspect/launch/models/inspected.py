@@ -141,8 +141,8 @@ class InspectedModels:
             if each.inspector.attached and self._is_over(each) and each.is_stepped_by(optimizer):
                 each.inspector.end()
 
-    def broke_off(self, error: str) -> None:
-        """An exception of this name is about to end the script."""
+    def broke_off(self, error: BaseException) -> None:
+        """An exception is about to end the script."""
         for each in self.all:
             if each.inspector.attached:
                 each.inspector.broke_off(error)

@@ -103,7 +103,8 @@ class LaunchedInspector(Inspector):
         """Take every hook off and hold the model no longer. Waits for the GPU. The record stays open."""
         if self._capture.attached:
             self._capture.detach()
-            self._capture.look_at_weights_left()
+            # Another optimizer may yet go on with the model.
+            self._left = self._capture.weights_left(self._broken_before)
             self._recording.write()
         clock = self._capture.clock
         self._capture = self._made((), (), ())
@@ -114,7 +115,7 @@ class LaunchedInspector(Inspector):
         model = self.model
         if model is None or self.attached:
             return
-        clock = self._capture.clock
+        clock, self._left = self._capture.clock, None
         self._capture = self._on(model, optimizers, unhookable)
         self._continue(clock)
         self._capture.attach()

@@ -66,8 +66,8 @@ class Watching(Guarded):
         return Parts(records, self._finding.one_step.matmuls, self._finding.one_step.trace)
 
     @guarded
-    def broke_off(self, error: str) -> None:
-        """An exception of this name is about to end the script, whose objects are all still there."""
+    def broke_off(self, error: BaseException) -> None:
+        """An exception is about to end the script, whose objects are all still there."""
         if self._finding is not None:
             self._finding.models.broke_off(error)
 
