@@ -126,8 +126,9 @@ class Inspector:
             state = "attached already" if self._capture.attached else "was detached: its record is closed"
             raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
         self._broken_before = self._capture.broken_weights() or frozenset()
-        self._capture.attach()
+        # First: what fails in the middle of attaching is taken off by detach.
         self._running = True
+        self._capture.attach()
         if self.log_dir is not None and self._ends_with_the_process:
             self._at_exit = AtExit(self._end)
         return self
