@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from mpinspect.counting.apart import _say_once, apart
+from mpinspect.counting.apart import apart
 
 
 def test_slow_work_is_told_of_once_and_quick_work_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _say_once.cache_clear()
+    monkeypatch.setattr("mpinspect.counting.apart._said", threading.Lock())
     assert apart(lambda: 5) == 5
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
@@ -38,5 +38,5 @@ def test_errors_are_those_of_the_work(error: Exception) -> None:
 def test_a_stderr_that_is_closed_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
     monkeypatch.setattr("sys.stderr", None)
-    _say_once.cache_clear()
+    monkeypatch.setattr("mpinspect.counting.apart._said", threading.Lock())
     assert apart(lambda: time.sleep(0.05) or threading.current_thread().name).startswith("mpinspect-compile")

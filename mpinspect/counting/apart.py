@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from functools import cache
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -17,6 +17,8 @@ _SAID_AFTER_S = 2.0
 _LINE = (
     "mpinspect: compiling what counts, for this machine; where it can be kept on disk, the next start finds it there"
 )
+#: Held from when it was said on.
+_said = threading.Lock()
 
 
 def apart(work: Callable[[], Result]) -> Result:
@@ -42,8 +44,8 @@ def apart(work: Callable[[], Result]) -> Result:
         return work()
 
 
-@cache
 def _say_once() -> None:
-    # Nobody may be listening, or there may be nothing to write to.
-    with contextlib.suppress(Exception):
-        print(_LINE, file=sys.stderr, flush=True)
+    # Several threads may compile at once. Nobody may be listening, or there may be nothing to write to.
+    if _said.acquire(blocking=False):
+        with contextlib.suppress(Exception):
+            print(_LINE, file=sys.stderr, flush=True)
