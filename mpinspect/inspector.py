@@ -65,6 +65,9 @@ class Inspector:
         ValueError: an unknown kind, ``every`` below 1, or ``max_overhead`` not between 0 and 1.
     """
 
+    #: Whether the end of a process that never detached it ends its run.
+    _ends_with_the_process = True
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -118,6 +121,8 @@ class Inspector:
 
     def attach(self) -> Inspector:
         """Put the hooks on and begin to record. Returns self. Until ``detach`` the model is held, whoever else drops it.
+
+        Reads all weights once, as ``detach`` does, and so waits for the GPU.
 
         Raises:
             RuntimeError: attached already, or detached before (make a new Inspector for another run).
@@ -178,9 +183,6 @@ class Inspector:
                 "backward: if it was for the loss, that became infinite or NaN in the loss function, or in other code after "
                 "the last module"
             )
-
-    #: Whether the end of a process that never detached it ends its run.
-    _ends_with_the_process = True
 
     def _end(self) -> None:
         """Detach and close; what was broken off in there, by Ctrl-C, is left out at the second try."""

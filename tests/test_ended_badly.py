@@ -50,12 +50,12 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     assert Session.load(tmp_path / "run").events == (event,)
     finding = _the_finding(inspector)
     assert finding.severity == "error"
-    assert "When the run ended the weight of '0' held a NaN; 4 of 4 parameters are not finite." in finding.message
+    assert "When the run ended '0.weight' held a NaN; 4 of 4 parameters are not finite." in finding.message
     assert "the watch was off" in finding.message
     assert "watch at every step" in finding.fix
     broke = what_broke(inspector.report())
     assert broke is not None
-    assert first_line(broke) == "end of the run (step 5), weight of 0, NaN"
+    assert first_line(broke) == "end of the run (step 5), 0.weight, first NaN"
     text = str(inspector.report())
     assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step told of it\n" in text
 
@@ -71,7 +71,7 @@ def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None
         with torch.no_grad():
             model[2].bias.fill_(math.inf)
     finding = _the_finding(inspector)
-    assert "the weight of '2' held an inf; 1 of 4 parameters are not finite" in finding.message
+    assert "'2.bias' held an inf; 1 of 4 parameters are not finite" in finding.message
     assert (
         f"the watch looked at {inspector.session().progress.watched_steps} of 5 steps (max_overhead)" in finding.message
     )
@@ -190,7 +190,7 @@ train(sys.argv[1] == "broken")
     assert ended.status == 0
     assert "non-finite-event" not in ended.err
     ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"))
-    assert "broke  end of the run (step 5), weight of 0, NaN" in ended.err
+    assert "broke  end of the run (step 5), 0.weight, first NaN" in ended.err
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> l
         if event not in harmless and (event.phase == "forward" or event.forward_finite is False)
     ]
     backward = [event for event in session.events if event.phase == "backward" and event not in forward]
-    findings = [_left_broken(event, session) for event in left]
+    findings = []
     if harmless:
         findings.append(_harmless(harmless))
     stepped = next((event.step for event in backward if event.skipped is False), None)
@@ -38,7 +38,7 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> l
         in_half = any(window.passed_through == "float16" for window in totals.values())
         # What came first is the cause, or nearest to it.
         findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
-    findings = findings or _from_counts(totals)
+    findings = [_left_broken(event, session) for event in left] + (findings or _from_counts(totals))
     return findings if backward else [*findings, *_unseen_skips(session)]
 
 
@@ -57,7 +57,8 @@ def _left_broken(event: Event, session: Session) -> Finding:
         _ID,
         "error",
         event.module,
-        f"When the run ended {_what(event)}; {event.explanation}. In which step that began is not known: {why}.",
+        f"When the run ended {event.tensor!r} held {_value(event)}; {event.explanation}. "
+        f"In which step that began is not known: {why}.",
         _evidence(event),
         fix,
     )
@@ -218,8 +219,12 @@ def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
     ]
 
 
+def _value(event: Event) -> str:
+    return "an inf" if event.value == "inf" else "a NaN"
+
+
 def _what(event: Event) -> str:
-    value = "an inf" if event.value == "inf" else "a NaN"
+    value = _value(event)
     what = event.what.replace("_", " ")
     if event.after:
         return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already"

@@ -17,7 +17,7 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 def first_line(event: Event) -> str:
     """``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``; what is not known is left out."""
     if event.phase == END:
-        return f"end of the run (step {event.step}), weight of {event.place}, {_VALUES.get(event.value, event.value)}"
+        return f"end of the run (step {event.step}), {event.tensor}, first {_VALUES.get(event.value, event.value)}"
     parts = [f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")

@@ -11,11 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.capture.distributed import local_part
 from mpinspect.capture.layers import WatchedParameter
-from mpinspect.capture.watch import extremes
+from mpinspect.capture.watch import extremes, from_extremes
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.session import END, WEIGHT, Event
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Finite weights of this magnitude are no weights any more: an update has thrown them away.
 _HUGE = 2.0**20
 #: Events whose module's weights are looked at, which waits for a GPU: what broke first is what matters.
@@ -98,15 +97,13 @@ class BrokenWeights:
 
 def _magnitude(parameter: torch.Tensor) -> float:
     """The largest |x|, or NaN; 0 where there is none to be had."""
-    if is_lazy(parameter):
+    if is_lazy(parameter) or parameter.is_meta:
         return 0.0
     weight = local_part(parameter).detach()
-    if weight.dtype not in _DTYPES or not weight.numel() or weight.is_meta or weight.layout is not torch.strided:
+    if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
     largest = largest_magnitude(weight)
-    if largest is None:
-        found = extremes(weight)
-        largest = 0.0 if found is None else max(abs(float(value)) for value in found)
-        if found is not None and any(math.isnan(float(value)) for value in found):
-            largest = math.nan
-    return largest
+    if largest is not None:
+        return largest
+    found = extremes(weight)
+    return 0.0 if found is None else from_extremes(*(float(value) for value in found))

@@ -248,7 +248,7 @@ class Watch:
             return not math.isfinite(look.value)
         if look.value[0].device.type != "cpu":
             return None
-        return not math.isfinite(_from_extremes(*(value.double().numpy().item() for value in look.value)))
+        return not math.isfinite(from_extremes(*(value.double().numpy().item() for value in look.value)))
 
     def backward_scale(self, scale: BackwardScale) -> None:
         """The loss scale of this step's backward."""
@@ -446,14 +446,15 @@ def _largest(looks: list[_Look], copies: list[tuple[list[int], HostCopy]]) -> li
         found = (
             _from_rows(values)
             if values.shape[1] == layout.HEADER
-            else [_from_extremes(*pair) for pair in values.tolist()]
+            else [from_extremes(*pair) for pair in values.tolist()]
         )
         for index, value in zip(indices, found, strict=True):
             largest[index] = value
     return largest
 
 
-def _from_extremes(low: float, high: float) -> float:
+def from_extremes(low: float, high: float) -> float:
+    """The largest magnitude between the smallest and the largest value; NaN if one is."""
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 

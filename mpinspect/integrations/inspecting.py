@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mpinspect.analysis.report import RangeReport
+from mpinspect.capture.at_exit import AtExit
 from mpinspect.capture.optimizers import plain_optimizer
 from mpinspect.capture.recording import warn
 from mpinspect.inspector import Inspector
@@ -42,7 +43,7 @@ class InspectsTraining:
         #: The inspector of the last run that began in this process.
         self.inspector: Inspector | None = None
         self._running = self._speaks = False
-        self._at_exit: _Ending | None = None
+        self._at_exit: AtExit | None = None
         self._check(options)
 
     def session(self) -> Session:
@@ -66,7 +67,7 @@ class InspectsTraining:
         if self._running:
             self._running = False
             if self._at_exit is not None:
-                atexit.unregister(self._at_exit)
+                self._at_exit.call_off()
             try:
                 self._inspector().detach()
                 if self._speaks:
@@ -107,8 +108,7 @@ class InspectsTraining:
         self.inspector = inspector
         self._running, self._speaks = True, self._print_report and rank == 0
         # Not every trainer tells its callbacks of an exception.
-        self._at_exit = _Ending(self)
-        atexit.register(self._at_exit)
+        self._at_exit = AtExit(functools.partial(_detach, weakref.ref(self)))
 
     def _log_dir(self, directory: str | Path | None, rank: int, processes: int) -> Path | None:
         wanted = self._wanted_log_dir
@@ -140,13 +140,8 @@ class InspectsTraining:
         return {**self.__dict__, "inspector": None, "_running": False, "_at_exit": None}
 
 
-class _Ending:
-    """Detaches at the end of the process, without keeping the callback and its model alive until then."""
-
-    def __init__(self, callback: InspectsTraining) -> None:
-        self._callback = weakref.ref(callback)
-
-    def __call__(self) -> None:
-        callback = self._callback()
-        if callback is not None:
-            callback.detach()
+def _detach(callback: weakref.ref[InspectsTraining]) -> None:
+    """Weakly: neither the callback nor its model is kept alive until the end of the process."""
+    alive = callback()
+    if alive is not None:
+        alive.detach()
