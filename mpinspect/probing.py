@@ -98,8 +98,8 @@ def probe(
 
     Each batch runs forward and backward in FP32 (autocast off, scale 1), then in FP16 (``torch.autocast``) at loss
     scale 1, then at the scale that the FP32 gradients recommend; every pass from the same buffers and the same random
-    state. On a GPU FP16 is the device's own. On a CPU it is emulated: FP16 tensors, products summed in FP32 and rounded,
-    as Tensor Cores do it.
+    state. On a GPU FP16 is the device's own. On a CPU it is emulated: FP16 tensors, products summed in FP32 and rounded
+    once, as Tensor Cores do it. So the result does not depend on the processor's own FP16, but for the order of FP32 sums.
 
     Afterwards the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags), the random generators
     of torch, Python and NumPy, and autocast are as they were, also after an error. Nothing is trained.

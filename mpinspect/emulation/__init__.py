@@ -3,10 +3,11 @@
 An emulation for ``torch.autocast("cpu", torch.float16)`` and for models whose weights are stored in FP16 or BF16. Autocast
 and ``.half()`` make real 16-bit tensors; this room makes what is done with them
 
-* the same on every CPU: a product of two 16-bit numbers is exact in FP32, so products and convolutions are computed in
-  FP32 and rounded once. torch's own 16-bit kernels depend on the processor: orders of magnitude slower than FP32 on most,
-  and on those with bfloat16 instructions fast, but these take subnormals (below 2^-126) for zero. BF16 goes the same
-  way as FP16 for that reason, though its own kernels may be faster;
+* independent of the processor, but for the order of FP32 sums: a product of two 16-bit numbers is exact in FP32, so
+  products and convolutions are computed in FP32 and rounded once. torch's own 16-bit kernels depend on the processor.
+  Most are orders of magnitude slower than FP32. Where the processor has no 16-bit instructions, oneDNN's convolutions
+  round on the way, to 252 units in the last place from the exact result; where it has them for bfloat16, they take
+  subnormals (below 2^-126) for zero. BF16 goes the same way as FP16 for that reason, though its own kernels may be faster;
 * alike CUDA's: autocast runs functions in FP32 on CUDA that it leaves in FP16 on a CPU (softmax, exp, pow, sums, norms;
   "CUDA Ops that can autocast to float32" in torch's documentation of autocast). Here CUDA's lists hold.
 
