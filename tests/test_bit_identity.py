@@ -58,7 +58,10 @@ def _scaled_bfloat16_autocast(subject, optimizer, scaler, losses) -> None:  # ty
 
 @pytest.mark.parametrize("step", [_plain, _scaled_bfloat16_autocast])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_training_is_bit_identical(name: str, step: Callable[..., None]) -> None:
+def test_training_is_bit_identical(name: str, step: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "lstm":
+        # oneDNN has no LSTM in BF16 for a processor without BF16, and raises; torch's own layers run everywhere.
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     losses, state, random_state = _run(name, step, inspect=False)
     seen_losses, seen_state, seen_random_state = _run(name, step, inspect=True)
     assert seen_losses == losses
