@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
 
@@ -99,41 +100,42 @@ class _Card:
     four_bit: float | None = None
 
 
-#: Patterns are searched in the device's name, first match wins: the special card before the general one.
+#: Patterns are searched in the device's name as ``_words`` gives it, first match wins: the special card before the general one.
 _CARDS = (
     # Volta: V100 data sheet (2020); Titan V and GV100 product pages.
-    _Card("V100 PCIe", r"V100-PCIE|V100S", "volta", 112, 14.0, 28.0, 900),
-    _Card("V100 SXM2", r"V100", "volta", 125, 15.7, 31.4, 900),
+    _Card("V100 PCIe", r"v100 pcie|v100s", "volta", 112, 14.0, 28.0, 900),
+    _Card("V100 SXM2", r"v100", "volta", 125, 15.7, 31.4, 900),
     # Turing: T4 data sheet; Turing white paper (FP16 with FP32 accumulation, reference clocks).
-    _Card("T4", r"\bT4\b", "turing", 65, 8.1, 16.2, 300, int8=130),
-    _Card("RTX 2080 Ti", r"RTX 2080 Ti", "turing", 53.8, 13.4, 26.9, 616, int8=215.2),
+    _Card("T4", r"\bt4\b", "turing", 65, 8.1, 16.2, 300, int8=130),
+    _Card("RTX 2080 Ti", r"rtx 2080 ti", "turing", 53.8, 13.4, 26.9, 616, int8=215.2),
     # Ampere: A100, A30, A10, A40 data sheets; GA102 white paper.
-    _Card("A100 80GB PCIe", r"A100 80GB PCIe", "ampere", 312, 19.5, 78, 1935, 156, int8=624, fp64=19.5),
-    _Card("A100 80GB", r"A100.*80GB", "ampere", 312, 19.5, 78, 2039, 156, int8=624, fp64=19.5),
-    _Card("A100", r"A100", "ampere", 312, 19.5, 78, 1555, 156, int8=624, fp64=19.5),
-    _Card("A30", r"\bA30\b", "ampere", 165, 10.3, 41.2, 933, 82, int8=330, fp64=10.3),
-    _Card("A40", r"\bA40\b", "ampere", 149.7, 37.4, 37.4, 696, 74.8, int8=299.3),
-    _Card("A10", r"\bA10\b", "ampere", 125, 31.2, 31.2, 600, 62.5, int8=250),
-    _Card("RTX A6000", r"RTX A6000", "ampere", 154.8, 38.7, 38.7, 768, 77.4, int8=309.7),
-    _Card("RTX 3090", r"RTX 3090(?! Ti)", "ampere", 71, 35.6, 35.6, 936, 35.6, int8=284),
+    _Card("A100 80GB PCIe", r"a100 80gb pcie", "ampere", 312, 19.5, 78, 1935, 156, int8=624, fp64=19.5),
+    _Card("A100 80GB", r"a100.*80gb", "ampere", 312, 19.5, 78, 2039, 156, int8=624, fp64=19.5),
+    _Card("A100", r"a100", "ampere", 312, 19.5, 78, 1555, 156, int8=624, fp64=19.5),
+    _Card("A30", r"\ba30\b", "ampere", 165, 10.3, 41.2, 933, 82, int8=330, fp64=10.3),
+    _Card("A40", r"\ba40\b", "ampere", 149.7, 37.4, 37.4, 696, 74.8, int8=299.3),
+    _Card("A10", r"\ba10\b", "ampere", 125, 31.2, 31.2, 600, 62.5, int8=250),
+    _Card("RTX A6000", r"rtx a6000", "ampere", 154.8, 38.7, 38.7, 768, 77.4, int8=309.7),
+    _Card("RTX 3090", r"rtx 3090(?! ti)", "ampere", 71, 35.6, 35.6, 936, 35.6, int8=284),
     # Ada: L4, L40, L40S data sheets; Ada white paper.
-    _Card("L40S", r"L40S", "ada", 362, 91.6, 91.6, 864, 183, eight_bit=733, int8=733),
-    _Card("L40", r"\bL40\b", "ada", 181, 90.5, 90.5, 864, 90.5, eight_bit=362, int8=362),
-    _Card("L4", r"\bL4\b", "ada", 121, 30.3, 30.3, 300, 60, eight_bit=242, int8=242),
-    _Card("RTX 4090", r"RTX 4090(?! D| L)", "ada", 165.2, 82.6, 82.6, 1008, 82.6, eight_bit=330.3, int8=660.6),
-    # Hopper: H100, H200 data sheets; Hopper white paper.
-    _Card("H200", r"H200", "hopper", 989.4, 66.9, 133.8, 4800, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
-    _Card("H100 PCIe", r"H100 PCIe", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=51.2),
-    _Card("H100 NVL", r"H100 NVL", "hopper", 835, 60, 120, 3900, 417.5, eight_bit=1671, int8=1671, fp64=60),
-    _Card("H100", r"H100", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
+    _Card("L40S", r"l40s", "ada", 362, 91.6, 91.6, 864, 183, eight_bit=733, int8=733),
+    _Card("L40", r"\bl40\b", "ada", 181, 90.5, 90.5, 864, 90.5, eight_bit=362, int8=362),
+    _Card("L4", r"\bl4\b", "ada", 121, 30.3, 30.3, 300, 60, eight_bit=242, int8=242),
+    _Card("RTX 4090", r"rtx 4090(?! d| l)", "ada", 165.2, 82.6, 82.6, 1008, 82.6, eight_bit=330.3, int8=660.6),
+    # Hopper: H100, H200, GH200 (HBM3e) data sheets; Hopper white paper.
+    _Card("GH200", r"gh200", "hopper", 989.4, 66.9, 133.8, 4900, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
+    _Card("H200", r"h200", "hopper", 989.4, 66.9, 133.8, 4800, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
+    _Card("H100 PCIe", r"h100 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=51.2),
+    _Card("H100 NVL", r"h100 nvl", "hopper", 835, 60, 120, 3900, 417.5, eight_bit=1671, int8=1671, fp64=60),
+    _Card("H100", r"h100", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
     # Blackwell: HGX B200 and GB200 data sheets, a GPU's share, without sparsity; RTX Blackwell white paper.
     _Card(
-        "GB200", r"GB200", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=5000, fp64=40, four_bit=10000
+        "GB200", r"gb200", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=5000, fp64=40, four_bit=10000
     ),
-    _Card("B200", r"B200", "blackwell", 2250, 75, 150, 8000, 1125, eight_bit=4500, int8=4500, fp64=37, four_bit=9000),
+    _Card("B200", r"b200", "blackwell", 2250, 75, 150, 8000, 1125, eight_bit=4500, int8=4500, fp64=37, four_bit=9000),
     _Card(
         "RTX 5090",
-        r"RTX 5090(?! D| L)",
+        r"rtx 5090(?! d| l)",
         "blackwell",
         209.5,
         104.8,
@@ -147,11 +149,55 @@ _CARDS = (
 )
 
 
+#: A slice of a card (MIG's "1g.5gb", a virtual GPU's "8C") has not the card's rates.
+_SLICE = re.compile(r"\bmig\b|\b\d+g \d+gb\b|\b\d{1,3}[abcq]\b")
+
+#: Turing's chips without Tensor Cores, TU116 and TU117, say 7.5 as the others do (Turing white paper).
+_TURING_WITHOUT = re.compile(r"gtx 16\d\d|\bt(?:400|500|550|600|1000|1200|2000)\b|mx ?[45]50")
+
+#: Compute capability by a model's token in the name, first match wins (developer.nvidia.com/cuda-gpus), with examples.
+_MODELS: tuple[tuple[tuple[int, int], str, tuple[str, ...]], ...] = (
+    ((12, 1), r"gb10", ("GB10",)),
+    ((12, 0), r"(?:rtx )?50[5-9]0|rtx pro \d{3,4}|rtx \d{3,4} blackwell", ("RTX 5080", "RTX PRO 6000 Blackwell")),
+    ((11, 0), r"thor", ("Thor",)),
+    ((10, 3), r"g?b300", ("B300", "GB300")),
+    ((10, 0), r"g?b[12]00", ("B100",)),
+    ((9, 0), r"g?h[128]00[a-z]*|h20", ("H800", "H20", "GH200")),
+    ((8, 9), r"l40[sg]?|l4|l20|l2|(?:rtx )?40[5-9]0|\d{3,4} (?:sff )?ada", ("RTX 4080", "RTX 6000 Ada", "L20")),
+    ((8, 7), r"orin", ("Jetson Orin",)),
+    ((8, 0), r"a100[dx]?|a800|a30x?|cmp 170hx", ("A800",)),
+    (
+        (8, 6),
+        r"a40|a10[gm]?|a16|a2|(?:rtx )?30[5-9]0|rtx 2050|(?:rtx )?a(?:[3-5]00|[1-6]000|[45]500)h?|mx570|cmp 90hx",
+        ("A10G", "A16", "RTX 3060", "RTX 3080", "RTX A2000"),
+    ),
+    ((7, 2), r"xavier", ("Jetson Xavier",)),
+    (
+        (7, 5),
+        rf"t4g?|t10|(?:rtx )?20[6-8]0|titan rtx|rtx [34568]000|{_TURING_WITHOUT.pattern}",
+        ("RTX 2080", "TITAN RTX", "Quadro RTX 6000", "GTX 1660"),
+    ),
+    ((7, 0), r"v100[a-z]*|gv100|titan v", ("TITAN V", "Quadro GV100")),
+    ((6, 2), r"tx2", ()),
+    ((6, 0), r"g?p100", ("P100", "Quadro GP100")),
+    ((6, 1), r"p40|p4|p6|gtx 10\d\d|titan xp?|quadro p\d{3,4}|mx ?[123]\d0", ("P40", "P4", "GTX 1080")),
+    ((5, 2), r"m4|m6|m40|m60|gtx 9\d\d|gtx 75\d|quadro m\d{4}|tegra x1", ("M40", "M60")),
+    ((3, 7), r"k80|k40[a-z]?|k20[a-z]*|quadro k\d{4}|gtx [67]\d\d", ("K80", "K40")),
+)
+_EXAMPLES = tuple(name for _, _, names in _MODELS for name in names)
+_CAPABILITY = re.compile(r"(?:sm|compute)? ?(\d{1,2}) (\d)|(?:sm|compute) ?(\d{1,2})(\d)[af]?")
+_AMD = re.compile(r"\b(?:amd|instinct|radeon)\b|\bmi\d{2,3}[a-z]?\b|\bgfx\d+[a-z]?\b")
+
+
 def named(text: str) -> Gpu:
-    """An architecture ("hopper": the rates of its first data-centre card) or a card ("H100 PCIe"), case aside.
+    """A GPU by any of its names, case aside.
+
+    Args:
+        text: an architecture ("hopper": the rates of its first data-centre card), a card ("H100 PCIe"), what nvidia-smi or a
+            trace calls one ("NVIDIA GeForce RTX 4090 Laptop GPU": told by its model), or a compute capability ("sm_90", "9.0").
 
     Raises:
-        ValueError: neither; the message lists what there is.
+        ValueError: none of these; the message names what is near and lists what there is.
     """
     wanted = text.strip().lower()
     by_name = {card.name.lower(): card for card in _CARDS}
@@ -159,31 +205,68 @@ def named(text: str) -> Gpu:
         return _gpu(by_name[_REFERENCE[wanted].lower()], _REFERENCE[wanted])
     if wanted in by_name:
         return _gpu(by_name[wanted], by_name[wanted].name)
+    words = _words(text)
+    if _AMD.search(words):
+        return of_device(text.strip(), None, vendor="AMD")
+    spelt = _CAPABILITY.fullmatch(words)
+    if spelt:
+        return _of_capability(text.strip(), *(int(digits) for digits in spelt.groups() if digits))
+    if _capability(words) is not None:
+        return of_device(text.strip(), None)
+    known = {name.lower(): name for name in (*ARCHITECTURES, *(card.name for card in _CARDS), *_EXAMPLES)}
+    near = [known[name] for name in get_close_matches(words, known, cutoff=0.5)]
+    nearest = f" (near it: {', '.join(near)})" if near else ""
     raise ValueError(
-        f"{text!r} is no GPU known here: give 'auto', an architecture ({', '.join(ARCHITECTURES)}) "
-        f"or a card ({', '.join(card.name for card in _CARDS)})"
+        f"{text!r} is no GPU known here{nearest}: give 'auto', an architecture "
+        f"({', '.join(ARCHITECTURES)}), a card ({', '.join(card.name for card in _CARDS)}), the name that nvidia-smi prints, "
+        "or a compute capability such as 9.0"
     )
+
+
+def _words(name: str) -> str:
+    """A device's name in lower case, its words and numbers one space apart: "rtx 4090 laptop gpu"."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
+    return re.sub(r"\b(rtx|gtx)(?=[a\d])", r"\1 ", words)
+
+
+def _capability(words: str) -> tuple[int, int] | None:
+    """The compute capability of the model that a name spells; None where it spells none known."""
+    return next(
+        (capability for capability, model, _ in _MODELS if re.search(rf"(?<![a-z0-9])(?:{model})(?![0-9])", words)),
+        None,
+    )
+
+
+def _of_capability(name: str, major: int, minor: int) -> Gpu:
+    """The reference card of a compute capability; one without rates where that is another chip's."""
+    of = of_device(name, major, minor)
+    reference = next((card for card in _CARDS if card.name == _REFERENCE.get(of.architecture)), None)
+    if reference is not None and _capability(_words(reference.name)) == (major, minor):
+        return _gpu(reference, reference.name)
+    return of
 
 
 def of_device(name: str, major: int | None, minor: int | None = None, vendor: str = "NVIDIA") -> Gpu:
     """The GPU that a device describes itself to be: a trace's deviceProperties, or torch.cuda.get_device_properties.
 
-    ``major``, ``minor``: CUDA compute capability; None where the trace has none. A card that the table lacks gets its
-    architecture and no rates.
+    ``major``, ``minor``: CUDA compute capability; None where the trace has none, and the model in the name tells it. A card that
+    the table lacks, and a slice of one (MIG), gets its architecture and no rates.
     """
     if vendor == "AMD":
         # Matrix cores, not Tensor Cores, with kernel names and shape rules of their own: nothing here applies to them.
         return Gpu(name or "AMD GPU", has_tensor_cores=None, vendor="AMD")
-    for card in _CARDS:
-        if re.search(rf"(?:{card.pattern})(?!\d)", name) and (
+    words = _words(name)
+    if major is None:
+        major, minor = _capability(words) or (None, None)
+    for card in () if _SLICE.search(words) else _CARDS:
+        if re.search(rf"(?<![a-z0-9])(?:{card.pattern})(?!\d)", words) and (
             major is None or architecture_of(major, minor) == card.architecture
         ):
             return _gpu(card, name)
     if major is None:
         return Gpu(name, has_tensor_cores=None, vendor=vendor)
     architecture = architecture_of(major, minor)
-    # TU116 and TU117 (GTX 16xx, T400..T1200, MX450/550) say 7.5 as Turing does and have no Tensor Cores (Turing white paper).
-    lacks = major < 7 or re.search(r"GTX 16\d\d|\bT(400|500|550|600|1000|1200)\b|MX[45]50", name) is not None
+    lacks = major < 7 or _TURING_WITHOUT.search(words) is not None
     return Gpu(name, "" if lacks else architecture, has_tensor_cores=not lacks if architecture or lacks else None)
 
 

@@ -89,7 +89,7 @@ def read_trace(
 
 
 def _gpu(name: str | None) -> Gpu | None:
-    return None if name is None or name == "auto" else gpus.named(name)
+    return None if name is None or name.strip().lower() == "auto" else gpus.named(name)
 
 
 def _check(step: object, model: object, warmup: int, shapes: object) -> None:

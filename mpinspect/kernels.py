@@ -49,6 +49,8 @@ class Kernel:
         step: number of the ProfilerStep it was launched in, or None.
         call: number of the call of ``matmul_op`` within its trace: kernels that one call launched have the same number, equal
             operators called twice have two; None where unknown.
+        encloses: whether within that call another product's operator, or one of another library, launched kernels of its own:
+            aten::_convolution around aten::cudnn_convolution, whose bias it adds.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Kernel:
     is_graph: bool = False
     step: int | None = None
     call: int | None = None
+    encloses: bool = False
 
 
 @dataclass(frozen=True)

@@ -90,4 +90,5 @@ def _rest(one: Kernel) -> tuple:
         one.is_graph,
         one.step,
         one.call,
+        one.encloses,
     )

@@ -235,3 +235,45 @@ def test_a_mix_of_files_and_folders(tmp_path, capsys):
     assert cli.main(["kernels", str(tmp_path / "run"), str(made.TRACES / "ranks" / "worker1.json.gz"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [rank["label"] for rank in document["ranks"]] == ["rank 0", "rank 1"]
+
+
+def test_products_of_unknown_names_do_not_make_a_share_perfect(tmp_path, capsys):
+    """Half of the time is on Tensor Cores by name, the other half in a kernel of which no name tells: between 50% and 100%."""
+    names = {
+        "fused_moe_kernel": 500,
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1> >(P)": 200,
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": 300,
+    }
+    events = [
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": name,
+            "ts": 1000 * number,
+            "dur": time,
+            "pid": 0,
+            "tid": 7,
+            "args": {"device": 0},
+        }
+        for number, (name, time) in enumerate(names.items())
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert cli.main(["kernels", str(path), "--gpu", "NVIDIA H100 80GB HBM3", "--fail-on", "unknown-kernels"]) == 1
+    assert cli.main(["kernels", str(path), "--fail-on", "tensor-core share < 60%"]) == 2
+    assert "it lies between 50% and 100%" in capsys.readouterr().err
+    # Whatever it is, it is not under half, and it is under all there is.
+    assert cli.main(["kernels", str(path), "--fail-on", "tensor-core share < 50%"]) == 0
+    assert cli.main(["kernels", str(path), "--fail-on", "off share > 60%"]) == 0
+    assert cli.main(["kernels", str(path), "--fail-on", "unknown share >= 50%"]) == 1
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA GeForce RTX 3080 Laptop GPU", "Tesla V100-SXM2-32GB", "h800", "sm_90"])
+def test_the_gpu_is_named_as_nvidia_smi_does(gpu, capsys):
+    assert cli.main(["kernels", BERT, "--gpu", gpu]) == 0
+
+
+def test_a_gpu_that_is_misspelt_gets_near_names(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["kernels", BERT, "--gpu", "RTX 4091"])
+    assert "near it: RTX 4090" in capsys.readouterr().err

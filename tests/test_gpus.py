@@ -101,6 +101,97 @@ def test_fp64_is_the_data_centre_chips():
     assert gpus.of_device("NVIDIA RTX A2000", 8, 6).multiplies("bfloat16") is True
 
 
+@pytest.mark.parametrize(
+    ("text", "architecture", "half"),
+    [
+        ("V100", "volta", 125),
+        ("Tesla V100-SXM2-32GB", "volta", 125),
+        ("Tesla V100-DGXS-32GB", "volta", 125),
+        ("NVIDIA TITAN V", "volta", None),
+        ("Quadro GV100", "volta", None),
+        ("Xavier", "volta", None),
+        ("Tesla T4", "turing", 65),
+        ("Quadro RTX 8000", "turing", None),
+        ("TITAN RTX", "turing", None),
+        ("NVIDIA GeForce RTX 2080 Ti", "turing", 53.8),
+        ("rtx2070", "turing", None),
+        ("NVIDIA A100-SXM4-80GB", "ampere", 312),
+        ("NVIDIA A100-PCIE-40GB", "ampere", 312),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "ampere", None),
+        ("GRID A100D-80C", "ampere", None),
+        ("NVIDIA A800-SXM4-80GB", "ampere", None),
+        ("NVIDIA A10", "ampere", 125),
+        ("A10G", "ampere", None),
+        ("RTX 3060", "ampere", None),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", "ampere", None),
+        ("NVIDIA GeForce RTX 2050", "ampere", None),
+        ("NVIDIA RTX A6000", "ampere", 154.8),
+        ("NVIDIA RTX A2000 12GB", "ampere", None),
+        ("Orin", "ampere", None),
+        ("NVIDIA L4", "ada", 121),
+        ("NVIDIA L20", "ada", None),
+        ("NVIDIA GeForce RTX 4090", "ada", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "ada", None),
+        ("NVIDIA RTX 6000 Ada Generation", "ada", None),
+        ("NVIDIA RTX 4000 SFF Ada Generation", "ada", None),
+        ("NVIDIA H100 80GB HBM3", "hopper", 989.4),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "hopper", None),
+        ("NVIDIA GH200 480GB", "hopper", 989.4),
+        ("H800", "hopper", None),
+        ("NVIDIA H20-3e", "hopper", None),
+        ("NVIDIA B200", "blackwell", 2250),
+        ("B300", "blackwell", None),
+        ("NVIDIA GB300", "blackwell", None),
+        ("NVIDIA GB10", "blackwell", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "blackwell", None),
+        ("NVIDIA Thor", "blackwell", None),
+        ("sm_90", "hopper", 989.4),
+        ("9.0", "hopper", 989.4),
+        ("sm_90a", "hopper", 989.4),
+        ("compute_86", "ampere", None),
+        ("12.0", "blackwell", None),
+    ],
+)
+def test_a_gpu_is_known_by_any_of_its_names(text, architecture, half):
+    for spelt in (text, text.lower(), f" {text} "):
+        found = gpus.named(spelt)
+        assert (found.architecture, found.has_tensor_cores, found.vendor) == (architecture, True, "NVIDIA")
+        assert found.tensor_core_tflops.get("float16") == half
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Tesla P100-PCIE-16GB",
+        "Tesla K80",
+        "P40",
+        "GTX 1080 Ti",
+        "NVIDIA GeForce GTX 1660 Ti",
+        "Quadro T1000",
+        "MX450",
+        "6.1",
+    ],
+)
+def test_named_gpus_without_tensor_cores(text):
+    assert (gpus.named(text).architecture, gpus.named(text).has_tensor_cores) == ("", False)
+
+
+@pytest.mark.parametrize("text", ["AMD Instinct MI300X", "MI100", "mi355x", "gfx942", "AMD Radeon RX 7900 XTX"])
+def test_amds_are_known_as_amds(text):
+    assert (gpus.named(text).vendor, gpus.named(text).has_tensor_cores) == ("AMD", None)
+
+
+def test_a_trace_without_a_compute_capability_is_judged_by_the_model():
+    assert gpus.of_device("NVIDIA A10G", None).architecture == "ampere"
+    assert gpus.of_device("Tesla P100-PCIE-16GB", None).has_tensor_cores is False
+
+
+@pytest.mark.parametrize(("text", "near"), [("RTX 4091", "RTX 4090"), ("h110", "H100"), ("hoper", "hopper")])
+def test_a_misspelt_name_gets_near_ones(text, near):
+    with pytest.raises(ValueError, match=rf"near it: .*{near}"):
+        gpus.named(text)
+
+
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
         gpus.named("pascal")

@@ -608,3 +608,64 @@ def test_garbage_collection_is_left_as_it_was(enabled):
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+# -- verdicts by the operator ---------------------------------------------------------------------------------------
+
+
+ATTENTION = TraceOp("aten::_flash_attention_forward")
+
+
+@pytest.mark.parametrize(
+    "op", [mm(512, 512, 512), ATTENTION, TraceOp("aten::_scaled_mm"), TraceOp("vllm::unified_attention")]
+)
+@pytest.mark.parametrize("name", ["acme_kernel", "attn_fwd", "acme_reduce_rows", "acme_copy"])
+def test_a_product_without_a_product_by_name_is_unknown(name, op):
+    """Whatever words are in the name of a product's only kernel, it computes that product."""
+    (row,) = analyse_kernels([trace(kernel(name, 50, op))]).kernels
+    assert (row.verdict, row.op) == ("unknown", op.name)
+
+
+def test_only_the_longest_kernel_of_such_a_call_is_unknown():
+    runs = [("acme_copy", 5), ("acme_reduce_rows", 50), (made.ADD, 90), (made.NCCL, 99)]
+    rows = analyse_kernels([trace(*(kernel(name, time, ATTENTION, call=1) for name, time in runs))]).kernels
+    assert [row.verdict for row in rows] == ["other", "unknown", "other", "other"]
+    assert rows[1].basis == "operator"
+    assert "aten::_flash_attention_forward" in rows[1].reason
+
+
+def test_beside_a_product_by_name_an_unfamiliar_kernel_is_a_helper_unless_it_is_longer():
+    rows = analyse_kernels(
+        [
+            trace(
+                *(
+                    kernel(name, time, LARGE, call=1)
+                    for name, time in [(made.NATIVE, 200), ("acme", 20), ("acme_2", 300)]
+                )
+            )
+        ]
+    ).kernels
+    assert [(row.verdict, row.basis) for row in rows] == [
+        ("native", "name"),
+        ("helper", "operator"),
+        ("unknown", "name"),
+    ]
+
+
+@pytest.mark.parametrize("op", ["aten::add_", "aten::native_layer_norm", "aten::upsample_linear1d", "_C::rms_norm"])
+def test_an_unfamiliar_kernel_of_an_operator_that_is_no_product_is_none(op):
+    (row,) = analyse_kernels([trace(kernel("acme", 50, TraceOp(op)))]).kernels
+    assert (row.verdict, row.basis) == ("other", "operator")
+
+
+def test_what_encloses_another_product_is_not_judged_by_its_own_kernels():
+    """aten::_convolution adds the bias that cudnn_convolution leaves to it; an empty product only fills its result."""
+    rows = analyse_kernels(
+        [
+            trace(
+                kernel("acme_copy", 50, TraceOp("aten::_convolution"), encloses=True),
+                kernel("acme_fill", 5, mm(8, 8, 0)),
+            )
+        ]
+    ).kernels
+    assert [row.verdict for row in rows] == ["other", "other"]

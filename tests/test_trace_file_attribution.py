@@ -118,6 +118,31 @@ def test_the_innermost_range_names_the_module(made, tmp_path):
     assert kernels["inner"].matmul_op.name == "aten::addmm"
 
 
+def test_a_call_around_another_product_encloses_it(made, tmp_path):
+    made.op("aten::_convolution", 0, 100)
+    made.op("aten::cudnn_convolution", 10, 40)
+    made.kernel("product", 20)
+    made.op("aten::add_", 50, 60)
+    made.kernel("bias", 55)
+    made.op("vllm::moe_forward", 110, 150)
+    made.kernel("direct", 115)
+    made.op("_moe_C::topk_softmax", 120, 130)
+    made.kernel("nested", 125)
+    made.op("vllm::attention", 160, 190)
+    made.op("aten::copy_", 165, 170)
+    made.kernel("copy", 167)
+    made.kernel("alone", 180)
+    found = {name: kernel.encloses for name, kernel in by_name(made.read(tmp_path)).items()}
+    assert found == {
+        "product": False,
+        "bias": True,
+        "direct": True,
+        "nested": False,
+        "copy": False,
+        "alone": False,
+    }
+
+
 def backward_node(made: Made, name: str, start: float, sequence: int, *, thread: int = 1, tid: int = ENGINE) -> None:
     args = {"Sequence_number": sequence, "Fwd_thread_id": thread}
     made.op(f"autograd::engine::evaluate_function: {name}", start, start + 10, tid=tid, **args)

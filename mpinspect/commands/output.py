@@ -97,9 +97,10 @@ def gpu_name(text: str) -> str:
     """Reads a GPU's name, an architecture's, or "auto"."""
     from mpinspect import gpus
 
-    if text.strip().lower() != "auto":
-        try:
-            gpus.named(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    return text.strip().lower()
+    if text.strip().lower() == "auto":
+        return "auto"
+    try:
+        gpus.named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text.strip()

@@ -11,7 +11,7 @@ from mpinspect.matmul_ops import attention, convolution, gemm, recurrent
 from mpinspect.matmul_ops.call import Call, Input, NotToldError
 from mpinspect.matmuls import Matmul, Operand
 
-__all__ = ["PRODUCT_OPS", "Input", "matmuls_of"]
+__all__ = ["PRODUCT_OPS", "Input", "matmuls_of", "product_name"]
 
 _Family = Callable[[Call], tuple[Matmul, ...]]
 

@@ -64,6 +64,7 @@ def _kernels(
             is_graph,
             around.steps[place] if place >= 0 else None,
             around.calls[place] if operator >= 0 else None,
+            operator >= 0 and around.encloses[place],
         )
 
 

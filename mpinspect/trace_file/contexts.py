@@ -26,6 +26,7 @@ class Surroundings:
         operators: innermost operator.
         products: innermost matrix product.
         calls: number of the product's call, in the order of calls; None without a product.
+        encloses: whether the product, or the innermost operator without one, is around another that launched kernels.
         modules: module's name ("" for the model itself); None if unknown.
         is_path: whether the names are dotted paths.
         phases: "forward", "backward", "optimizer" or "".
@@ -35,6 +36,7 @@ class Surroundings:
     operators: list[int]
     products: list[int]
     calls: list[int | None]
+    encloses: list[bool]
     modules: list[str | None]
     is_path: bool
     phases: list[str]
@@ -66,26 +68,41 @@ def surroundings(recording: Recording, operators: Operators, threads: Ints, time
         for operator, launch, module, optimizer in zip(innermost, by_launch, modules, optimizing, strict=True)
     ]
     products = [launch.product for launch in by_launch]
+    owners = [product if product >= 0 else operator for product, operator in zip(products, innermost, strict=True)]
     return Surroundings(
-        innermost, products, _calls(recording, products), modules, is_path, phases, _steps(recording, threads, times)
+        innermost,
+        products,
+        _calls(recording, products),
+        [owner in chains.enclosing for owner in owners],
+        modules,
+        is_path,
+        phases,
+        _steps(recording, threads, times),
     )
 
 
 class _Chains:
-    """Walks from an operator outwards."""
+    """Walks from an operator outwards. ``enclosing``: what may be a product around another that launched kernels."""
 
     def __init__(self, recording: Recording, operators: Operators, nesting: Nesting, forwards: Forwards | None) -> None:
         self._name = recording.operators["name"].tolist()
         self._parents = nesting.parents.tolist()
         self._forwards = forwards
         self._is_product = operators.are_products()
+        self._may_be_product = operators.may_be_products()
+        self.enclosing: set[int] = set()
         self._is_engine = [name.startswith(_ENGINE) for name in recording.names]
         self._is_node = [_NODE.search(name) is not None for name in recording.names]
 
     def around(self, operator: int) -> _Around:
         product = engine = node = backward = -1
+        is_within = False
         while operator >= 0:
             name = self._name[operator]
+            if self._may_be_product[name]:
+                if is_within:
+                    self.enclosing.add(operator)
+                is_within = True
             if product < 0 and self._is_product[name]:
                 product = operator
             if engine < 0 and self._is_engine[name]:

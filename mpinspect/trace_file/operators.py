@@ -13,6 +13,10 @@ from mpinspect.trace_file.recording import Recording
 _PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
 
 
+#: Namespaces whose operators compute no product but for those above. The profiler's and autograd's name no operators.
+_NO_PRODUCTS = ("aten::", "autograd::", "prims::", "profiler::", "c10d::")
+
+
 class Operators:
     """TraceOps of one recording; equal ones are one object."""
 
@@ -26,6 +30,10 @@ class Operators:
     def are_products(self) -> list[bool]:
         """Of each name of the recording, by number, whether it is that of a matrix product."""
         return [name in _PRODUCTS for name in self._names]
+
+    def may_be_products(self) -> list[bool]:
+        """Of each name, whether it is that of a product or of another library's operator, which may be one."""
+        return [name in _PRODUCTS or ("::" in name and not name.startswith(_NO_PRODUCTS)) for name in self._names]
 
     def record(self, operator: int) -> TraceOp | None:
         """TraceOp of the operator at a position of the recording; None for -1."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from mpinspect import gpus
 from mpinspect.analysis.kernel_names import facets
-from mpinspect.analysis.kernel_names.rules import OTHER, RULES, Rule, first_match
-from mpinspect.gpus import Gpu
+from mpinspect.analysis.kernel_names.rules import RULES, Rule, first_match
+from mpinspect.analysis.kernel_names.spelling import Spelling
+from mpinspect.gpus import ARCHITECTURES, Gpu
 from mpinspect.matmuls import ITEM_SIZES
 
 #: Bytes that a Tensor Core kernel loads at once an operand's row (NVIDIA's matrix multiplication guide: 16-byte alignment).
@@ -20,8 +21,8 @@ class KernelVerdict:
 
     Args:
         verdict: "native" (Tensor Cores at full alignment), "degraded" (on Tensor Cores, held back, with evidence), "off" (a
-            product on CUDA cores), "helper" (work beside a product), "unknown" (a product, and no name could tell), "other"
-            (no product).
+            product on CUDA cores), "helper" (work beside a product), "unknown" (a product, and no name could tell; or a name like
+            none known, which may be a product's), "other" (no product).
         architecture: the one it was built for, "any" where the name does not say. Not the GPU it ran on.
         reason: one sentence.
         dtypes: the operands' dtypes that the name tells ("tfloat32" for TF32); () where it tells none.
@@ -63,17 +64,10 @@ def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None =
     if not isinstance(name, str):
         raise TypeError(f"name must be a kernel's name, a str, not {type(name).__name__}")
     device = gpus.named(gpu) if isinstance(gpu, str) else gpu
-    lowered = _head(name).lower()
-    rule = first_match(lowered)
+    rule = first_match(name)
     if rule.id in _NO_PRODUCT:
         return _NO_PRODUCT[rule.id]
-    return _on(device, _product(rule, lowered, dtype))
-
-
-def _head(name: str) -> str:
-    """A name without its parameter list, which repeats the template's types and names no kernel."""
-    end = name.find(">(")
-    return name if end < 0 else name[: end + 1]
+    return _on(device, _product(rule, Spelling.of(name).whole, dtype), rule.since)
 
 
 def _product(rule: Rule, lowered: str, dtype: str | None) -> KernelVerdict:
@@ -112,7 +106,7 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
     )
 
 
-def _on(gpu: Gpu | None, found: KernelVerdict) -> KernelVerdict:
+def _on(gpu: Gpu | None, found: KernelVerdict, since: str) -> KernelVerdict:
     """The verdict on a GPU: one without Tensor Cores runs nothing on them, and AMD's kernels are not judged here."""
     if gpu is None:
         return found
@@ -120,6 +114,10 @@ def _on(gpu: Gpu | None, found: KernelVerdict) -> KernelVerdict:
         return _with(found, "unknown", "AMD's matrix cores are not Tensor Cores: names and rules here are NVIDIA's")
     if gpu.has_tensor_cores is False and found.verdict != "off":
         return _with(found, "off", f"{gpu.name or 'this GPU'} has no Tensor Cores")
+    if since and gpu.architecture and ARCHITECTURES.index(gpu.architecture) < ARCHITECTURES.index(since):
+        return _with(
+            found, "off", f"{found.reason}; on {gpu.name or 'this GPU'}, older than {since}, it uses CUDA cores"
+        )
     if found.verdict in ("native", "degraded") and found.dtypes and gpu.multiplies(found.dtypes[0]) is False:
         return _with(
             found,
@@ -144,6 +142,6 @@ def _sentence(rule: Rule, digits: str = "") -> str:
 #: The verdicts that depend on the rule alone.
 _NO_PRODUCT = {
     rule.id: KernelVerdict(rule.verdict, "any", rule.meaning, kind=rule.kind, rule=rule.id)
-    for rule in (*RULES, OTHER)
+    for rule in RULES
     if rule.verdict in ("other", "helper")
 }

@@ -10,6 +10,7 @@ from mpinspect.analysis.kernel_names import RULES_VERSION
 from mpinspect.analysis.tensor_cores.calls import with_products
 from mpinspect.analysis.tensor_cores.findings import findings
 from mpinspect.analysis.tensor_cores.judged import gpus_of, rows_by_name
+from mpinspect.analysis.tensor_cores.judged_by_operator import judged_by_operator
 from mpinspect.analysis.tensor_cores.limits import limits
 from mpinspect.analysis.tensor_cores.losses import losses
 from mpinspect.analysis.tensor_cores.phrase import phrase
@@ -44,7 +45,7 @@ def analyse_kernels(
 
 
 def _analysed(traces: Sequence[KernelTrace], gpu: Gpu | None, linted: ShapeReport | None) -> KernelReport:
-    rows = checked_by_rate(with_products(rows_by_name(traces, gpu)))
+    rows = checked_by_rate(with_products(judged_by_operator(rows_by_name(traces, gpu))))
     ranks = rank_reports(traces, rows)
     lost = losses(rows, LintedModules(linted))
     report = KernelReport(

@@ -28,9 +28,10 @@ class KernelRow:
         named: what its name tells.
         gpu: the GPU that it was judged for.
         trace: index of its trace (``report.ranks``).
-        verdict: one of VERDICTS; that of the name, unless the rate says otherwise.
+        verdict: one of VERDICTS; that of the name, unless the operator or the rate says otherwise.
         reason: a sentence.
-        basis: what the verdict stands on: "name", or "rate" (an estimate: FLOPs from shapes over measured time).
+        basis: what the verdict stands on: "name", "operator" (the call that launched it, where the name tells nothing or cannot
+            be right), or "rate" (an estimate: FLOPs from shapes over measured time).
         dtype: what the product is computed from ("bfloat16"): of the operator's arguments, else of the name; "" unknown.
         matmul: the product of its operator; None where it is no product or the trace lacks shapes.
         flops: operations of this run; None unknown (several products in one call that no name tells apart).

@@ -28,7 +28,7 @@ def can_gain(row: KernelRow) -> bool:
     """False for matrix-vector products, depthwise convolutions and their like: bound by memory on any unit."""
     if row.kind == "gemv" or (row.shape is not None and row.shape.cause in _NOTHING_TO_GAIN):
         return False
-    return row.named.rule != "torch-depthwise"
+    return row.named.rule != "depthwise-convolution"
 
 
 def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
