@@ -290,7 +290,7 @@ def test_the_worst_row_answers_for_synchronisations():
     ]
     kept = {row["key"]: row["value"] for row in gpu_overhead.promises(rows)}
     assert kept == {"gpu.resnet50": 1.01, "gpu.gpt2": 1.01, "gpu.synchronisations": 0.5}
-    assert gpu_overhead.promises(rows[:2]) == []
+    assert [row["key"] for row in gpu_overhead.promises(rows[:2])] == ["gpu.resnet50"]
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py", "gpu_overhead.py"])
+@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py", "gpu_overhead.py", "gpu_counting.py"])
 def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path, name):
     run(monkeypatch, name, "--json", str(tmp_path / "results.json"))
     printed = capsys.readouterr().out
