@@ -30,6 +30,8 @@ from mpinspect.counting.cuda import available
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
 #: What counting ResNet-50's gradients in one launch may take: this many reads, and microseconds.
 MOST_OF_MANY, MOST_OF_MANY_US = 2.0, 10.0
+#: Of a call that takes long, repeated no more once it has taken so many microseconds, but for the fewest times.
+_MOST_US, _FEWEST = 1e6, 5
 #: Larger than any second-level cache.
 _FLUSH_BYTES = 256 << 20
 
@@ -68,10 +70,10 @@ class Stopwatch:
         """Of one of the calls, which are taken in turn: they do the same to different data."""
         for call in calls:
             call()
-        times = []
-        for repeat in range(self._repeats):
+        times: list[float] = []
+        while len(times) < self._repeats and (len(times) < _FEWEST or sum(times) < _MOST_US):
             self._flush.zero_()
-            times.append(self._once(calls[repeat % len(calls)]))
+            times.append(self._once(calls[len(times) % len(calls)]))
         return statistics.median(times)
 
     def _once(self, call: Callable[[], object]) -> float:

@@ -39,6 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "the watch alone": {"capture": ()},
     "between samples, watch off": {"capture": (), "watch": False},
 }
+#: No further round of a network begins after this: both must come to their end in the time that gpu.py gives.
+MOST_SECONDS = 40
 #: Promise -> the subject that answers it.
 PROMISED = {"gpu.resnet50": "ResNet-50, batch 128", "gpu.gpt2": "GPT-2 small, 8 x 1024 tokens"}
 
@@ -120,7 +122,11 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
     bare = [training.milliseconds(steps)]
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    for _ in range(rounds):
+    started = time.monotonic()
+    for done in range(rounds):
+        if done and time.monotonic() - started > MOST_SECONDS:
+            print(f"{subject.name}: {done} rounds of {rounds}, for {MOST_SECONDS} s have gone by")
+            break
         for name, options in SETTINGS.items():
             with training.inspected(options):
                 # Past the first step, which is a sample whatever the schedule.
