@@ -58,6 +58,8 @@ def environment(scratch: Path, rehearse: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Other people's plugins bring warnings and options of their own.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        # What a part that is ended leaves behind goes with the folder.
+        "TMPDIR": str(scratch),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "NUMBA_CACHE_DIR": str(scratch / "numba"),
