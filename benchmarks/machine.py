@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from whole_file import write_json
 
 import mpinspect
 
@@ -19,6 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 _LIBRARIES = ("numpy", "numba", "triton")
 
 
+@cache
 def machine() -> dict[str, Any]:
     """Processor, cores, GPU and versions, without the host's name."""
     return {
@@ -42,10 +44,28 @@ def results_file(name: str, device: str | None = None, folder: Path = RESULTS) -
 
 def write_results(path: str | Path, results: Any) -> None:
     """Write results, the machine and today's date as JSON."""
-    document = {"date": datetime.date.today().isoformat(), "machine": machine(), "results": results}
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    ResultsFile(path).write(results)
+
+
+class ResultsFile:
+    """A results file that is written anew after every result, so that a run that is cut short leaves what it has measured.
+
+    Args:
+        path: None: nothing is written.
+        rehearsal: toy sizes, which say nothing of speed; the file says so.
+    """
+
+    def __init__(self, path: str | Path | None, rehearsal: bool = False) -> None:
+        self._path = path
+        self._marks = {"rehearsal": True} if rehearsal else {}
+
+    def write(self, results: Any, complete: bool = True) -> None:
+        """Write results, the machine and today's date as JSON; ``complete``: nothing is to come."""
+        if self._path is None:
+            return
+        marks = self._marks if complete else {**self._marks, "complete": False}
+        document = {"date": datetime.date.today().isoformat(), **marks, "machine": machine(), "results": results}
+        write_json(self._path, document)
 
 
 def _version(distribution: str) -> str | None:

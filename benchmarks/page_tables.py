@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from targets import TARGETS, shown, verdicts
+from targets import TARGETS, Target, shown, verdicts
 
 NOT_MEASURED = "not yet measured"
+CUT_SHORT = "Cut short by the time it was given: what is missing above was not measured."
 _MACHINE = ("processor", "cores", "gpu", "python", "torch", "cuda", "numpy", "numba", "triton", "mpinspect")
 
 
@@ -17,11 +18,26 @@ def markdown(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def not_measured(file: str) -> str:
-    """In place of a table without results. ``file``: the results file's name without ``.json``."""
+def how_to_measure(benchmark: str, gpu: bool) -> str:
+    """The command that answers what is not yet measured."""
+    return "`make gpu`, with a CUDA GPU" if gpu else f"`make bench ARGS={benchmark}`"
+
+
+def not_yet_measured(documents: dict[str, Any], left_out: dict[str, str]) -> str:
+    """The promises that no results answer, then the sections left out: titles by the name of their results file."""
+    promised = [
+        (target.what, target.promise, how_to_measure(target.benchmark, target.gpu))
+        for target in unanswered(documents).values()
+    ]
+    parts = [markdown(("promised", "bound", "measured by"), promised)] if promised else []
+    parts += ["\n".join(f"- {title}: {how_to_measure(*_of_file(file))}" for file, title in left_out.items())]
+    return "\n\n".join(filter(None, parts))
+
+
+def _of_file(file: str) -> tuple[str, bool]:
+    """The benchmark that writes a results file, and whether it needs a GPU."""
     name, _, device = file.rpartition("-")
-    where = " on a machine with a CUDA GPU" if device == "gpu" else ""
-    return f"Not yet measured. `make bench ARGS={name}`{where} measures it and fills in this part."
+    return name, device == "gpu"
 
 
 # -- the promises -----------------------------------------------------------------------------------------------------------
@@ -33,15 +49,17 @@ def checked_rows(documents: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for results in several if isinstance(results, dict) for row in results.get("checked", ())]
 
 
+def unanswered(documents: dict[str, Any]) -> dict[str, Target]:
+    """The promises that no results answer."""
+    answered = {row["key"] for row in checked_rows(documents)}
+    return {key: target for key, target in TARGETS.items() if key not in answered}
+
+
 def promises(documents: dict[str, Any]) -> str:
     rows = [
         (row["what"], row["target"], shown(row["value"], row["unit"]), "met" if row["met"] else "**missed**")
         for row in checked_rows(documents)
     ]
-    answered = {row["key"] for row in checked_rows(documents)}
-    for key, target in TARGETS.items():
-        if key not in answered:
-            rows.append((target.what, target.promise, NOT_MEASURED, f"`make bench ARGS={target.benchmark}`"))
     return markdown(("what", "promised", "measured", "kept?"), rows)
 
 
@@ -49,8 +67,7 @@ def promises_text(documents: dict[str, Any]) -> str:
     """The same for a terminal."""
     answered = checked_rows(documents)
     lines = [verdicts(answered)] if answered else []
-    keys = {row["key"] for row in answered}
-    return "\n".join([*lines, *(f"{TARGETS[key].what:90} {NOT_MEASURED}" for key in TARGETS if key not in keys)])
+    return "\n".join([*lines, *(f"{target.what:90} {NOT_MEASURED}" for target in unanswered(documents).values())])
 
 
 def machines(documents: dict[str, Any], shown_files: set[str]) -> str:
@@ -124,6 +141,17 @@ def where_it_goes(results: dict[str, Any]) -> str:
     ]
     total = f"All functions of the package together: {results['total_ms']:.1f} ms a step, under the profiler."
     return f"{markdown(('function', 'calls a step', 'ms a step', 'share'), rows)}\n\n{total}"
+
+
+def gpu_tests(results: dict[str, Any]) -> str:
+    """How many passed, and each that did not, with the last line of what it said."""
+    counted = ", ".join(f"{number} {outcome}" for outcome, number in results["outcomes"].items())
+    others = [
+        (f"`{row['test']}`", row["outcome"], row["said"].strip().rpartition("\n")[2])
+        for row in results["rows"]
+        if row["outcome"] != "passed"
+    ]
+    return f"{counted}.\n\n{markdown(('test', 'outcome', 'said'), others)}" if others else f"{counted}."
 
 
 def gpu_overhead(results: dict[str, Any]) -> str:

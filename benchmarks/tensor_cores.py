@@ -4,7 +4,7 @@
 
 Each case is profiled by profile_kernels; a case's rate is its known FLOPs over the time of its matmul-class kernels. A verdict
 "native" or "degraded" is checked against the CUDA cores' peak, which only Tensor Cores can pass, and each misaligned case against
-the aligned one. --traces keeps the traces (small, gzip), to be test data. Under four minutes. Without a GPU it says so and does
+the aligned one. --traces keeps the traces (small, gzip), to be test data. Without a GPU it says so and does
 nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import write_results
+from machine import ResultsFile
 from torch import nn
 from torch.nn import functional as F
 
@@ -150,7 +150,7 @@ def measure(case: Case, device: torch.device, size: int, traces: Path | None) ->
 def compare_with_aligned(rows: list[dict[str, Any]]) -> None:
     """Add to each misaligned case its rate over that of the aligned one: what "degraded" is worth on this GPU."""
     rates = {(row["case"], row["dtype"]): row["tflops"] for row in rows}
-    for case, row in zip(CASES, rows, strict=True):
+    for case, row in zip(CASES, rows, strict=False):
         aligned = rates.get((case.like, row["dtype"]))
         row["rate_over_aligned"] = row["tflops"] / aligned if aligned and row["tflops"] else None
 
@@ -168,6 +168,17 @@ def contradictions(rows: list[dict[str, Any]], gpu: gpus.Gpu) -> list[str]:
     return found
 
 
+def results(rows: list[dict[str, Any]], gpu: gpus.Gpu) -> dict[str, Any]:
+    return {"gpu": gpu.name, "rows": rows, "contradictions": contradictions(rows, gpu)}
+
+
+def line(row: dict[str, Any]) -> str:
+    rate = "?" if row["tflops"] is None else f"{row['tflops']:.1f}"
+    share = "?" if row["tensor_core_fraction"] is None else f"{row['tensor_core_fraction']:.0%}"
+    beside = "" if row["rate_over_aligned"] is None else f", {row['rate_over_aligned']:.2f} of the aligned one"
+    return f"{row['case']:32}{row['dtype']:10}{rate:>8} TFLOP/s   Tensor Cores {share}{beside}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on the CPU where there is no GPU")
@@ -180,23 +191,22 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.traces:
         options.traces.mkdir(parents=True, exist_ok=True)
-    rows = [measure(case, device, 64 if options.tiny else 4096, options.traces) for case in CASES]
-    compare_with_aligned(rows)
     gpu = gpus.of_device("", None)
     if device.type == "cuda":
         gpu = gpus.of_device(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
-    for row in rows:
-        rate = "?" if row["tflops"] is None else f"{row['tflops']:.1f}"
-        share = "?" if row["tensor_core_fraction"] is None else f"{row['tensor_core_fraction']:.0%}"
-        beside = "" if row["rate_over_aligned"] is None else f", {row['rate_over_aligned']:.2f} of the aligned one"
-        print(f"{row['case']:32}{row['dtype']:10}{rate:>8} TFLOP/s   Tensor Cores {share}{beside}")
+    file = ResultsFile(options.json, rehearsal=options.tiny)
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        rows.append(measure(case, device, 64 if options.tiny else 4096, options.traces))
+        compare_with_aligned(rows)
+        print(line(rows[-1]), flush=True)
+        file.write(results(rows, gpu), complete=False)
     against = contradictions(rows, gpu)
     measured = any(row["tflops"] for row in rows)
     print(
         "\n".join(against) or ("No rate contradicts a verdict." if measured else "No kernel ran: nothing to compare.")
     )
-    if options.json:
-        write_results(options.json, {"gpu": gpu.name, "rows": rows, "contradictions": against})
+    file.write(results(rows, gpu))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/training_modes.py [--json benchmarks/results/training_modes-gpu.json] [--tiny]
 
 FP32 without TF32 is the baseline, as in NVIDIA's GTC 2018 talk; then FP32 with TF32, and every precision. Synthetic data; each
-step is timed by CUDA events, after warm-up steps; medians. Under eight minutes on an H200. Without a GPU it says so and does
+step is timed by CUDA events, after warm-up steps; medians. Without a GPU it says so and does
 nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from machine import write_results
+from machine import ResultsFile
 from networks import GPT, LSTM, Batch, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -137,8 +137,8 @@ def run(task: Task, mode: Mode, device: str, warm_up: int, steps: int) -> tuple[
     return statistics.median(times), peak, precision.skipped_steps
 
 
-def measure(device: str, tiny: bool) -> list[Row]:
-    """Every task in every mode, memory given back in between."""
+def measure(device: str, tiny: bool, file: ResultsFile) -> list[Row]:
+    """Every task in every mode, memory given back in between; each row is kept at once."""
     torch.backends.cudnn.benchmark = True
     warm_up, steps = (1, 2) if tiny else (10, 20)
     rows = []
@@ -152,6 +152,7 @@ def measure(device: str, tiny: bool) -> list[Row]:
             speed_up = base[0] / milliseconds
             rows.append(Row(task.name, mode.name, task.unit, milliseconds, per_second, speed_up, peak, ratio, skipped))
             print(line(rows[-1]), flush=True)
+            file.write([asdict(row) for row in rows], complete=False)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
@@ -180,9 +181,8 @@ def main() -> None:
         return
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU, emulated: no speed is to be expected'}")
     print(heading())
-    rows = measure(device, options.tiny)
-    if options.json:
-        write_results(options.json, [asdict(row) for row in rows])
+    file = ResultsFile(options.json, rehearsal=options.tiny)
+    file.write([asdict(row) for row in measure(device, options.tiny, file)])
 
 
 if __name__ == "__main__":

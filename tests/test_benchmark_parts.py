@@ -290,13 +290,4 @@ def test_the_worst_row_answers_for_synchronisations():
     ]
     kept = {row["key"]: row["value"] for row in gpu_overhead.promises(rows)}
     assert kept == {"gpu.resnet50": 1.01, "gpu.gpt2": 1.01, "gpu.synchronisations": 0.5}
-    assert gpu_overhead.promises(rows[:2]) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_synchronisation_of_the_bare_loop_is_seen():
-    training = gpu_overhead.Training(gpu_overhead.subjects(tiny=True)[0], "cuda")
-    training.step()
-    # GradScaler reads found_inf once a step.
-    assert gpu_overhead.synchronisations(training, 3) >= 1
+    assert [row["key"] for row in gpu_overhead.promises(rows[:2])] == ["gpu.resnet50"]

@@ -83,6 +83,8 @@ def test_convolutions_and_attention_name_their_modules() -> None:
     assert report.tensor_core_fraction > 0.9
 
 
+# Inductor says so of every GPU that has TF32, whatever the dtype.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_compiled_model_is_read() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda().half()
     compiled = torch.compile(model)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gpu_overhead
 import pytest
 import torch
 
@@ -31,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py", "gpu_overhead.py"])
+@pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py", "gpu_overhead.py", "gpu_counting.py"])
 def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path, name):
     run(monkeypatch, name, "--json", str(tmp_path / "results.json"))
     printed = capsys.readouterr().out
@@ -78,3 +79,11 @@ def test_the_inspector_rides_along_at_toy_sizes(monkeypatch, capsys, tmp_path):
     # Toys and CPUs answer no promise.
     assert results["checked"] == []
     assert capsys.readouterr().out.count("in callbacks") == len(inspected)
+
+
+@pytest.mark.gpu
+def test_a_synchronisation_of_the_bare_loop_is_seen():
+    training = gpu_overhead.Training(gpu_overhead.subjects(tiny=True)[0], "cuda")
+    training.step()
+    # GradScaler reads found_inf once a step.
+    assert gpu_overhead.synchronisations(training, 3) >= 1
