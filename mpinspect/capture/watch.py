@@ -21,13 +21,16 @@ import torch
 from mpinspect.capture import culprit
 from mpinspect.capture.calls import Fresh, StepCalls
 from mpinspect.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen
-from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.distributed import local_part
+from mpinspect.capture.guard import Unread
+from mpinspect.capture.host_copy import HostCopy, copy_groups
 from mpinspect.capture.last_values import LastValues
 from mpinspect.capture.loss_scale import BackwardScale
 from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import layout
 from mpinspect.counting.magnitude import largest_magnitude
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event
+from mpinspect.counting.pieces import detached_values
+from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event, TensorKey
 
 #: Maxima remembered of each tensor.
 RING_LENGTH = 8
@@ -92,6 +95,8 @@ class Watch:
     """
 
     def __init__(self, leaves: set[str]) -> None:
+        #: The tensors that could not be looked at.
+        self.unread = Unread()
         self._leaves = leaves
         self._log = _StepLog()
         self._travelling: deque[_Travelling] = deque()
@@ -144,6 +149,7 @@ class Watch:
     ) -> bool:
         """The forward's output (``row``: its counts, where it was counted already). Whether it is known to be finite."""
         found: torch.Tensor | float | None = row
+        tensor = local_part(tensor)
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
         if before is not None:
             found, exact = before
@@ -198,7 +204,7 @@ class Watch:
 
         ``found``: what is known of it, where it was looked at or counted already. Returns what is known of it now.
         """
-        value = _value(gradient, found, False)
+        value = self._read(TensorKey(module, ACTIVATION_GRADIENT), gradient, found, False)
         if value is None:
             return None
         self._log.looks.append(
@@ -221,7 +227,7 @@ class Watch:
         """Parameters' gradients that have waited: the looks at them, where nothing was found so far, take their places."""
         looks, merged, done = self._log.looks, [], 0
         for each in gradients:
-            value = _value(each.values, each.found, False)
+            value = self._read(each.watched.gradient_key, each.values, each.found, False)
             if value is None:
                 continue
             merged += looks[done : each.place]
@@ -278,7 +284,7 @@ class Watch:
         if log.looks or log.found_inf:
             self._steps += 1
             found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
-            self._travelling.append(_Travelling(log, _copies(log.looks), found_inf))
+            self._travelling.append(_Travelling(log, self._copies(log), found_inf))
         return self.drain(wait=False)
 
     def drain(self, *, wait: bool = True) -> list[Event]:
@@ -289,6 +295,26 @@ class Watch:
             if event is not None:
                 events.append(event)
         return events
+
+    def _copies(self, log: _StepLog) -> list[tuple[list[int], HostCopy]]:
+        """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
+        groups: dict[Any, list[int]] = {}
+        values: dict[int, Any] = {
+            index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)
+        }
+        for index, value in values.items():
+            groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
+        lost = set()
+
+        def failed(index: int, error: Exception) -> None:
+            lost.add(index)
+            self.unread.failed(TensorKey(log.looks[index].name, log.looks[index].what), error)
+
+        copies = copy_groups(groups.values(), lambda places: _stacked([values[index] for index in places]), failed)
+        if not lost:
+            return copies
+        log.looks = [look for index, look in enumerate(log.looks) if index not in lost]
+        return self._copies(log)
 
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
@@ -372,16 +398,24 @@ class Watch:
         found: Found | None,
         is_input: bool = False,
     ) -> _Look | None:
-        value = _value(tensor, found, phase == FORWARD)
+        value = self._read(TensorKey(name, what), tensor, found, phase == FORWARD)
         if value is None:
             return None
         look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
         self._log.looks.append(look)
         return look
 
+    def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
+        """What is to be known of a tensor; None for those that have no value, or none that can be had."""
+        try:
+            return _value(tensor, found, at_once)
+        except Exception as error:
+            self.unread.failed(key, error)
+            return None
+
 
 def _value(tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
-    """What is to be known of a tensor; None for those that have no value, or none that can be had.
+    """What is to be known of a tensor; None for those that have no value.
 
     ``at_once``: of a row on a CPU, which is filled by now; others are read when the step ends.
     """
@@ -391,6 +425,7 @@ def _value(tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value |
         return found
     if not tensor.numel():
         return None
+    tensor = local_part(tensor)
     largest = largest_magnitude(tensor)
     return extremes(tensor) if largest is None else largest
 
@@ -400,7 +435,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
     None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
     """
-    tensor = tensor.detach()
+    tensor = detached_values(tensor)
     if tensor.layout is not torch.strided:
         # Of an uncoalesced one the values before they are added up: coalescing waits for the GPU.
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
@@ -419,15 +454,6 @@ def _scale_value(scale: BackwardScale | None) -> float | None:
     if scale is None or scale.on_device is None:
         return None if scale is None else scale.value
     return float(scale.on_device)
-
-
-def _copies(looks: list[_Look]) -> list[tuple[list[int], HostCopy]]:
-    """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
-    groups: dict[Any, list[int]] = {}
-    values = {index: look.value for index, look in enumerate(looks) if isinstance(look.value, tuple)}
-    for index, value in values.items():
-        groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
-    return [(indices, HostCopy(_stacked([values[index] for index in indices]))) for indices in groups.values()]
 
 
 def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
