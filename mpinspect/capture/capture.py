@@ -32,7 +32,7 @@ from mpinspect.capture.lifted import LiftedHooks
 from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.capture.meter import Meter
 from mpinspect.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
-from mpinspect.capture.output_bounds import may_bound, output_bound
+from mpinspect.capture.output_bounds import gradient_stays_finite, may_bound, output_bound, stays_finite
 from mpinspect.capture.outputs import tensor_list, tensors_in
 from mpinspect.capture.reach import has_compiled, is_many, out_of_reach, tracing, transforms
 from mpinspect.capture.recording import Recording
@@ -124,7 +124,13 @@ class Capture(Guarded):
             functools.partial(_when_a_backward_ends, self._me),
         )
         self._may_wait = True
-        self._watch = Watch({layer.path for layer in self._layers if layer.is_leaf}) if watch else None
+        modules = {layer.path: layer.module for layer in self._layers}
+        self._watch: Watch | None = None
+        if watch:
+            self._watch = Watch(
+                lambda path: stays_finite(modules[path]),
+                lambda path, largest: gradient_stays_finite(modules[path], largest),
+            )
         self._budget: Budget | None = None
         if max_overhead is not None:
             self._budget = Budget(max_overhead, every=schedule.every, samples=bool(self._kinds), watches=watch)
@@ -473,7 +479,7 @@ class Capture(Guarded):
                 self._await_gradient(layer, tensor, counted=counted and not is_input, number=number, is_input=is_input)
                 if not is_input:
                     awaited.add(id(tensor))
-        if not finite:
+        if not finite or watch.forward_is_broken:
             watch.look_at_inputs(layer.path, inputs, micro_batch)
         return awaited
 
@@ -686,6 +692,8 @@ class Capture(Guarded):
         self._in_optimizer_step.add(id(optimizer))
         if self._looking is not None and not self._broken_weights.exhausted and self._looking.forward_broke():
             self._broken_weights.look_before_step()
+        if self._looking is not None:
+            self._looking.weights_are_about_to_move()
         found_inf = getattr(optimizer, "found_inf", None)
         if self._watch is not None and isinstance(found_inf, torch.Tensor):
             self._watch.stepped_with(found_inf)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +71,10 @@ class _StepLog:
     bounds: dict[int, float] = field(default_factory=dict)
     #: The same by module, of outputs that were not looked at.
     within: dict[str, float] = field(default_factory=dict)
+    #: Whether an output that is known already is not finite.
+    broken: bool = False
+    #: Modules that can't have made the first infinity or NaN, where that was found out before the weights moved.
+    innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
     skipped: bool | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
@@ -91,13 +95,16 @@ class Watch:
     """Sees tensors go by; tells the first culprit of each step.
 
     Args:
-        leaves: dotted paths of the modules without submodules.
+        stays_finite: whether a module, by its path, returns finite values whenever it is given finite ones.
+        gradient_stays_finite: whether it hands on a finite gradient, given that at its outputs, within a magnitude.
     """
 
-    def __init__(self, leaves: set[str]) -> None:
+    def __init__(
+        self, stays_finite: Callable[[str], bool], gradient_stays_finite: Callable[[str, float], bool]
+    ) -> None:
         #: The tensors that could not be looked at.
         self.unread = Unread()
-        self._leaves = leaves
+        self._stays_finite, self._gradient_stays_finite = stays_finite, gradient_stays_finite
         self._log = _StepLog()
         self._travelling: deque[_Travelling] = deque()
         self._maxima: dict[tuple[str, str], deque[float]] = {}
@@ -165,6 +172,7 @@ class Watch:
             return False
         self._keep(module, tensor, look.value, True)
         if not math.isfinite(look.value):
+            self._log.broken = True
             return False
         self._log.bounds[number] = look.value
         return True
@@ -182,6 +190,11 @@ class Watch:
             self._last_module = module
         else:
             self._last_output.forget()
+
+    @property
+    def forward_is_broken(self) -> bool:
+        """Whether an output of this step is known not to be finite."""
+        return self._log.broken
 
     def look_at_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
         """An output of this call is not known to be finite: so it matters whether what went in was, where no module made it."""
@@ -247,14 +260,15 @@ class Watch:
 
     def forward_broke(self) -> bool | None:
         """Whether the last output of this step is not finite, which mostly is so where anything before it was; None on a GPU."""
-        look = self._log.last_output
-        if look is None:
-            return None
-        if isinstance(look.value, float):
-            return not math.isfinite(look.value)
-        if look.value[0].device.type != "cpu":
-            return None
-        return not math.isfinite(from_extremes(*(value.double().numpy().item() for value in look.value)))
+        return _is_broken(self._log.last_output)
+
+    def weights_are_about_to_move(self) -> None:
+        """An optimizer is about to step: where the last gradient is not finite, find out now who can't have made that."""
+        looks = self._log.looks
+        if self._log.innocent is None and looks and looks[-1].phase == BACKWARD and _is_broken(looks[-1]):
+            seen = _seen(looks, [_at_once(look.value) for look in looks])
+            stories, _ = self._log.calls.stories()
+            self._log.innocent = self._innocent(seen, stories)
 
     def backward_scale(self, scale: BackwardScale) -> None:
         """The loss scale of this step's backward."""
@@ -325,10 +339,7 @@ class Watch:
         if all(map(math.isfinite, largest)):
             self._remember(log, largest)
             return None
-        seen = [
-            Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
-            for look, value in zip(log.looks, largest, strict=True)
-        ]
+        seen = _seen(log.looks, largest)
         # Gradients do not depend on the loss's own value: an infinite one that left them finite is nothing.
         loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
         suspicious = [
@@ -337,10 +348,27 @@ class Watch:
             if (look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless)
             and (look.what != SCALED_LOSS or loss_matters)
         ]
-        found = culprit.find_culprit(suspicious, *log.calls.stories(), self._leaves)
+        stories, calls = log.calls.stories()
+        innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
+        read = {look.tensor for look in log.looks} | log.bounds.keys()
+        found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
         event = self._event(found, suspicious, log) if found is not None else None
         self._remember(log, largest)
         return event
+
+    def _innocent(self, seen: list[Seen], stories: list[culprit.TensorStory]) -> frozenset[str]:
+        """Modules that can't have made the first infinity or NaN of what they were given."""
+        first = culprit.first_broken(seen)
+        if first is None or first.tensor < 0:
+            return frozenset()
+        if first.phase == FORWARD:
+            return frozenset([first.module] if self._stays_finite(first.module) else [])
+        largest = culprit.largest_at_output(seen, stories, first)
+        return frozenset(
+            module
+            for module in dict.fromkeys(stories[first.tensor].consumers)
+            if module in largest and self._gradient_stays_finite(module, largest[module])
+        )
 
     def _remember(self, log: _StepLog, largest: list[float]) -> None:
         self._within.update(log.within)
@@ -462,6 +490,31 @@ def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
         return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
     flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
     return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
+
+
+def _seen(looks: Iterable[_Look], largest: Iterable[float]) -> list[Seen]:
+    return [
+        Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
+        for look, value in zip(looks, largest, strict=True)
+    ]
+
+
+def _at_once(value: _Value) -> float:
+    """The largest magnitude where it is known on the host; 0 where a device has it, which is not waited for."""
+    if isinstance(value, float):
+        return value
+    if value[0].device.type != "cpu":
+        return 0.0
+    if len(value) == 1:
+        return _from_row(value[0].numpy())
+    return from_extremes(*(each.double().numpy().item() for each in value))
+
+
+def _is_broken(look: _Look | None) -> bool | None:
+    """Whether it is not finite; None where there is no look, and where a device has the value."""
+    if look is None or (isinstance(look.value, tuple) and look.value[0].device.type != "cpu"):
+        return None
+    return not math.isfinite(_at_once(look.value))
 
 
 def _largest(looks: list[_Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
