@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from models import SUBJECTS, Subject
 from torch import nn
 
+import mpinspect
 from mpinspect import Inspector
 
 PLANTED_AT = 2
@@ -432,3 +434,296 @@ def test_a_forward_that_breaks_does_not_blame_the_weights_its_step_then_broke() 
     assert (event.step, event.phase, event.module) == (3, "forward", "")
     assert "itself is not finite" not in event.explanation
     assert "before 'decoder', whose input was not finite already" in event.explanation
+
+
+# -- what is known by construction -------------------------------------------------------------------------------------------
+
+
+class _Times(torch.autograd.Function):
+    """x times one factor; in the backward the gradient times another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, in_backward: float) -> torch.Tensor:
+        ctx.in_backward = in_backward
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient * ctx.in_backward, None, None
+
+
+class _Scaled(nn.Module):
+    """A leaf of our own: what it computes may break anything."""
+
+    def __init__(self, factor: float = 1.0, in_backward: float = 1.0) -> None:
+        super().__init__()
+        self.factor, self.in_backward = factor, in_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Times.apply(x, self.factor, self.in_backward)
+
+
+class _Block(nn.Module):
+    """A container whose own code is what a case says."""
+
+    def __init__(self, code: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.code = code
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.code(self, *args, **kwargs)
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def _chain(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.b(self.a(x))
+
+
+def _divided_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.b(self.a(x) / 0)
+
+
+def _state_divided_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """One cell three times; before its third call the state is divided by 0."""
+    state = x
+    for divisor in (1.0, 2.0, 0.0):
+        state = self.cell(state / divisor)
+    return state
+
+
+def _breaks_in_its_second_call(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """The state is copied in between, so that what the third call is given is of no module, and not finite."""
+    state = x
+    for factor in (1.0, math.inf, 1.0):
+        self.cell.factor = factor
+        state = self.cell(state * 1.0)
+    return state
+
+
+def _residual(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.b(self.a(x))
+
+
+def _broken_backward(x: torch.Tensor) -> torch.Tensor:
+    """Zeros, whose gradient is infinite or NaN."""
+    return torch.sqrt(x * 0)
+
+
+def _shared_with_code(self: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = self.a(x)
+    return self.b(hidden) + _broken_backward(hidden)
+
+
+def _shared_with_sound_code(self: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = self.a(x)
+    return self.b(hidden) + hidden
+
+
+def _shared_by_two(self: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = self.a(x)
+    return self.b(hidden) + self.c(hidden)
+
+
+def _tied() -> nn.Module:
+    layer = _linear()
+    return nn.Sequential(layer, _Scaled(math.inf), layer)
+
+
+_GOOD, _NAN = torch.linspace(-1, 1, 8).view(2, 4), torch.full((2, 4), math.nan)
+_DATA = ("forward", "", False)
+#: Model, batch; the phase and module to be named, whether it arose after that module, and words of the explanation.
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]] = {
+    "a batch that was NaN": (
+        lambda: nn.Sequential(_Block(_chain, a=_linear(), b=_linear())),
+        _NAN,
+        _DATA,
+        "what the model was given was not finite already (the data, or whatever made it): '0.a' is the first",
+    ),
+    "a batch that was NaN, changed on its way": (
+        lambda: nn.Sequential(_Block(lambda self, x: self.a(x.view(4, 2).T.reshape(2, 4) * 2), a=_linear())),
+        _NAN,
+        _DATA,
+        "'0.a' is the first module that received it",
+    ),
+    "a batch that was NaN, by keyword": (
+        lambda: _Block(lambda self, x: self.block(x=x * 1), block=_Block(lambda self, x: self.a(input=x), a=_linear())),
+        _NAN,
+        _DATA,
+        "'block.a' is the first module that received it",
+    ),
+    "a batch that was NaN, in a dictionary": (
+        lambda: _Block(lambda self, batch: self.a(batch["x"][0] * 1), a=_linear()),
+        {"x": (_NAN, 3)},
+        _DATA,
+        "'a' is the first module that received it",
+    ),
+    "a batch that was NaN, used by no module": (
+        lambda: _Block(lambda self, x: x * self.a.weight.sum(), a=_linear()),
+        _NAN,
+        _DATA,
+        "'the model' is the first module that received it",
+    ),
+    "a batch that was NaN, through modules that hand it on": (
+        lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.0), _linear()),
+        _NAN,
+        _DATA,
+        "is the first module that received it",
+    ),
+    "a batch that was NaN, repaired before the end": (
+        lambda: _Block(
+            lambda self, x: torch.nan_to_num(self.block(x * 1)), block=_Block(_chain, a=_linear(), b=_linear())
+        ),
+        _NAN,
+        _DATA,
+        "'block.a' is the first module that received it",
+    ),
+    "code between modules": (
+        lambda: nn.Sequential(_Block(_divided_between, a=_linear(), b=_linear())),
+        _GOOD,
+        ("forward", "0", False),
+        "in the code of '0' before '0.b'",
+    ),
+    "code of the outer container": (
+        lambda: nn.Sequential(
+            _Block(lambda self, x: self.block(x / 0), block=_Block(_chain, a=_linear(), b=_linear()))
+        ),
+        _GOOD,
+        ("forward", "0", False),
+        "in the code of '0' before '0.block'",
+    ),
+    "code around a list that is never called": (
+        lambda: _Block(
+            lambda self, x: self.layers[1](self.layers[0](x) / 0), layers=nn.ModuleList([_linear(), _linear()])
+        ),
+        _GOOD,
+        ("forward", "", False),
+        "in the model's own code before 'layers.1'",
+    ),
+    "code that normalises": (
+        lambda: nn.Sequential(_Block(lambda self, x: self.b(x * 0 / (x * 0).sum()), b=_linear())),
+        _GOOD,
+        ("forward", "0", False),
+        "in the code of '0' before '0.b'",
+    ),
+    "an in-place activation after code": (
+        lambda: nn.Sequential(_Block(lambda self, x: self.act(x / 0), act=nn.ReLU(inplace=True))),
+        _GOOD.abs(),
+        ("forward", "0", False),
+        "before '0.act', whose input was not finite already",
+    ),
+    "an in-place activation after a module": (
+        lambda: nn.Sequential(_Scaled(math.inf), nn.ReLU(inplace=True)),
+        _GOOD,
+        ("forward", "0", False),
+        "what went in was finite",
+    ),
+    "a module of no known kind": (
+        lambda: nn.Sequential(_linear(), _Scaled(math.inf), _linear()),
+        _GOOD,
+        ("forward", "1", False),
+        "what went in was finite",
+    ),
+    "a container's own code at its end": (
+        lambda: nn.Sequential(_Block(lambda self, x: self.a(x) / 0, a=_linear())),
+        _GOOD,
+        ("forward", "0", False),
+        "what went in was finite",
+    ),
+    "a branch beside a residual stream": (
+        lambda: nn.Sequential(_Block(_residual, a=_linear(), b=_Scaled(math.nan)), _linear()),
+        _GOOD,
+        ("forward", "0.b", False),
+        "what went in was finite",
+    ),
+    "a cell used three times, after code": (
+        lambda: nn.Sequential(_Block(_state_divided_between, cell=_Scaled())),
+        _GOOD,
+        ("forward", "0", False),
+        "in the code of '0' before '0.cell'",
+    ),
+    "a cell that breaks in its second call": (
+        lambda: nn.Sequential(_Block(_breaks_in_its_second_call, cell=_Scaled())),
+        _GOOD,
+        ("forward", "0.cell", False),
+        "what went in was finite",
+    ),
+    "between two uses of one module": (_tied, _GOOD, ("forward", "1", False), "what went in was finite"),
+    "backward: code that shares a module's input": (
+        lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=_linear())),
+        _GOOD,
+        ("backward", "0", False),
+        "it arose in its own code",
+    ),
+    "backward: code that shares an activation's input": (
+        lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=nn.Tanh())),
+        _GOOD,
+        ("backward", "0", False),
+        "it arose in its own code",
+    ),
+    "backward: a module that shares its input with code": (
+        lambda: nn.Sequential(_Block(_shared_with_sound_code, a=_linear(), b=_Scaled(1.0, math.inf))),
+        _GOOD,
+        ("backward", "0.b", False),
+        "the gradient at its input was not",
+    ),
+    "backward: the first of two modules": (
+        lambda: nn.Sequential(_Block(_shared_by_two, a=_linear(), b=_Scaled(1.0, math.nan), c=_linear())),
+        _GOOD,
+        ("backward", "0.b", False),
+        "the gradient at its input was not",
+    ),
+    "backward: the second of two modules": (
+        lambda: nn.Sequential(_Block(_shared_by_two, a=_linear(), b=nn.ReLU(), c=_Scaled(1.0, math.nan))),
+        _GOOD,
+        ("backward", "0.c", False),
+        "the gradient at its input was not",
+    ),
+    "backward: a branch beside a residual stream": (
+        lambda: nn.Sequential(_linear(), _Block(_residual, a=_Scaled(1.0, math.inf), b=_linear())),
+        _GOOD,
+        ("backward", "1.a", False),
+        "the gradient at its input was not",
+    ),
+    "backward: code between modules": (
+        lambda: nn.Sequential(_Block(lambda self, x: self.b(_broken_backward(self.a(x))), a=_linear(), b=_linear())),
+        _GOOD,
+        ("backward", "0", False),
+        "it arose in its own code",
+    ),
+    "backward: code at a container's end": (
+        lambda: nn.Sequential(_linear(), _Block(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
+        _GOOD,
+        ("backward", "1", False),
+        "it arose in its own code",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds", [("weight_gradient", "activation_gradient", "activation"), ()], ids=["sampled", "watched"]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_the_culprit_is_the_one_that_was_made(name: str, kinds: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    make, batch, expected, words = CASES[name]
+    model = make()
+    parameters = list(model.parameters()) or [nn.Parameter(torch.ones(1))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
+        inspector = Inspector(model, capture=kinds, optimizers=optimizer).attach()
+        loss = model(batch).square().sum()
+        if loss.requires_grad:
+            loss.backward()
+            # Makes every gradient NaN, and with the step every weight, before the watch has judged.
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        inspector.detach()
+    event = inspector.session().events[0]
+    assert (event.phase, event.module, event.after) == expected, event
+    assert words in event.explanation

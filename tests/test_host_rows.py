@@ -15,6 +15,7 @@ import mpinspect
 from mpinspect import Inspector, count_exponents
 from mpinspect.capture import host_rows
 from mpinspect.capture.host_rows import HostRows
+from mpinspect.capture.tally import Tally
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.cpu import counter
 from mpinspect.session import TensorKey
@@ -26,13 +27,8 @@ def _compiled() -> None:
 
 
 @pytest.fixture
-def notes() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def rows(notes: list[str]) -> HostRows:
-    return HostRows(notes.append)
+def rows() -> HostRows:
+    return HostRows()
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ def sent(rows: HostRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
 def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of too many rows has the rest beside the memory, and the next one a larger one."""
     monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 4)
-    rows = HostRows([].append)
+    rows = HostRows()
     for step in range(6):
         tensors = [torch.randn(10 + i + step) for i in range(3 if step < 2 else 7)]
         given = [rows.count(tensor) for tensor in tensors]
@@ -79,7 +75,7 @@ def test_a_step_sends_the_rows_of_its_own_that_lie_in_the_memory(rows: HostRows)
 
 def test_a_step_that_is_dropped_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 2)
-    rows = HostRows([].append)
+    rows = HostRows()
     for _ in range(3):
         tensors = [torch.randn(5), torch.randn(6)]
         given = [rows.count(tensor) for tensor in tensors]
@@ -109,29 +105,29 @@ def test_gradients_that_waited_are_counted_in_one_call(
         assert step[index].tolist() == reference.count(gradient).tolist()
 
 
-def test_gradients_for_which_the_memory_is_too_small_are_counted_beside_it(
+def test_gradients_for_which_the_memory_is_too_small_are_left_to_be_counted_alone(
     monkeypatch: pytest.MonkeyPatch, together: list[int]
 ) -> None:
     monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 2)
-    rows = HostRows([].append)
+    rows = HostRows()
     gradients = [torch.randn(length) for length in (5, 6, 7)]
     for step in range(2):
         waiting = waited(*gradients)
         rows.count_together(waiting)
-        given = [row_of(each) for each in waiting]
-        for gradient, row in zip(gradients, given, strict=True):
+        assert [each.found is None for each in waiting] == [False, False, step == 0]
+        given = [row_of(each) for each in waiting if each.found is not None]
+        for gradient, row in zip(gradients, given, strict=False):
             assert torch.equal(row, reference.count(gradient))
-        assert set(sent(rows, given)) == ({0, 1} if step == 0 else {0, 1, 2})
+        assert set(sent(rows, given)) == set(range(len(given)))
     assert together == [2, 3]
 
 
-def test_what_the_compiled_loops_do_not_take_is_counted_beside_the_memory(rows: HostRows) -> None:
+def test_what_the_compiled_loops_do_not_take_is_left_to_be_counted_alone(rows: HostRows) -> None:
     gradients = [torch.randn(3, dtype=torch.float64), torch.randn(4, 6).t(), torch.randn(5)]
     waiting = waited(*gradients)
     rows.count_together(waiting)
-    for gradient, each in zip(gradients, waiting, strict=True):
-        assert torch.equal(row_of(each), reference.count(gradient))
-    assert set(sent(rows, [row_of(each) for each in waiting])) == {2}
+    assert [each.found is None for each in waiting] == [True, True, False]
+    assert torch.equal(row_of(waiting[2]), reference.count(gradients[2]))
 
 
 def test_nothing_to_count_together_is_no_call(rows: HostRows, together: list[int]) -> None:
@@ -139,17 +135,19 @@ def test_nothing_to_count_together_is_no_call(rows: HostRows, together: list[int
     assert together == []
 
 
-def test_of_a_gradient_that_cannot_be_counted_nothing_is_found(rows: HostRows, notes: list[str]) -> None:
+def test_a_gradient_that_cannot_be_counted_costs_no_other() -> None:
+    notes: list[str] = []
+    tally = Tally(notes.append, lambda step, scale: None)
     gradients = [torch.randn(5), torch.randn(6), torch.randn(7)]
     waiting = waited(*gradients)
     gradients[1].untyped_storage().resize_(0)
-    rows.count_together(waiting)
+    tally.count_together(waiting)
     assert waiting[1].found is None
-    assert len(notes) == 1
-    assert "memory has been given back" in notes[0]
-    given = [row_of(waiting[0]), row_of(waiting[2])]
-    assert [row.tolist() for row in given] == [reference.count(gradients[i]).tolist() for i in (0, 2)]
-    assert set(sent(rows, given)) == {0, 1}
+    ((reason, keys),) = tally.unread.take_new().items()
+    assert (keys, "memory has been given back" in reason) == ([TensorKey("weight", "weight_gradient")], True)
+    assert tally.unread.take_new() == {}
+    for number in (0, 2):
+        assert torch.equal(row_of(waiting[number]), reference.count(gradients[number]))
 
 
 def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +184,7 @@ def test_a_zero_tensor_has_no_memory() -> None:
 
 
 def test_counting_that_fails_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are no samples, the watch sees nothing wrong, and the training goes on."""
+    """The gradients are counted one by one, the watch sees nothing wrong, and the training goes on."""
 
     def broken(pairs: Any) -> None:
         raise RuntimeError("out of order")
@@ -199,7 +197,8 @@ def test_counting_that_fails_when_the_backward_ends(monkeypatch: pytest.MonkeyPa
             model(torch.randn(4, 3)).square().sum().backward()
         optimizer.step()
     session = inspector.session()
-    assert {key.kind for key in session.totals()} == {"activation_gradient"}
+    assert {key.kind for key in session.totals()} == {"activation_gradient", "weight_gradient"}
+    assert session.totals()[TensorKey("bias", "weight_gradient")].histogram == count_exponents(model.bias.grad)
     assert session.events == ()
 
 

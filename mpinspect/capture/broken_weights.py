@@ -10,10 +10,12 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpinspect.capture.distributed import local_part
+from mpinspect.capture.guard import Unread
 from mpinspect.capture.layers import WatchedParameter
 from mpinspect.capture.watch import extremes, from_extremes
 from mpinspect.counting.magnitude import largest_magnitude
-from mpinspect.session import END, WEIGHT, Event
+from mpinspect.counting.pieces import detached_values
+from mpinspect.session import END, WEIGHT, Event, TensorKey
 
 #: Finite weights of this magnitude are no weights any more: an update has thrown them away.
 _HUGE = 2.0**20
@@ -29,6 +31,8 @@ class BrokenWeights:
     """
 
     def __init__(self, parameters: Collection[WatchedParameter]) -> None:
+        #: The weights that could not be read.
+        self.unread = Unread()
         self._parameters = parameters
         self._events = 0
         #: Largest magnitudes before this step's optimizer moved the weights; None where nobody looked.
@@ -83,7 +87,9 @@ class BrokenWeights:
         """
         largest = self._magnitudes()
         trained = [watched for watched in self._parameters if watched.parameter.requires_grad]
-        broken = [each for each in trained if not math.isfinite(largest[each.name]) and each.name not in before]
+        broken = [
+            each for each in trained if not math.isfinite(largest.get(each.name, 0.0)) and each.name not in before
+        ]
         if not broken:
             return None
         first = broken[0]
@@ -92,14 +98,19 @@ class BrokenWeights:
         return Event(step, 0, END, first.owner, WEIGHT, first.name, kind, explanation=how_many)
 
     def _magnitudes(self) -> dict[str, float]:
-        return {watched.name: _magnitude(watched.parameter) for watched in self._parameters}
+        """Of the weights that can be read, by name."""
+        magnitudes = {}
+        for watched in self._parameters:
+            with self.unread.left_out(TensorKey(watched.name, WEIGHT)):
+                magnitudes[watched.name] = _magnitude(watched.parameter)
+        return magnitudes
 
 
 def _magnitude(parameter: torch.Tensor) -> float:
     """The largest |x|, or NaN; 0 where there is none to be had."""
     if is_lazy(parameter) or parameter.is_meta:
         return 0.0
-    weight = local_part(parameter).detach()
+    weight = detached_values(local_part(parameter))
     if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
     largest = largest_magnitude(weight)

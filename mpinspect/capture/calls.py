@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpinspect.capture.culprit import TensorStory
+from mpinspect.capture.culprit import Call, TensorStory
 
 #: A tensor not seen before in this step, its number, and whether it was given to a module, made by none that was seen.
 Fresh = tuple[torch.Tensor, int, bool]
@@ -22,8 +22,8 @@ class StepCalls:
     def __init__(self) -> None:
         self._count = 0
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        #: Module, the numbers that it was given and those that it returned; or module and the one wrapped for it.
-        self._log: list[tuple[str, list[int], list[int]] | tuple[str, int]] = []
+        #: Calls, and the modules for which a tensor was wrapped, with its number.
+        self._log: list[Call | tuple[str, int]] = []
         #: Somebody else's hook was on these before ours.
         self._altered: set[int] = set()
 
@@ -32,10 +32,19 @@ class StepCalls:
     ) -> tuple[list[Fresh], list[int]]:
         """A module's forward ran: the tensors not seen before, and the numbers of all inputs but those changed in place."""
         fresh, given, returned = [], [], []
+        changed: list[int] = []
+        overwritten = False
         made = [id(tensor) for tensor in outputs]
         for tensor in inputs:
-            # Changed in place it is the output by now.
-            if id(tensor) in made or not tensor.numel():
+            if not tensor.numel():
+                continue
+            if id(tensor) in made and _version(tensor):
+                # Changed in place it is the output by now.
+                before = self._before_change(tensor)
+                if before is None:
+                    overwritten = True
+                else:
+                    changed.append(before)
                 continue
             number = self.number_of(tensor)
             if number is None:
@@ -53,8 +62,15 @@ class StepCalls:
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
             returned.append(number)
-        self._log.append((module, given, returned))
+        self._log.append(Call(module, given + changed, returned, overwritten))
         return fresh, given
+
+    def _before_change(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor as it was seen last, if it was changed in place once since at most; None otherwise."""
+        known = self._known.get(id(tensor))
+        if known is None or known[0]() is not tensor or _version(tensor) - known[1] > 1:
+            return None
+        return known[2]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor seen before in this step, unchanged since; None otherwise."""
@@ -80,23 +96,25 @@ class StepCalls:
         """The step is over: the next one's tensors are others."""
         self._known.clear()
 
-    def stories(self) -> tuple[list[TensorStory], dict[str, set[int]]]:
-        """Of every tensor, by its number, where it came from and went; and by module the numbers that it was given."""
+    def stories(self) -> tuple[list[TensorStory], list[Call]]:
+        """Of every tensor, by its number, where it came from and went; and the calls, in the order in which they returned."""
         stories = [TensorStory(altered=number in self._altered) for number in range(self._count)]
-        inputs: dict[str, set[int]] = {}
+        calls = []
         for entry in self._log:
             module = entry[0]
-            if len(entry) == 2:
+            if not isinstance(entry, Call):
                 consumers = stories[entry[1]].consumers
                 consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
                 consumers.append(module)
                 continue
-            for number in entry[1]:
-                stories[number].consumers.append(module)
-                inputs.setdefault(module, set()).add(number)
-            for number in entry[2]:
+            calls.append(entry)
+            for number in entry.given:
+                # What it handed on as it was it did nothing to.
+                if number not in entry.returned:
+                    stories[number].consumers.append(module)
+            for number in entry.returned:
                 stories[number].producers.append(module)
-        return stories, inputs
+        return stories, calls
 
     def _tell_apart(self, tensor: torch.Tensor) -> int:
         number, self._count = self._count, self._count + 1

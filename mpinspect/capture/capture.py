@@ -32,8 +32,8 @@ from mpinspect.capture.lifted import LiftedHooks
 from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.capture.meter import Meter
 from mpinspect.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
-from mpinspect.capture.output_bounds import may_bound, output_bound
-from mpinspect.capture.outputs import local_tensors, tensors_in
+from mpinspect.capture.output_bounds import gradient_stays_finite, may_bound, output_bound, stays_finite
+from mpinspect.capture.outputs import tensor_list, tensors_in
 from mpinspect.capture.reach import has_compiled, is_many, out_of_reach, tracing, transforms
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule, StepClock
@@ -42,6 +42,7 @@ from mpinspect.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputG
 from mpinspect.capture.waiting import Waiting, WaitingGradients
 from mpinspect.capture.watch import Found, Watch
 from mpinspect.counting import fastest, magnitude
+from mpinspect.counting.pieces import detached_values
 from mpinspect.session import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -123,7 +124,13 @@ class Capture(Guarded):
             functools.partial(_when_a_backward_ends, self._me),
         )
         self._may_wait = True
-        self._watch = Watch({layer.path for layer in self._layers if layer.is_leaf}) if watch else None
+        modules = {layer.path: layer.module for layer in self._layers}
+        self._watch: Watch | None = None
+        if watch:
+            self._watch = Watch(
+                lambda path: stays_finite(modules[path]),
+                lambda path, largest: gradient_stays_finite(modules[path], largest),
+            )
         self._budget: Budget | None = None
         if max_overhead is not None:
             self._budget = Budget(max_overhead, every=schedule.every, samples=bool(self._kinds), watches=watch)
@@ -235,7 +242,9 @@ class Capture(Guarded):
             before: ``broken_weights`` when the run began.
         """
         told = any(not event.skipped and not event.gradients_finite for event in self._recording.events)
-        return self._broken_weights.left_behind(self.clock.step - 1, before) if self.clock.step and not told else None
+        left = self._broken_weights.left_behind(self.clock.step - 1, before) if self.clock.step and not told else None
+        self._name_unread()
+        return left
 
     @guarded
     def between_forward_and_backward(self) -> int | None:
@@ -301,10 +310,22 @@ class Capture(Guarded):
         if window is not None:
             self._recording.add_window(window)
         if wait and self._watch is not None:
-            for event in self._watch.drain():
-                self._tell(event)
-            self.clock.skipped_steps += self._watch.take_skips_on_device()
-            self._recording.skips(self.clock.skipped_steps)
+            self._drain(self._watch)
+        self._name_unread()
+
+    @guarded
+    def _drain(self, watch: Watch) -> None:
+        for event in watch.drain():
+            self._tell(event)
+        self.clock.skipped_steps += watch.take_skips_on_device()
+        self._recording.skips(self.clock.skipped_steps)
+
+    def _name_unread(self) -> None:
+        """Have the record name the tensors that could not be read since this was last called."""
+        self._recording.unread("counted", self._tally.unread.take_new())
+        if self._watch is not None:
+            self._recording.unread("watched", self._watch.unread.take_new())
+        self._recording.unread("searched for infinities and NaNs", self._broken_weights.unread.take_new())
 
     def _hook_modules(self) -> None:
         owners = {watched.owner for watched in self._parameters if watched.counted}
@@ -355,7 +376,7 @@ class Capture(Guarded):
         watch = self._looking
         if not self._sampled and watch is None:
             return
-        outputs = local_tensors(output)
+        outputs = tensor_list(output)
         for tensor in outputs:
             self._any_output = True
             if tensor.dtype is not torch.float32:
@@ -365,7 +386,7 @@ class Capture(Guarded):
         counted = counted and ACTIVATION_GRADIENT in self._kinds
         awaited: set[int] = set()
         if watch is not None:
-            inputs = local_tensors(args) + local_tensors(kwargs) if kwargs else local_tensors(args)
+            inputs = tensor_list(args) + tensor_list(kwargs) if kwargs else tensor_list(args)
             awaited = self._watch_call(watch, layer, inputs, outputs, rows, counted, recomputed)
         if counted:
             for tensor in outputs:
@@ -415,10 +436,18 @@ class Capture(Guarded):
         key = TensorKey(layer.path, ACTIVATION)
         rows = {}
         for tensor in outputs:
-            rows[id(tensor)] = row = self._tally.count(tensor)
-            sample = Sample(key, row, tensor.numel(), dtype_name(tensor.dtype), passed_through(tensor.dtype))
-            self._tally.add(sample)
+            row = self._count(key, tensor, passed_through(tensor.dtype))
+            if row is not None:
+                rows[id(tensor)] = row
         return rows
+
+    def _count(self, key: TensorKey, tensor: torch.Tensor, narrow: str) -> torch.Tensor | None:
+        """Count a tensor, one of no backward; its row, if it can be counted."""
+        values = local_part(tensor)
+        row = self._tally.count(key, values)
+        if row is not None:
+            self._tally.add(Sample(key, row, values.numel(), dtype_name(values.dtype), narrow))
+        return row
 
     def _watch_call(
         self,
@@ -450,7 +479,7 @@ class Capture(Guarded):
                 self._await_gradient(layer, tensor, counted=counted and not is_input, number=number, is_input=is_input)
                 if not is_input:
                     awaited.add(id(tensor))
-        if not finite:
+        if not finite or watch.forward_is_broken:
             watch.look_at_inputs(layer.path, inputs, micro_batch)
         return awaited
 
@@ -496,10 +525,11 @@ class Capture(Guarded):
         found = last.found_in(gradient) if last.remembers else None
         if self._sampled and (counted or layer.path in self._counted_ahead):
             if of.divisor is None:
-                found = row = self._row_of(gradient, found, counted)
+                row = self._row_of(layer, gradient, found, counted)
+                found = row if row is not None else found
             else:
-                row = self._tally.count(gradient, of.divisor)
-            if counted:
+                row = self._tally.count(layer.gradient_key, gradient, of.divisor)
+            if counted and row is not None:
                 self._add_gradient(layer.gradient_key, gradient, row, of.scale)
         if of.watch is not None and number >= 0:
             found = of.watch.activation_gradient(layer.path, gradient, number, self.clock.micro_batch, found, is_input)
@@ -510,7 +540,7 @@ class Capture(Guarded):
             last.keep(gradient, found)
             self._last_path = layer.path
 
-    def _row_of(self, gradient: torch.Tensor, found: Found | None, counted: bool) -> torch.Tensor:
+    def _row_of(self, layer: Layer, gradient: torch.Tensor, found: Found | None, counted: bool) -> torch.Tensor | None:
         """The row of a gradient's counts, of the values as they are; ``found``: what is known of the same values already.
 
         A container's gradient is not asked for, its last layer's is, and mostly that is the same memory: then it is counted when
@@ -522,7 +552,7 @@ class Capture(Guarded):
             self._counted_ahead.add(self._last_path)
         elif counted and self._last_path:
             self._counted_ahead.discard(self._last_path)
-        return self._tally.count(gradient)
+        return self._tally.count(layer.gradient_key, gradient)
 
     @entrance
     def weight_gradient(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
@@ -536,8 +566,9 @@ class Capture(Guarded):
                 return
         gradient, row = local_part(gradient), None
         if of.counts and watched.counted:
-            row = self._tally.count(gradient, of.divisor)
-            self._add_gradient(watched.gradient_key, gradient, row, of.scale)
+            row = self._tally.count(watched.gradient_key, gradient, of.divisor)
+            if row is not None:
+                self._add_gradient(watched.gradient_key, gradient, row, of.scale)
             if of.divisor is not None:
                 # Of the values divided.
                 row = None
@@ -568,7 +599,7 @@ class Capture(Guarded):
         if reason is not None:
             self._recording.note(reason)
             return None
-        return self._backward_reached(local_part(gradient).dtype)
+        return self._backward_reached(gradient.dtype)
 
     def _backward_reached(self, dtype: torch.dtype) -> _OfBackward:
         """A backward is at work, and this is the first look at it in this step."""
@@ -661,6 +692,8 @@ class Capture(Guarded):
         self._in_optimizer_step.add(id(optimizer))
         if self._looking is not None and not self._broken_weights.exhausted and self._looking.forward_broke():
             self._broken_weights.look_before_step()
+        if self._looking is not None:
+            self._looking.weights_are_about_to_move()
         found_inf = getattr(optimizer, "found_inf", None)
         if self._watch is not None and isinstance(found_inf, torch.Tensor):
             self._watch.stepped_with(found_inf)
@@ -699,6 +732,8 @@ class Capture(Guarded):
         self.clock.advance()
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
+        else:
+            self._name_unread()
         steps = self.clock.step if finished else step
         self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
         if self.attached:
@@ -787,12 +822,7 @@ class Capture(Guarded):
     def _count_weights(self) -> None:
         for watched in self._parameters:
             if watched.counted:
-                weight = local_part(watched.parameter).detach()
-                narrow = passed_through(weight.dtype)
-                key = TensorKey(watched.name, WEIGHT)
-                self._tally.add(
-                    Sample(key, self._tally.count(weight), weight.numel(), dtype_name(weight.dtype), narrow)
-                )
+                self._count(TensorKey(watched.name, WEIGHT), watched.parameter, passed_through(watched.parameter.dtype))
 
     def _updated(self) -> bool:
         """Whether the weights changed, or their gradients went, since this was last asked. Does not wait for a GPU."""
@@ -829,6 +859,10 @@ def _state(parameter: torch.Tensor) -> tuple[int, list[float] | None]:
 
     ``parameter.data -= ...`` changes the values and not the version.
     """
-    local = local_part(parameter.detach())
+    try:
+        local = detached_values(local_part(parameter))
+    except Exception:
+        # A subclass of Tensor that has no values at hand.
+        return parameter._version, None
     has_values = local.device.type == "cpu" and local.layout is torch.strided
     return parameter._version, local.reshape(-1)[:4].tolist() if has_values else None

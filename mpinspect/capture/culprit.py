@@ -1,16 +1,18 @@
 """Which module made the first infinity or NaN of a step: a pure function of what was seen, in execution order.
 
 What is observed are tensors; what the user wants is a module. In the forward, the module whose output is the first to
-be not finite is named, unless its own input already was and no module made that input: then the code between modules,
-in the container around it, did. In the backward, the gradient at a module's output is made by the *consumers* of that
-output: the module named is the one whose output gradient was still finite and whose input gradient is not.
+be not finite is named, unless its own input already was and no module made that input: then the innermost container around it
+whose own input was finite, or the data where there is none. In the backward, the gradient at a module's output is made by the
+*consumers* of that output, seen and unseen: the module named is the one whose output gradient was still finite and whose input
+gradient is not, unless it can't have made an infinity of what it was given: then the code that took the same tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpinspect.session import ACTIVATION_GRADIENT, LOSSES, WEIGHT_GRADIENT
 
@@ -67,6 +69,21 @@ class TensorStory:
     altered: bool = False
 
 
+class Call(NamedTuple):
+    """One call of a module that returned.
+
+    Args:
+        module: dotted path.
+        given, returned: numbers of tensors; what was given and returned unchanged is in both.
+        overwritten: a tensor that was given was changed in place, and what it was before has no number.
+    """
+
+    module: str
+    given: list[int]
+    returned: list[int]
+    overwritten: bool = False
+
+
 @dataclass(frozen=True)
 class Culprit:
     """The answer: the module, what was first seen not finite, and how it is known."""
@@ -79,60 +96,117 @@ class Culprit:
     after: bool = False
 
 
+def first_broken(seen: Sequence[Seen]) -> Seen | None:
+    """The first look at something that is not finite, but for what modules were given in the forward; None if there is none."""
+    return next((look for look in seen if not look.finite and not (look.is_input and look.phase == FORWARD)), None)
+
+
 def find_culprit(
-    seen: Sequence[Seen], stories: Sequence[TensorStory], inputs: dict[str, set[int]], leaves: set[str]
+    seen: Sequence[Seen],
+    stories: Sequence[TensorStory],
+    calls: Sequence[Call],
+    read: Collection[int],
+    innocent: Collection[str],
 ) -> Culprit | None:
     """The module in which the first infinity or NaN of a step arose, or None if everything seen was finite.
 
     Args:
         seen: in execution order.
         stories: by tensor number.
-        inputs: by module, the numbers of the tensors it was given.
-        leaves: modules without submodules.
+        calls: in the order in which they returned.
+        read: numbers of the tensors of which it is known whether they were finite.
+        innocent: modules that can't have made what is not finite of what they were given (forward: first_broken's module;
+            backward: consumers of its tensor).
     """
-    for index, look in enumerate(seen):
-        if look.finite or (look.is_input and look.phase == FORWARD):
-            continue
-        if look.phase == FORWARD:
-            return _in_forward(look, seen, inputs, leaves)
-        if look.what == SCALED_LOSS:
-            return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
-        if look.what == WEIGHT_GRADIENT:
-            return Culprit(BACKWARD, look.module, look, "its weight gradient was the first that was not finite")
-        return _in_backward(look, index, seen, stories)
-    return None
+    look = first_broken(seen)
+    if look is None:
+        return None
+    if look.phase == FORWARD:
+        return _in_forward(look, seen, calls, read, innocent)
+    if look.what == SCALED_LOSS:
+        return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
+    if look.what == WEIGHT_GRADIENT:
+        return Culprit(BACKWARD, look.module, look, "its weight gradient was the first that was not finite")
+    return _in_backward(look, seen, stories, innocent)
 
 
-def _in_forward(look: Seen, seen: Sequence[Seen], inputs: dict[str, set[int]], leaves: set[str]) -> Culprit:
+def _in_forward(
+    look: Seen, seen: Sequence[Seen], calls: Sequence[Call], read: Collection[int], innocent: Collection[str]
+) -> Culprit:
+    """Look outwards from the call that returned it, for the first whose inputs were finite."""
     if look.what == LOSS:
         reason = "every output seen was finite and the loss was not: it arose in the loss function"
         return Culprit(FORWARD, "", look, reason)
-    bad_inputs = {
-        other.tensor for other in seen if other.is_input and other.phase == FORWARD and not other.finite
-    } & inputs.get(look.module, set())
-    if look.module in leaves and bad_inputs:
-        parent = look.module.rpartition(".")[0]
-        where = f"in the code of {parent!r}" if parent else "in the model's own code or in the data,"
+    bad = {other.tensor for other in seen if other.phase == FORWARD and not other.finite}
+    at = next((i for i, call in enumerate(calls) if call.module == look.module and look.tensor in call.returned), None)
+    if at is None:
+        return Culprit(FORWARD, look.module, look, "its output was the first that was not finite")
+    call = calls[at]
+    overwritten = call.overwritten and look.module in innocent
+    if not overwritten and not bad.intersection(call.given):
         return Culprit(
-            FORWARD, parent, look, f"it arose {where} before {look.module!r}, whose input was not finite already"
+            FORWARD, look.module, look, f"its output was the first that was not finite; {_what_went_in(call, read)}"
         )
-    return Culprit(FORWARD, look.module, look, "its output was the first that was not finite; what went in was finite")
+    inner, outermost = look.module, look.module == ""
+    for container in _containers(look.module):
+        # Its call ends after those inside of it. Lists of modules, and Sequentials that somebody loops over, are never called.
+        around = next((call for call in calls[at + 1 :] if call.module == container), None)
+        if around is None:
+            continue
+        outermost = container == ""
+        if not bad.intersection(around.given):
+            return _in_container(around, inner, look, read)
+        inner = container
+    if outermost:
+        reason = (
+            "what the model was given was not finite already (the data, or whatever made it): "
+            f"{look.module or 'the model'!r} is the first module that received it"
+        )
+    else:
+        reason = (
+            f"it arose before {inner!r}, whose input was not finite already: in the code around it or in the data, which is not "
+            "known since no call around it has returned"
+        )
+    return Culprit(FORWARD, "", look, reason)
 
 
-def _in_backward(look: Seen, index: int, seen: Sequence[Seen], stories: Sequence[TensorStory]) -> Culprit:
+def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -> Culprit:
+    """Between the container's inputs, of which none is known not to be finite, and those of a module inside."""
+    where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
+    if not around.module and not around.given:
+        where += " or in the data,"
+    elif not read_all(around, read):
+        where += f" or before it (not every tensor that {around.module or 'the model'!r} was given was read),"
+    return Culprit(
+        FORWARD, around.module, look, f"it arose {where} before {inner!r}, whose input was not finite already"
+    )
+
+
+def read_all(call: Call, read: Collection[int]) -> bool:
+    """Whether of all that a call was given it is known if it was finite."""
+    return not call.overwritten and all(number in read for number in call.given)
+
+
+def _what_went_in(call: Call, read: Collection[int]) -> str:
+    if read_all(call, read):
+        return "what went in was finite"
+    if call.overwritten:
+        return "it changed its input in place, and whether that was finite before is not known"
+    return "whether all that went in was finite is not known: not all of it was read"
+
+
+def _in_backward(
+    look: Seen, seen: Sequence[Seen], stories: Sequence[TensorStory], innocent: Collection[str]
+) -> Culprit:
     story = stories[look.tensor]
     if story.altered and story.producers:
         reason = "the gradient at its output was the first that was not finite (another hook may have changed it there)"
         return Culprit(BACKWARD, story.producers[0], look, reason)
-    finite_at_output = {
-        module
-        for other in seen[:index]
-        if other.phase == BACKWARD and other.what == ACTIVATION_GRADIENT and other.finite
-        for module in stories[other.tensor].producers
-    }
-    suspects = [module for module in _innermost(story.consumers) if module in finite_at_output]
+    finite_at_output = set(largest_at_output(seen, stories, look))
+    consumers = [module for module in _innermost(story.consumers) if module not in innocent]
+    suspects = [module for module in consumers if module in finite_at_output]
     if not suspects:
-        return _in_code_after(look, story.producers[0] if story.producers else look.module, finite_at_output)
+        return _in_code_after(look, story, finite_at_output, consumers)
     by_weight = {
         other.module for other in seen if other.what == WEIGHT_GRADIENT and other.phase == BACKWARD and not other.finite
     }
@@ -144,15 +218,32 @@ def _in_backward(look: Seen, index: int, seen: Sequence[Seen], stories: Sequence
     return Culprit(BACKWARD, named[-1], look, reason)
 
 
-def _in_code_after(look: Seen, producer: str, finite_at_output: set[str]) -> Culprit:
-    """No module took that tensor: the code of a container around its producer did, or the loss."""
+def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], until: Seen) -> dict[str, float]:
+    """By module the largest magnitude in the gradients at its outputs, of those that were finite and came before a look."""
+    largest: dict[str, float] = {}
+    for look in seen:
+        if look is until:
+            break
+        if look.phase == BACKWARD and look.what == ACTIVATION_GRADIENT and look.finite:
+            for module in stories[look.tensor].producers:
+                largest[module] = max(look.largest, largest.get(module, 0.0))
+    return largest
+
+
+def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[str], unread: Sequence[str]) -> Culprit:
+    """No module that took the tensor made it: the code of a container around its producer did, or the loss."""
+    producer = story.producers[0] if story.producers else look.module
+    what = "input" if look.is_input else "output"
+    doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in _containers(producer):
-        if container in finite_at_output:
-            reason = f"the gradient at its output was finite, the one at {producer!r} inside it was not: it arose in its own code"
+        # What a container returned itself goes on to the code outside.
+        if container in finite_at_output and container not in story.producers:
+            reason = (
+                f"the gradient at its output was finite, the one at the {what} of {producer!r} inside it was not: it arose in "
+                f"its own code{doubt}"
+            )
             return Culprit(BACKWARD, container, look, reason)
-    reason = (
-        "the gradient arriving at its output was not finite: it arose in the code after it (the loss, or a function)"
-    )
+    reason = f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a function){doubt}"
     return Culprit(BACKWARD, producer, look, reason, after=True)
 
 

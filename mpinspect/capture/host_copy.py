@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy.typing as npt
@@ -35,3 +36,26 @@ class HostCopy:
             self.event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()
         return array
+
+
+def copy_groups(
+    groups: Iterable[list[int]], stacked: Callable[[list[int]], torch.Tensor], failed: Callable[[int, Exception], None]
+) -> list[tuple[list[int], HostCopy]]:
+    """Copy each group of tensors at once, with their places; where that fails, each alone, so that no other is lost with one.
+
+    Args:
+        groups: places of tensors that can be stacked.
+        stacked: the tensors at some places as one, its first dimension theirs.
+        failed: called with the place of a tensor that can't be copied, and the error.
+    """
+    copies = []
+    for places in groups:
+        try:
+            copies.append((places, HostCopy(stacked(places))))
+        except Exception:
+            for place in places:
+                try:
+                    copies.append(([place], HostCopy(stacked([place]))))
+                except Exception as error:
+                    failed(place, error)
+    return copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +18,9 @@ _FIRST_CAPACITY = 128
 
 
 class HostRows:
-    """The rows that one capture fills on the CPU.
+    """The rows that one capture fills on the CPU."""
 
-    Args:
-        note: called with a sentence on what could not be counted.
-    """
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         #: Backwards may run in several threads.
         self._lock = threading.Lock()
         self._capacity = _FIRST_CAPACITY
@@ -54,37 +48,18 @@ class HostRows:
         counter.fill(tensor, self._addresses[slot])
         return self._slots[slot]
 
-    @torch.no_grad()
     def count_together(self, waiting: list[Waiting]) -> None:
-        """Count gradients, together where that can be; of one that can't be counted nothing is found, and a note says so."""
+        """Count those gradients that can be counted in one call; of the others, and if the call fails, nothing is found."""
         counter, slots = self._counter, []
         for each in waiting:
             slot = self._take() if counter is not None and counter.takes(each.values) else None
-            if slot is None:
-                self._count_alone(each, None)
-            else:
+            if slot is not None:
                 slots.append((each, slot))
         if not slots:
             return
-        try:
-            counter.fill_many([(each.values, self._addresses[slot]) for each, slot in slots])
-        except Exception:
-            for each, slot in slots:
-                self._count_alone(each, slot)
-        else:
-            for each, slot in slots:
-                each.found = self._slots[slot]
-
-    def _count_alone(self, each: Waiting, slot: int | None) -> None:
-        """So that where something is amiss about one of them the others are none the worse for it."""
-        try:
-            if slot is None:
-                each.found = fastest.count(each.values)
-            else:
-                self._counter.fill_many([(each.values, self._addresses[slot])])
-                each.found = self._slots[slot]
-        except Exception as error:
-            self._note(f"a weight gradient could not be counted: {error}")
+        counter.fill_many([(each.values, self._addresses[slot]) for each, slot in slots])
+        for each, slot in slots:
+            each.found = self._slots[slot]
 
     def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
         """Copy those of the step's rows that lie here: their indices, and the one copy. The next step begins."""

@@ -40,6 +40,9 @@ class Layer:
     is_leaf: bool
     counted: bool
 
+    def __str__(self) -> str:
+        return repr(self.path) if self.path else "the model itself"
+
     @cached_property
     def gradient_key(self) -> TensorKey:
         """Of the gradients at its outputs; made once, since every gradient that arrives asks for it."""
@@ -54,6 +57,9 @@ class WatchedParameter:
     owner: str
     parameter: torch.nn.Parameter
     counted: bool
+
+    def __str__(self) -> str:
+        return repr(self.name)
 
     @cached_property
     def gradient_key(self) -> TensorKey:

@@ -13,6 +13,7 @@ from mpinspect.capture.layers import WatchedParameter
 from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.updates import lost_updates_by_format, unmoved
 from mpinspect.counting.fastest import count
+from mpinspect.counting.pieces import detached_values
 from mpinspect.session import UPDATE, TensorKey
 
 
@@ -81,18 +82,22 @@ class UpdateCapture:
     def before(self, optimizer: torch.optim.Optimizer, parameters: Iterable[WatchedParameter]) -> None:
         """The optimizer is about to step these parameters."""
         still = _held_still(optimizer)
-        self._before[id(optimizer)] = [
-            (watched, local_part(watched.parameter).detach().clone())
-            for watched in parameters
-            if watched.counted and id(watched.parameter) not in still
-        ]
+        before = self._before[id(optimizer)] = []
+        for watched in parameters:
+            moves = watched.parameter.requires_grad or watched.parameter.grad is not None
+            if watched.counted and moves and id(watched.parameter) not in still:
+                with self._tally.unread.left_out(TensorKey(watched.name, UPDATE)):
+                    before.append((watched, detached_values(local_part(watched.parameter)).clone()))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped."""
+        may_have_skipped = getattr(optimizer, "found_inf", None) is not None
         for watched, weight in self._before.pop(id(optimizer), ()):
             gradient = watched.parameter.grad
             if gradient is not None and weight.is_floating_point():
-                self._count(watched, weight, local_part(gradient), getattr(optimizer, "found_inf", None) is not None)
+                key = TensorKey(watched.name, UPDATE)
+                with self._tally.unread.left_out(key):
+                    self._count(key, watched.parameter, weight, gradient, may_have_skipped)
 
     def forget(self) -> None:
         """Let the copies go: that step did not happen."""
@@ -100,16 +105,21 @@ class UpdateCapture:
 
     @torch.no_grad()
     def _count(
-        self, watched: WatchedParameter, before: torch.Tensor, gradient: torch.Tensor, may_have_skipped: bool
+        self,
+        key: TensorKey,
+        parameter: torch.Tensor,
+        before: torch.Tensor,
+        gradient: torch.Tensor,
+        may_have_skipped: bool,
     ) -> None:
-        after = local_part(watched.parameter).detach()
+        after = detached_values(local_part(parameter))
         wide = torch.float64 if before.dtype == torch.float64 else torch.float32
         update = after.to(wide) - before.to(wide)
-        key = TensorKey(watched.name, UPDATE)
-        self._tally.add(Sample(key, count(update), update.numel(), dtype_name(before.dtype)))
-        stored = passed_through(before.dtype)
+        row, stored, lost = count(update), passed_through(before.dtype), {}
         if stored == "float32":
-            for name, counts in lost_updates_by_format(before, update).items():
-                self._tally.add_lost_updates(key, name, counts, measured=False)
+            lost = lost_updates_by_format(before, update)
         elif gradient.layout is torch.strided and not may_have_skipped:
-            self._tally.add_lost_updates(key, stored, unmoved(before, after, gradient), measured=True)
+            lost = {stored: unmoved(before, after, detached_values(local_part(gradient)))}
+        self._tally.add(Sample(key, row, update.numel(), dtype_name(before.dtype)))
+        for name, counts in lost.items():
+            self._tally.add_lost_updates(key, name, counts, measured=stored != "float32")

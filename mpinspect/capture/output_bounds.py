@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
 
+from mpinspect.capture.hooks import ModelHook
 from mpinspect.counting.magnitude import largest_magnitude
 
 _VALUE_BY_VALUE = (
@@ -47,6 +48,10 @@ _LARGEST = {
 _LARGEST_OF_PRODUCTS = {
     dtype: torch.finfo(dtype).max * 2.0**-40 for dtype in (torch.float64, torch.float32, torch.bfloat16)
 }
+#: Their gradient is at most that at their output. (GELU's and SiLU's may compute infinity times zero of large values.)
+_NO_STEEPER_THAN_1 = (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.Identity)
+#: Below FP16's largest value, 2^16, by as much as a convolution's transforms may add.
+_LARGEST_GRADIENT = 2.0**12
 #: A smaller output, or one that is less than so many times the weight, is read in no more time.
 _LEAST_PRODUCT, _LEAST_TIMES_WEIGHT = 1 << 15, 2
 
@@ -63,17 +68,52 @@ def output_bound(module: nn.Module, output: torch.Tensor, largest: float) -> flo
         module: one of those that ``may_bound``, with one forward hook of ours.
         largest: what no magnitude exceeds in what went in, 1 or more, finite.
     """
-    if (
-        len(module._forward_hooks) != 1
-        or "forward" in vars(module)
-        or type(module).forward is not _FORWARDS.get(type(module))
-        or global_hooks._global_forward_hooks
-    ):
+    if len(module._forward_hooks) != 1 or not _runs_torchs_own(module):
         return None
     function = _PRODUCTS.get(type(module))
     if function is not None:
         return _of_product(module, function, output, largest)
     return largest if largest <= _LARGEST.get(output.dtype, 0.0) else None
+
+
+def stays_finite(module: nn.Module) -> bool:
+    """Whether a module returns finite values whenever it is given finite ones."""
+    return type(module) in _VALUE_BY_VALUE and _only_our_hooks(module) and _runs_torchs_own(module)
+
+
+def gradient_stays_finite(module: nn.Module, largest: float) -> bool:
+    """Whether a module is certain to hand a finite gradient on to its input.
+
+    Reads the weight of linear layers and convolutions.
+
+    Args:
+        largest: what no magnitude exceeds in the gradient at its output.
+    """
+    if not _only_our_hooks(module) or not _runs_torchs_own(module):
+        return False
+    if type(module) in _NO_STEEPER_THAN_1:
+        return True
+    weight = module._parameters.get("weight")
+    if type(module) not in _PRODUCTS or weight is None or not weight.numel():
+        return False
+    of_weight = largest_magnitude(weight)
+    # A sum over output channels, and over a convolution's taps, in any order. Where autocast computes it in FP16, in that.
+    terms = weight.numel() // weight.shape[1]
+    return of_weight is not None and terms * largest * of_weight <= _LARGEST_GRADIENT
+
+
+def _runs_torchs_own(module: nn.Module) -> bool:
+    """Whether what the module returns is made by the forward that torch gave its class, and by no hook on all modules."""
+    return (
+        "forward" not in vars(module)
+        and type(module).forward is _FORWARDS.get(type(module))
+        and not global_hooks._global_forward_hooks
+    )
+
+
+def _only_our_hooks(module: nn.Module) -> bool:
+    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(others) and all(isinstance(hook, ModelHook) for hook in module._forward_hooks.values())
 
 
 def _of_product(module: nn.Module, function: str, output: torch.Tensor, largest: float) -> float | None:

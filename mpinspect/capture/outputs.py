@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from mpinspect.capture.distributed import local_part
-
 #: Nesting deeper than this is not a module's output but some object's private life.
 _MAX_DEPTH = 6
 
@@ -35,8 +33,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None), depth + 1)
 
 
-def local_tensors(value: Any) -> list[torch.Tensor]:
-    """The same as a list, of distributed tensors this process's part. A tensor, or a tuple of some, is the usual case."""
+def tensor_list(value: Any) -> list[torch.Tensor]:
+    """The same as a list. A tensor, or a tuple of some, is the usual case."""
     if type(value) is torch.Tensor:
         return [value] if value.is_floating_point() or value.is_complex() else []
     if type(value) is tuple:
@@ -48,4 +46,4 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
                 found.append(item)
         else:
             return found
-    return [local_part(tensor) for tensor in tensors_in(value)]
+    return list(tensors_in(value))

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.capture.sinks import Sink, Sinks
@@ -18,6 +18,7 @@ from mpinspect.session import (
     ScaleChange,
     Session,
     TensorInfo,
+    TensorKey,
     Window,
     merge_windows,
     window_limit,
@@ -28,6 +29,8 @@ from mpinspect.tensor_columns import TensorColumns
 EVENT_LIMIT = 1000
 #: Changes of the loss scale held: a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
+#: Tensors that one note names.
+NAMED_LIMIT = 5
 #: Least time between two writes, and how many times a write's own cost must pass between two (2% at most).
 WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 50
@@ -107,6 +110,27 @@ class Recording:
             self._announce(event)
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
+
+    def unread(self, done: str, tensors: Mapping[str, Sequence[TensorKey]]) -> None:
+        """Name the tensors that could not be read, in a note and, should they never be counted, in the report's coverage.
+
+        Args:
+            done: what was to be done with them: "counted", "watched".
+            tensors: by the error that was raised.
+        """
+        for reason, keys in tensors.items():
+            names = [
+                f"the {key.kind.replace('_', ' ')} of {key.name!r}" if key.name else f"the model's own {key.kind}"
+                for key in keys
+            ]
+            more = f" and {len(names) - NAMED_LIMIT} more" if len(names) > NAMED_LIMIT else ""
+            self.note(
+                f"{', '.join(names[:NAMED_LIMIT])}{more} could not be {done} ({reason}); all else is, and the training is not "
+                "affected"
+            )
+        notes = {key: f"could not be counted: {reason}" for reason, keys in tensors.items() for key in keys}
+        if notes and done == "counted":
+            self.watch([replace(info, note=info.note or notes.get(info.key, "")) for info in self._watched])
 
     def scale(self, step: int, scale: float | None) -> None:
         """The loss scale of a step; kept where it changes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ import torch
 
 from mpinspect.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
 from mpinspect.capture.device_rows import DeviceRows
-from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.guard import Unread
+from mpinspect.capture.host_copy import HostCopy, copy_groups
 from mpinspect.capture.host_rows import HostRows
 from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.capture.waiting import Waiting
@@ -59,20 +61,25 @@ class Sample(NamedTuple):
     scale: BackwardScale = UNSCALED
 
 
+class _Rows(NamedTuple):
+    """Rows on their way to the host, and what they are of, in the order in which ``copy`` brings them."""
+
+    samples: list[SampleOf]
+    numels: list[int]
+    copy: HostCopy
+
+
 @dataclass
 class _Step:
     """A sampled step on its way to the host.
 
     Args:
-        samples, numels: those with a row, in the order in which ``rows`` bring them.
         scales: those of the step, by number; ``scale_copies`` brings the values that are still on a device.
         gradient_scales: numbers of those that gradients have.
     """
 
     step: int
-    samples: list[SampleOf]
-    numels: list[int]
-    rows: list[HostCopy]
+    rows: list[_Rows]
     scales: list[BackwardScale]
     scale_copies: list[tuple[list[int], HostCopy]]
     gradient_scales: list[int]
@@ -93,6 +100,8 @@ class Tally:
         drop: Callable[[str], None],
         scale_seen: Callable[[int, float | None], None],
     ) -> None:
+        #: The tensors that could not be counted.
+        self.unread = Unread()
         self._drop = drop
         self._scale_seen = scale_seen
         self._pending: list[Sample] = []
@@ -102,14 +111,23 @@ class Tally:
         self._arrangement = Arrangement([], [], [])
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
-        self._host_rows = HostRows(drop)
+        self._host_rows = HostRows()
         self._device_rows: dict[torch.device, DeviceRows] = {}
 
-    def count(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
-        """The row of a tensor for a sample of the current step, as from ``counting.count``. Waits for no GPU.
+    def count(
+        self, key: TensorKey, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the row of a tensor for a sample of the current step, as from ``counting.count``. Waits for no GPU.
 
-        It may be part of a buffer, and hold something else when the next step begins.
+        It may be part of a buffer, and hold something else when the next step begins. None where the tensor can't be counted.
         """
+        try:
+            return self._row(tensor, divisor)
+        except Exception as error:
+            self.unread.failed(key, error)
+            return None
+
+    def _row(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None) -> torch.Tensor:
         if divisor is None and tensor.is_cpu:
             return self._host_rows.count(tensor)
         if divisor is None and tensor.is_cuda:
@@ -122,13 +140,19 @@ class Tally:
         for each in waiting:
             by_device.setdefault(each.values.device, []).append(each)
         for device, group in by_device.items():
-            if device.type == "cpu":
-                self._host_rows.count_together(group)
-            elif device.type == "cuda":
-                self._rows_on(device).count_together(group)
-            else:
-                for each in group:
-                    each.found = fastest.count(each.values)
+            if device.type in ("cpu", "cuda"):
+                try:
+                    (self._host_rows if device.type == "cpu" else self._rows_on(device)).count_together(group)
+                except Exception as error:
+                    # One of them may be the reason.
+                    self._drop(
+                        f"weight gradients could not be counted together ({type(error).__name__}: {error}) and are one by one; "
+                        "the training is not affected"
+                    )
+            for each in group:
+                if each.found is None:
+                    with nullcontext() if each.stream is None else torch.cuda.stream(each.stream):
+                        each.found = self.count(each.watched.gradient_key, each.values)
 
     def _buffers(self) -> list[HostRows | DeviceRows]:
         return [self._host_rows, *self._device_rows.values()]
@@ -164,12 +188,12 @@ class Tally:
         if self._pending or self._pending_lost:
             self._send(step)
         while self._travelling and all(copy.ready() for copy in _copies(self._travelling[0])):
-            self._take(self._travelling.popleft())
+            self._take_next()
 
     def close_window(self, *, wait: bool = False) -> Window | None:
         """The window since the last call, or None if nothing was sampled. ``wait`` for what is still on a GPU."""
         while wait and self._travelling:
-            self._take(self._travelling.popleft())
+            self._take_next()
         if not self._steps:
             return None
         window, steps, peaks = self._open, self._steps, self._gradient_peaks
@@ -181,7 +205,7 @@ class Tally:
     def _send(self, step: int) -> None:
         samples, self._pending = self._pending, []
         lost, self._pending_lost = self._pending_lost, []
-        copies = self._send_rows([sample.row for sample in samples])
+        copies = self._send_rows(samples)
         numbers: dict[int, int] = {}
         of = [
             SampleOf(
@@ -190,34 +214,58 @@ class Tally:
             for sample in samples
         ]
         scales = list({id(sample.scale): sample.scale for sample in samples}.values())
-        order = [index for indices, _ in copies for index in indices]
         self._travelling.append(
             _Step(
                 step,
-                [of[index] for index in order],
-                [samples[index].numel for index in order],
-                [copy for _, copy in copies],
+                [_Rows([of[i] for i in places], [samples[i].numel for i in places], copy) for places, copy in copies],
                 scales,
-                _copy_alike([scale.on_device for scale in scales]),
+                _copy_alike([scale.on_device for scale in scales], lambda number, error: None),
                 list(dict.fromkeys(each.scale for each in of if each.key.kind in GRADIENT_KINDS)),
                 [(key, name, measured) for key, name, measured, _ in lost],
-                _copy_alike([counts for *_, counts in lost]),
+                _copy_alike([counts for *_, counts in lost], lambda i, error: self.unread.failed(lost[i][0], error)),
             )
         )
 
-    def _send_rows(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
-        """Those in a buffer in one copy, the others beside it."""
-        copies = [copy for buffer in self._buffers() for copy in buffer.send(rows)]
-        done = {index for indices, _ in copies for index in indices}
-        return copies + _copy_alike([None if index in done else row for index, row in enumerate(rows)])
+    def _send_rows(self, samples: list[Sample]) -> list[tuple[list[int], HostCopy]]:
+        """Those in a buffer in one copy, the others beside it, and those of a buffer that can't be sent too."""
+        rows: list[torch.Tensor | None] = [sample.row for sample in samples]
+        copies = []
+        for buffer in self._buffers():
+            try:
+                copies += buffer.send([sample.row for sample in samples])
+            except Exception:
+                buffer.drop()
+        for places, _ in copies:
+            for place in places:
+                rows[place] = None
+        return copies + _copy_alike(rows, lambda place, error: self.unread.failed(samples[place].key, error))
+
+    def _take_next(self) -> None:
+        """Take in the step that was sent first; a fault costs that step."""
+        step = self._travelling.popleft()
+        try:
+            self._take(step)
+        except Exception as error:
+            self._drop(f"the counts of a step were lost on their way to the host ({type(error).__name__}: {error})")
 
     def _take(self, step: _Step) -> None:
         scales = _arrived_scales(step)
-        row_sets: list[IntArray] = [copy.values() for copy in step.rows]
-        arrangement = self._arranged(step.samples, scales, row_sets)
+        samples: list[SampleOf] = []
+        numels: list[int] = []
+        row_sets: list[IntArray] = []
+        for rows in step.rows:
+            try:
+                row_sets.append(rows.copy.values())
+            except Exception as error:
+                for sample in rows.samples:
+                    self.unread.failed(sample.key, error)
+            else:
+                samples += rows.samples
+                numels += rows.numels
+        arrangement = self._arranged(samples, scales, row_sets)
         for name in arrangement.not_counted:
             self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
-        peak = self._open.add_step(arrangement, row_sets, np.array(step.numels, dtype=np.int64))
+        peak = self._open.add_step(arrangement, row_sets, np.array(numels, dtype=np.int64))
         for value in dict.fromkeys(scales[number].value for number in step.gradient_scales):
             self._scale_seen(step.step, value)
         if step.lost:
@@ -235,21 +283,21 @@ class Tally:
 
 
 def _copies(step: _Step) -> Iterable[HostCopy]:
-    yield from step.rows
+    yield from (rows.copy for rows in step.rows)
     yield from (copy for _, copy in step.scale_copies)
     yield from (copy for _, copy in step.lost_counts)
 
 
-def _copy_alike(tensors: list[torch.Tensor | None]) -> list[tuple[list[int], HostCopy]]:
-    """One copy for each group of tensors that share device, shape and dtype, with the places where they stood."""
+def _copy_alike(
+    tensors: list[torch.Tensor | None], failed: Callable[[int, Exception], None]
+) -> list[tuple[list[int], HostCopy]]:
+    """Copy each group of tensors that share device, shape and dtype at once, with the places where they stood."""
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor is not None:
             groups.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
-    return [
-        (indices, HostCopy(torch.stack([tensor for index in indices if (tensor := tensors[index]) is not None])))
-        for indices in groups.values()
-    ]
+    given: Any = tensors
+    return copy_groups(groups.values(), lambda places: torch.stack([given[place] for place in places]), failed)
 
 
 def _arrived_scales(step: _Step) -> list[StepScale]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,13 +21,16 @@ import torch
 from mpinspect.capture import culprit
 from mpinspect.capture.calls import Fresh, StepCalls
 from mpinspect.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen
-from mpinspect.capture.host_copy import HostCopy
+from mpinspect.capture.distributed import local_part
+from mpinspect.capture.guard import Unread
+from mpinspect.capture.host_copy import HostCopy, copy_groups
 from mpinspect.capture.last_values import LastValues
 from mpinspect.capture.loss_scale import BackwardScale
 from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import layout
 from mpinspect.counting.magnitude import largest_magnitude
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event
+from mpinspect.counting.pieces import detached_values
+from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event, TensorKey
 
 #: Maxima remembered of each tensor.
 RING_LENGTH = 8
@@ -68,6 +71,10 @@ class _StepLog:
     bounds: dict[int, float] = field(default_factory=dict)
     #: The same by module, of outputs that were not looked at.
     within: dict[str, float] = field(default_factory=dict)
+    #: Whether an output that is known already is not finite.
+    broken: bool = False
+    #: Modules that can't have made the first infinity or NaN, where that was found out before the weights moved.
+    innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
     skipped: bool | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
@@ -88,11 +95,16 @@ class Watch:
     """Sees tensors go by; tells the first culprit of each step.
 
     Args:
-        leaves: dotted paths of the modules without submodules.
+        stays_finite: whether a module, by its path, returns finite values whenever it is given finite ones.
+        gradient_stays_finite: whether it hands on a finite gradient, given that at its outputs, within a magnitude.
     """
 
-    def __init__(self, leaves: set[str]) -> None:
-        self._leaves = leaves
+    def __init__(
+        self, stays_finite: Callable[[str], bool], gradient_stays_finite: Callable[[str, float], bool]
+    ) -> None:
+        #: The tensors that could not be looked at.
+        self.unread = Unread()
+        self._stays_finite, self._gradient_stays_finite = stays_finite, gradient_stays_finite
         self._log = _StepLog()
         self._travelling: deque[_Travelling] = deque()
         self._maxima: dict[tuple[str, str], deque[float]] = {}
@@ -144,6 +156,7 @@ class Watch:
     ) -> bool:
         """The forward's output (``row``: its counts, where it was counted already). Whether it is known to be finite."""
         found: torch.Tensor | float | None = row
+        tensor = local_part(tensor)
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
         if before is not None:
             found, exact = before
@@ -159,6 +172,7 @@ class Watch:
             return False
         self._keep(module, tensor, look.value, True)
         if not math.isfinite(look.value):
+            self._log.broken = True
             return False
         self._log.bounds[number] = look.value
         return True
@@ -176,6 +190,11 @@ class Watch:
             self._last_module = module
         else:
             self._last_output.forget()
+
+    @property
+    def forward_is_broken(self) -> bool:
+        """Whether an output of this step is known not to be finite."""
+        return self._log.broken
 
     def look_at_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
         """An output of this call is not known to be finite: so it matters whether what went in was, where no module made it."""
@@ -198,7 +217,7 @@ class Watch:
 
         ``found``: what is known of it, where it was looked at or counted already. Returns what is known of it now.
         """
-        value = _value(gradient, found, False)
+        value = self._read(TensorKey(module, ACTIVATION_GRADIENT), gradient, found, False)
         if value is None:
             return None
         self._log.looks.append(
@@ -221,7 +240,7 @@ class Watch:
         """Parameters' gradients that have waited: the looks at them, where nothing was found so far, take their places."""
         looks, merged, done = self._log.looks, [], 0
         for each in gradients:
-            value = _value(each.values, each.found, False)
+            value = self._read(each.watched.gradient_key, each.values, each.found, False)
             if value is None:
                 continue
             merged += looks[done : each.place]
@@ -241,14 +260,15 @@ class Watch:
 
     def forward_broke(self) -> bool | None:
         """Whether the last output of this step is not finite, which mostly is so where anything before it was; None on a GPU."""
-        look = self._log.last_output
-        if look is None:
-            return None
-        if isinstance(look.value, float):
-            return not math.isfinite(look.value)
-        if look.value[0].device.type != "cpu":
-            return None
-        return not math.isfinite(from_extremes(*(value.double().numpy().item() for value in look.value)))
+        return _is_broken(self._log.last_output)
+
+    def weights_are_about_to_move(self) -> None:
+        """An optimizer is about to step: where the last gradient is not finite, find out now who can't have made that."""
+        looks = self._log.looks
+        if self._log.innocent is None and looks and looks[-1].phase == BACKWARD and _is_broken(looks[-1]):
+            seen = _seen(looks, [_at_once(look.value) for look in looks])
+            stories, _ = self._log.calls.stories()
+            self._log.innocent = self._innocent(seen, stories)
 
     def backward_scale(self, scale: BackwardScale) -> None:
         """The loss scale of this step's backward."""
@@ -278,7 +298,7 @@ class Watch:
         if log.looks or log.found_inf:
             self._steps += 1
             found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
-            self._travelling.append(_Travelling(log, _copies(log.looks), found_inf))
+            self._travelling.append(_Travelling(log, self._copies(log), found_inf))
         return self.drain(wait=False)
 
     def drain(self, *, wait: bool = True) -> list[Event]:
@@ -290,6 +310,26 @@ class Watch:
                 events.append(event)
         return events
 
+    def _copies(self, log: _StepLog) -> list[tuple[list[int], HostCopy]]:
+        """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
+        groups: dict[Any, list[int]] = {}
+        values: dict[int, Any] = {
+            index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)
+        }
+        for index, value in values.items():
+            groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
+        lost = set()
+
+        def failed(index: int, error: Exception) -> None:
+            lost.add(index)
+            self.unread.failed(TensorKey(log.looks[index].name, log.looks[index].what), error)
+
+        copies = copy_groups(groups.values(), lambda places: _stacked([values[index] for index in places]), failed)
+        if not lost:
+            return copies
+        log.looks = [look for index, look in enumerate(log.looks) if index not in lost]
+        return self._copies(log)
+
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
         largest = _largest(log.looks, arrived.copies)
@@ -299,10 +339,7 @@ class Watch:
         if all(map(math.isfinite, largest)):
             self._remember(log, largest)
             return None
-        seen = [
-            Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
-            for look, value in zip(log.looks, largest, strict=True)
-        ]
+        seen = _seen(log.looks, largest)
         # Gradients do not depend on the loss's own value: an infinite one that left them finite is nothing.
         loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
         suspicious = [
@@ -311,10 +348,27 @@ class Watch:
             if (look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless)
             and (look.what != SCALED_LOSS or loss_matters)
         ]
-        found = culprit.find_culprit(suspicious, *log.calls.stories(), self._leaves)
+        stories, calls = log.calls.stories()
+        innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
+        read = {look.tensor for look in log.looks} | log.bounds.keys()
+        found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
         event = self._event(found, suspicious, log) if found is not None else None
         self._remember(log, largest)
         return event
+
+    def _innocent(self, seen: list[Seen], stories: list[culprit.TensorStory]) -> frozenset[str]:
+        """Modules that can't have made the first infinity or NaN of what they were given."""
+        first = culprit.first_broken(seen)
+        if first is None or first.tensor < 0:
+            return frozenset()
+        if first.phase == FORWARD:
+            return frozenset([first.module] if self._stays_finite(first.module) else [])
+        largest = culprit.largest_at_output(seen, stories, first)
+        return frozenset(
+            module
+            for module in dict.fromkeys(stories[first.tensor].consumers)
+            if module in largest and self._gradient_stays_finite(module, largest[module])
+        )
 
     def _remember(self, log: _StepLog, largest: list[float]) -> None:
         self._within.update(log.within)
@@ -372,16 +426,24 @@ class Watch:
         found: Found | None,
         is_input: bool = False,
     ) -> _Look | None:
-        value = _value(tensor, found, phase == FORWARD)
+        value = self._read(TensorKey(name, what), tensor, found, phase == FORWARD)
         if value is None:
             return None
         look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
         self._log.looks.append(look)
         return look
 
+    def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
+        """What is to be known of a tensor; None for those that have no value, or none that can be had."""
+        try:
+            return _value(tensor, found, at_once)
+        except Exception as error:
+            self.unread.failed(key, error)
+            return None
+
 
 def _value(tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
-    """What is to be known of a tensor; None for those that have no value, or none that can be had.
+    """What is to be known of a tensor; None for those that have no value.
 
     ``at_once``: of a row on a CPU, which is filled by now; others are read when the step ends.
     """
@@ -391,6 +453,7 @@ def _value(tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value |
         return found
     if not tensor.numel():
         return None
+    tensor = local_part(tensor)
     largest = largest_magnitude(tensor)
     return extremes(tensor) if largest is None else largest
 
@@ -400,7 +463,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
     None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
     """
-    tensor = tensor.detach()
+    tensor = detached_values(tensor)
     if tensor.layout is not torch.strided:
         # Of an uncoalesced one the values before they are added up: coalescing waits for the GPU.
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
@@ -421,21 +484,37 @@ def _scale_value(scale: BackwardScale | None) -> float | None:
     return float(scale.on_device)
 
 
-def _copies(looks: list[_Look]) -> list[tuple[list[int], HostCopy]]:
-    """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
-    groups: dict[Any, list[int]] = {}
-    values = {index: look.value for index, look in enumerate(looks) if isinstance(look.value, tuple)}
-    for index, value in values.items():
-        groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
-    return [(indices, HostCopy(_stacked([values[index] for index in indices]))) for indices in groups.values()]
-
-
 def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Extremes as (n, 2), float32 or float64; the heads of rows as (n, HEADER), int64."""
     if len(values[0]) == 1:
         return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
     flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
     return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
+
+
+def _seen(looks: Iterable[_Look], largest: Iterable[float]) -> list[Seen]:
+    return [
+        Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
+        for look, value in zip(looks, largest, strict=True)
+    ]
+
+
+def _at_once(value: _Value) -> float:
+    """The largest magnitude where it is known on the host; 0 where a device has it, which is not waited for."""
+    if isinstance(value, float):
+        return value
+    if value[0].device.type != "cpu":
+        return 0.0
+    if len(value) == 1:
+        return _from_row(value[0].numpy())
+    return from_extremes(*(each.double().numpy().item() for each in value))
+
+
+def _is_broken(look: _Look | None) -> bool | None:
+    """Whether it is not finite; None where there is no look, and where a device has the value."""
+    if look is None or (isinstance(look.value, tuple) and look.value[0].device.type != "cpu"):
+        return None
+    return not math.isfinite(_at_once(look.value))
 
 
 def _largest(looks: list[_Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:

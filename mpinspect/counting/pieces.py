@@ -27,10 +27,7 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         ValueError: a tensor on the meta device.
     """
     check(tensor)
-    values = tensor.detach()
-    if type(values) is not torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            values = values.as_subclass(torch.Tensor)
+    values = detached_values(tensor)
     implicit_zeros = 0
     if values.layout is not torch.strided:
         values, implicit_zeros = _stored(values)
@@ -39,6 +36,27 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         values = torch.view_as_real(values.conj() if values.is_conj() else values)
         implicit_zeros *= 2
     return values.resolve_neg(), implicit_zeros
+
+
+def detached_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values as a tensor of torch's own type: the same memory, or what a quantised subclass stands for.
+
+    Raises:
+        TypeError: a subclass whose values lie elsewhere (``torch.Tensor._make_wrapper_subclass``) and can't be asked for.
+    """
+    values = tensor.detach()
+    if type(values) is torch.Tensor:
+        return values
+    if type(values).dequantize is not torch.Tensor.dequantize:
+        values = values.dequantize()
+    with torch._C.DisableTorchFunctionSubclass():
+        values = values.as_subclass(torch.Tensor)
+    if type(values) is not torch.Tensor:
+        raise TypeError(
+            f"{_kind(tensor)} is a subclass of torch.Tensor that has no memory of its own and no dequantize(): its values lie in "
+            "other tensors"
+        )
+    return values
 
 
 def check(tensor: torch.Tensor) -> None:

@@ -1,0 +1,408 @@
+"""A fault at one tensor costs that tensor: all others are counted exactly, the training is bit-identical, the tensor is named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from mpinspect import Inspector, Session
+from mpinspect.capture import broken_weights, host_copy, optimizers, watch
+from mpinspect.capture.host_rows import HostRows
+from mpinspect.counting import fastest
+from mpinspect.counting.cpu import counter
+from mpinspect.session import KINDS, TensorKey
+
+STEPS = 6
+#: Elements of the tensors of the layer at which something fails: no other layer's have as many.
+ODD = 7 * 5
+
+
+class Wrapper(torch.Tensor):
+    """Keeps its values in another tensor and has no memory: its operators run on that one, and come back wrapped."""
+
+    elem: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, elem.shape, dtype=elem.dtype)  # type: ignore[attr-defined]
+        made.elem = elem
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(value: Any) -> Any:
+            return value.elem if isinstance(value, Wrapper) else value
+
+        def wrapped(value: Any) -> Any:
+            return cls(value) if isinstance(value, torch.Tensor) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(bare, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map(wrapped, func(*args, **kwargs))
+
+
+class Refuses(Wrapper):
+    """Lets nobody near it: every operator, detach() included, raises."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"Refuses {func}")
+
+
+class Quantised(Wrapper):
+    """Int8 values and a scale: the weight that they stand for is had by dequantize(), as with torchao's."""
+
+    scale = 0.25
+
+    @staticmethod
+    def __new__(cls, elem: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, elem.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.elem = elem
+        return made
+
+    def dequantize(self) -> torch.Tensor:
+        return self.elem.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].elem)
+        raise NotImplementedError(f"Quantised: {func}")
+
+
+def _unwrapped(tensor: Any) -> torch.Tensor:
+    """The plain values of whatever these tests use."""
+    for name in ("elem", "a"):
+        if hasattr(tensor, name):
+            return _unwrapped(getattr(tensor, name))
+    return tensor.detach()
+
+
+class _Enter(torch.autograd.Function):
+    """From a plain tensor to a subclass, and in the backward back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wrap: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return wrap(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _unwrapped(gradient), None
+
+
+class _Leave(torch.autograd.Function):
+    """The other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wrap: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.wrap = wrap
+        return _unwrapped(x).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.wrap(gradient.clone()), None
+
+
+def _two(x: torch.Tensor) -> TwoTensor:
+    return TwoTensor(x, x.clone())
+
+
+class _Border(nn.Module):
+    def __init__(self, function: Any, wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.wrap = function, wrap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x, self.wrap)
+
+
+class _OddWeight(nn.Module):
+    """A linear layer that computes with what its weight, a subclass, stands for; plain tensors go in and out."""
+
+    def __init__(self, weight: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.value = weight, value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.value(self.weight)
+
+
+def _train(model: nn.Module, inspect: bool, kinds: tuple[str, ...] = KINDS) -> tuple[Session, list[torch.Tensor]]:
+    """What was recorded, and the weights afterwards."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    inspector = Inspector(model, capture=kinds)
+    if inspect:
+        inspector.attach()
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+    if inspect:
+        inspector.detach()
+    return inspector.session(), [_unwrapped(parameter).clone() for parameter in model.parameters()]
+
+
+def _between(wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool) -> nn.Module:
+    """The inner layers run on subclasses: weight, outputs and gradients; those around them on plain tensors."""
+    torch.manual_seed(0)
+    inner = nn.Linear(4, 4, bias=False)
+    if wrap is not _unwrapped:
+        inner.weight = nn.Parameter(wrap(inner.weight.detach().clone()), requires_grad=trainable)
+    else:
+        inner.weight.requires_grad_(trainable)
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        _Border(_Enter, wrap),
+        inner,
+        _Border(_Leave, wrap),
+        nn.Linear(4, 4),
+        nn.Tanh(),
+        nn.Linear(4, 1),
+    )
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("wrap", [_two, Wrapper], ids=["TwoTensor", "wrapper"])
+def test_subclasses_without_memory_cost_no_other_tensor(
+    wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool
+) -> None:
+    """Weights, outputs, gradients and updates that are subclasses: all five kinds, with the watch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        odd, weights = _train(_between(wrap, trainable), True)
+    plain, plain_weights = _train(_between(_unwrapped, trainable), True)
+    _, bare_weights = _train(_between(wrap, trainable), False)
+    for weight, bare, other in zip(weights, bare_weights, plain_weights, strict=True):
+        assert torch.equal(weight, bare)
+        assert torch.equal(weight, other)
+    expected = {key: window for key, window in plain.totals().items() if key.name not in ("1", "2", "2.weight")}
+    assert len(expected) == 5 * 2 + 6 * 3  # Five modules with two kinds each, six parameters with three.
+    assert odd.totals() == expected
+    assert odd.progress.steps == STEPS
+    assert not [note for note in odd.notes if "sharded" in note]
+    for name in ("2.weight", "2"):
+        assert [note for note in odd.notes if name in note and wrap(torch.ones(1)).__class__.__name__ in note]
+    reasons = {info.key: info.note for info in odd.watched if info.key not in odd.totals()}
+    assert all(type(wrap(torch.ones(1))).__name__ in reason or "frozen" in reason for reason in reasons.values()), (
+        reasons
+    )
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Refuses, Quantised])
+def test_a_frozen_weight_that_is_no_plain_tensor(kind: type[Wrapper]) -> None:
+    """The layer's outputs and gradients are plain, and all of them are counted, as are all other layers."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        inner = torch.randint(-4, 4, (4, 4), dtype=torch.int8) if kind is Quantised else torch.randn(4, 4)
+        value: Any = Quantised.dequantize if kind is Quantised else _unwrapped
+        # As Parameter() makes one, without an operator of a class that refuses them.
+        weight = kind(inner)
+        weight._is_param = True
+        return nn.Sequential(nn.Linear(4, 4), _OddWeight(weight, value), nn.Linear(4, 1))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session, weights = _train(model(), True)
+    _, bare = _train(model(), False)
+    assert all(torch.equal(here, there) for here, there in zip(weights, bare, strict=True))
+    totals = session.totals()
+    others = {info.key for info in session.watched if not info.name.startswith("1.")}
+    assert others <= set(totals)
+    assert {totals[key].samples for key in others} == {STEPS}
+    key = TensorKey("1.weight", "weight")
+    if kind is Quantised:
+        # What a quantised weight stands for is what the layer multiplies by.
+        assert totals[key].histogram.total == 16 * STEPS
+        assert session.notes == ()
+    else:
+        assert key not in totals
+        assert any("'1.weight'" in note and kind.__name__ in note for note in session.notes) or kind is Refuses
+        assert any("'1.weight'" in note for note in session.notes)
+
+
+def _network() -> nn.Module:
+    """The weight of "1", and its outputs on batches of five, have ODD elements."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 7, bias=False), nn.Linear(7, 1))
+
+
+def _fails_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, which: Callable[..., bool]) -> None:
+    real = getattr(owner, name)
+
+    def failing(*args: Any) -> Any:
+        if which(*args):
+            raise RuntimeError("planted")
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def _is_odd(*args: Any) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.numel() == ODD for each in args)
+
+
+def _in_hooks(patch: pytest.MonkeyPatch) -> None:
+    _fails_at(patch, HostRows, "count", _is_odd)
+
+
+def _without_numba(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fastest, "cpu_counter", lambda: None)
+    _fails_at(patch, fastest.reference, "count", _is_odd)
+
+
+def _of_those_that_waited(patch: pytest.MonkeyPatch) -> None:
+    _fails_at(patch, counter, "fill_many", lambda pairs: any(_is_odd(tensor) for tensor, _ in pairs))
+    _fails_at(patch, HostRows, "count", _is_odd)
+
+
+def _in_updates(patch: pytest.MonkeyPatch) -> None:
+    _fails_at(patch, optimizers, "count", _is_odd)
+
+
+def _in_lost_updates(patch: pytest.MonkeyPatch) -> None:
+    _fails_at(patch, optimizers, "lost_updates_by_format", _is_odd)
+
+
+def _in_broken_weights(patch: pytest.MonkeyPatch) -> None:
+    _fails_at(patch, broken_weights, "largest_magnitude", _is_odd)
+
+
+def _in_the_watch(patch: pytest.MonkeyPatch) -> None:
+    _fails_at(patch, watch, "_value", _is_odd)
+
+
+OUTPUTS = {("1", "activation"), ("1", "activation_gradient")}
+GRADIENT, WEIGHT, UPDATE = (("1.weight", kind) for kind in ("weight_gradient", "weight", "update"))
+#: Where something fails, and what is then not counted.
+PLACES = {
+    "hooks": (_in_hooks, OUTPUTS | {WEIGHT}),
+    "without numba": (_without_numba, OUTPUTS | {WEIGHT, GRADIENT, UPDATE}),
+    "waiting": (_of_those_that_waited, OUTPUTS | {WEIGHT, GRADIENT}),
+    "updates": (_in_updates, {UPDATE}),
+    "lost updates": (_in_lost_updates, {UPDATE}),
+    "broken weights": (_in_broken_weights, set()),
+    "the watch": (_in_the_watch, set()),
+}
+
+
+def _different(one: Session, other: Session) -> set[tuple[str, str]]:
+    ones, others = one.totals(), other.totals()
+    return {(key.name, key.kind) for key in {*ones, *others} if ones.get(key) != others.get(key)}
+
+
+@pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_at_one_layer_leaves_the_counts_of_all_others(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail, lost = PLACES[place]
+    sound, weights = _train(_network(), True)
+    fail(monkeypatch)
+    session, after = _train(_network(), True)
+    assert all(torch.equal(here, there) for here, there in zip(weights, after, strict=True))
+    assert _different(session, sound) == lost
+    assert session.progress.steps == session.progress.sampled_steps == STEPS
+    named = [note for note in session.notes if "planted" in note]
+    assert named
+    for name, kind in lost:
+        assert any(f"the {kind.replace('_', ' ')} of {name!r}" in note for note in named), (name, kind)
+        (info,) = [info for info in session.watched if (info.name, info.kind) == (name, kind)]
+        assert "planted" in info.note
+    assert any("'1'" in note or "'1.weight'" in note for note in named)
+
+
+@pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+@pytest.mark.parametrize("when", ["leaving", "arriving"])
+def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows can't be copied together; alone all but the third can. Or one row can't be read on the host."""
+    monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
+    sound, weights = _train(_network(), True)
+
+    class Failing(host_copy.HostCopy):
+        alone = 0
+
+        def __init__(self, stacked: torch.Tensor) -> None:
+            if stacked.dtype is torch.int64 and stacked.dim() == 2:
+                if len(stacked) > 2:
+                    Failing.alone = 0
+                    raise RuntimeError("planted")
+                Failing.alone += stacked.shape[1] > 2
+            self.lost = Failing.alone == 3
+            if self.lost and when == "leaving":
+                raise RuntimeError("planted")
+            super().__init__(stacked)
+
+        def values(self) -> Any:
+            if self.lost:
+                raise RuntimeError("planted")
+            return super().values()
+
+    monkeypatch.setattr(host_copy, "HostCopy", Failing)
+    session, after = _train(_network(), True)
+    assert all(torch.equal(here, there) for here, there in zip(weights, after, strict=True))
+    assert len(_different(session, sound)) == 1
+    assert any("planted" in note for note in session.notes)
+    assert session.progress.sampled_steps == STEPS
+
+
+@pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+def test_a_look_that_cannot_travel_leaves_the_watch_its_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: looks travel together at a step's end. One that can't is left out, and an infinity is still seen later."""
+    monkeypatch.setattr(watch, "largest_magnitude", lambda tensor: None)
+    real = watch._stacked
+
+    def failing(values: Any) -> torch.Tensor:
+        if any(value[0] == 0.5 for value in values if len(value) == 2):
+            raise RuntimeError("planted")
+        return real(values)
+
+    monkeypatch.setattr(watch, "_stacked", failing)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(0.5)
+    with Inspector(model, capture=()) as inspector:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            y = model(torch.randn(5, 4)).sum()
+            (y * torch.inf if step == STEPS - 1 else y).backward()
+            optimizer.step()
+    session = inspector.session()
+    assert [(event.step, event.phase) for event in session.events] == [(STEPS - 1, "backward")]
+    assert any("the activation of '0' could not be watched" in note and "planted" in note for note in session.notes)
+
+
+@pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+def test_a_fault_that_nobody_foresaw_costs_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output that not even a hook can be put on; whoever calls the capture is told which layer it was."""
+
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Output(x * 2)
+
+    class Output(dict[str, torch.Tensor]):
+        def __init__(self, x: torch.Tensor) -> None:
+            super().__init__(x=x)
+
+        def values(self) -> Any:
+            raise RuntimeError("planted")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.odd, self.after = nn.Linear(4, 4), Odd(), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.after(self.odd(self.before(x))["x"])
+
+    session, _ = _train(Model(), True, ("activation", "activation_gradient"))
+    assert {window.samples for key, window in session.totals().items() if key.name != "odd"} == {STEPS}
+    assert {key.name for key in session.totals()} == {"before", "after"}
+    (note,) = session.notes
+    assert "'odd'" in note

@@ -1,0 +1,113 @@
+"""Two processes under tensor parallelism: outputs are AsyncCollectiveTensors, whose values a collective is still bringing."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpinspect import Inspector, count_exponents
+from mpinspect.session import KINDS, TensorKey
+
+RANKS = 2
+STEPS = 6
+BROKEN_AT = 4
+
+
+class _Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class _Scale(nn.Module):
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def _model() -> nn.Sequential:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(_Perceptron(), _Scale(), _Perceptron(), nn.Linear(8, 1))
+    for part in (model[0], model[2]):
+        parallelize_module(
+            part, init_device_mesh("cpu", (RANKS,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+    return model
+
+
+def _train(inspect: bool) -> dict[str, Any]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {"outputs": []}
+
+    def keep(module: object, args: object, output: Any) -> None:
+        found["type"] = type(output).__name__
+        found["outputs"].append(output.detach().clone())
+
+    inspector = Inspector(model, capture=KINDS)
+    if inspect:
+        inspector.attach()
+        model[0].down.register_forward_hook(keep)
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        model[1].factor = torch.inf if step == BROKEN_AT else 1.0
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        if step != BROKEN_AT:
+            optimizer.step()
+    if inspect:
+        inspector.detach()
+    found["weights"] = [getattr(weight, "_local_tensor", weight).detach().clone() for weight in model.parameters()]
+    return found | {"session": inspector.session()}
+
+
+def _on_one_rank(rank: int, directory: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    # Weights and their gradients are DTensors, outputs of "0.down" and "2.down" are waited for.
+    found, bare = _train(True), _train(False)
+    session = found["session"]
+    totals = session.totals()
+    result = {
+        "type": found["type"],
+        "same": all(torch.equal(*pair) for pair in zip(found["weights"], bare["weights"], strict=True)),
+        "uncounted": [info.key for info in session.watched if info.key not in totals],
+        "samples": sorted({window.samples for window in totals.values()}),
+        "exact": totals[TensorKey("0.down", "activation")].histogram == count_exponents(torch.cat(found["outputs"])),
+        "events": [(event.step, event.phase, event.module) for event in session.events],
+        "notes": session.notes,
+    }
+    torch.save(result, Path(directory) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    # As in test_training_distributed.py.
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_outputs_that_a_collective_brings_are_counted_and_watched(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_on_one_rank, (str(tmp_path),), nprocs=RANKS)
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+        assert found["type"] == "AsyncCollectiveTensor"
+        assert found["same"]
+        assert found["uncounted"] == []
+        assert found["exact"]
+        assert found["events"][0] == (BROKEN_AT, "forward", "1")
+        assert found["notes"] == ()
