@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,14 +37,9 @@ class HostRows:
         #: How many rows the open step has asked for.
         self._asked = 0
 
-    @cached_property
-    def _counter(self) -> Any:
-        """``counting.cpu.counter``, or None. Asked for when something is counted first: that loads it."""
-        return fastest.cpu_counter()
-
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
         """The row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
-        counter = self._counter
+        counter = fastest.cpu_counter()
         if counter is None or not counter.takes(tensor):
             return fastest.count(tensor)
         slot = self._take()
@@ -57,11 +51,12 @@ class HostRows:
     @torch.no_grad()
     def count_together(self, waiting: list[Waiting]) -> None:
         """Count gradients, together where that can be; of one that can't be counted nothing is found, and a note says so."""
-        counter, slots = self._counter, []
+        counter: Any = fastest.cpu_counter()
+        slots = []
         for each in waiting:
             slot = self._take() if counter is not None and counter.takes(each.values) else None
             if slot is None:
-                self._count_alone(each, None)
+                self._count_alone(each)
             else:
                 slots.append((each, slot))
         if not slots:
@@ -70,18 +65,18 @@ class HostRows:
             counter.fill_many([(each.values, self._addresses[slot]) for each, slot in slots])
         except Exception:
             for each, slot in slots:
-                self._count_alone(each, slot)
+                self._count_alone(each, counter, slot)
         else:
             for each, slot in slots:
                 each.found = self._slots[slot]
 
-    def _count_alone(self, each: Waiting, slot: int | None) -> None:
+    def _count_alone(self, each: Waiting, counter: Any = None, slot: int = 0) -> None:
         """So that where something is amiss about one of them the others are none the worse for it."""
         try:
-            if slot is None:
+            if counter is None:
                 each.found = fastest.count(each.values)
             else:
-                self._counter.fill_many([(each.values, self._addresses[slot])])
+                counter.fill_many([(each.values, self._addresses[slot])])
                 each.found = self._slots[slot]
         except Exception as error:
             self._note(f"a weight gradient could not be counted: {error}")
