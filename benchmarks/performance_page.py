@@ -24,6 +24,7 @@ SECTIONS = {
     "counting": ("counting-cpu", page_tables.counting),
     "overhead": ("overhead-cpu", page_tables.overhead),
     "where_it_goes": ("where_it_goes-cpu", page_tables.where_it_goes),
+    "cold_starts": ("cold_starts-cpu", page_tables.anything),
     "gpu_counting": ("gpu_counting-gpu", page_tables.anything),
     "gpu_overhead": ("gpu_overhead-gpu", page_tables.gpu_overhead),
     "training_modes": ("training_modes-gpu", page_tables.anything),

@@ -64,6 +64,8 @@ class Available:
         """Compile in this process what is not on disk: for tests and benchmarks, which measure the compiled loops."""
         with self._looking:
             if self._loops is None:
+                apart(lambda: self._try(_from_disk))
+            if self._loops is None:
                 apart(lambda: self._try(_compile_alone), COMPILING)
         return self._loops
 
@@ -75,15 +77,12 @@ class Available:
 
     def _read(self) -> Loops | None:
         """The loops from numba's cache, or a process is started that fills it."""
-        from mpinspect.counting.cpu import compiling
-
+        found = _from_disk()
+        if found is not None:
+            return found
+        if self._filled is not None:
+            raise _NoLoopsError("the process that was to compile the counting kernels ended early")
         folder = _cache_folder()
-        try:
-            with compiling.only_from_disk():
-                return _imported()
-        except compiling.NotOnDiskError:
-            if self._filled is not None:
-                raise _NoLoopsError("the process that was to compile the counting kernels ended early") from None
         try:
             compiler.start(folder)
         except (compiler.CanNotStartError, OSError, subprocess.SubprocessError) as error:
@@ -93,7 +92,7 @@ class Available:
         return None
 
     def _try(self, get: Any) -> None:
-        self._next_look_s, self._loops = math.inf, None
+        self._next_look_s, self._loops, self.trouble = math.inf, None, ""
         try:
             self._loops = get()
         except _NoLoopsError as error:
@@ -107,6 +106,18 @@ class Available:
 
 class _NoLoopsError(Exception):
     """A sentence on why there are no compiled loops, numba itself being well."""
+
+
+def _from_disk() -> Loops | None:
+    """None where numba's cache lacks one of them."""
+    from mpinspect.counting.cpu import compiling
+
+    _cache_folder()
+    try:
+        with compiling.only_from_disk():
+            return _imported()
+    except compiling.NotOnDiskError:
+        return None
 
 
 def compile_all() -> Loops:
