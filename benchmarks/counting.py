@@ -186,7 +186,7 @@ def main() -> None:
     cases = [(size, dtype, kinds) for size, dtype, kinds in cases if size <= PROMISED or dtype == torch.float32]
     repeats = 3 if options.quick else options.repeats
 
-    trouble = fastest.warm_up(dtypes=DTYPES)
+    trouble = fastest.warm_up(compile_here=True)
     print("\n".join(trouble))
     rows = []
     for size, dtype, kinds in cases:

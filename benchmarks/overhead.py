@@ -24,6 +24,7 @@ from onlookers import ONLOOKERS, Onlooker, Trainer
 from targets import checked, verdicts
 
 import mpinspect
+from mpinspect.counting import fastest
 from mpinspect.session import KINDS
 
 #: The promises are of this one.
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
     faults_are_errors()
+    fastest.warm_up(compile_here=True)
     require_that_nothing_goes_untimed()
     subjects = (SUBJECTS[0], SUBJECTS[-1]) if options.quick else SUBJECTS
     rounds = 1 if options.quick else options.rounds

@@ -27,6 +27,7 @@ SECTIONS = {
     "overhead": ("overhead-cpu", page_tables.overhead),
     "where_it_goes": ("where_it_goes-cpu", page_tables.where_it_goes),
     "gpu_tests": ("gpu_tests-gpu", page_tables.gpu_tests),
+    "cold_starts": ("cold_starts-cpu", page_tables.anything),
     "gpu_counting": ("gpu_counting-gpu", page_tables.anything),
     "gpu_overhead": ("gpu_overhead-gpu", page_tables.gpu_overhead),
     "training_modes": ("training_modes-gpu", page_tables.anything),

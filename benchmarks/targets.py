@@ -53,6 +53,9 @@ TARGETS: dict[str, Target] = {
     "overhead.watch": Target("overhead", "GPT: the watch alone, in callbacks over the step", 0.01, "%"),
     "overhead.budget": Target("overhead", "GPT: max_overhead=0.02, in callbacks over the step", 0.02, "%"),
     "overhead.module_call": Target("overhead", "between samples, watch off, per module call", 1.0, "us"),
+    "cold_starts.added": Target(
+        "cold_starts", "mpinspect run of the words example, the first on a machine, over later ones", 5.0, "s"
+    ),
     "session.report": Target("session", "mpinspect report of 2,000 layers, 1,000 samples", 3.0, "s"),
     "session.memory": Target("session", "its peak memory", 1000.0, "MB"),
     "traces.seconds": Target("traces", "a trace of a million events read, median", 6.0, "s"),

@@ -25,6 +25,7 @@ from networks import GPT, adamw, tokens
 from onlookers import Trainer
 
 import mpinspect
+from mpinspect.counting import fastest
 
 _PACKAGE = Path(mpinspect.__file__).parent
 #: Calls outside of the package, one inside the other, whose time is followed up to the package.
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
     faults_are_errors()
+    fastest.warm_up(compile_here=True)
     steps = 2 if options.quick else options.steps
     rows = rows_of(own_seconds(profile(steps)), steps)
     named = rows[: options.rows]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +21,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import mpinspect
 from mpinspect.counting import count_exponents, fastest, reference
-from mpinspect.counting.cpu import counter, planes
+from mpinspect.counting.cpu import available, compiler, compiling, counter, planes, shares
+from mpinspect.counting.cpu.available import Loops
 
 #: Integer dtype, mantissa bits and exponent bits.
 ENCODINGS = {
@@ -61,8 +70,9 @@ def tensor_of(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _every_dtype_is_compiled() -> None:
-    assert fastest.warm_up(dtypes=ENCODINGS) == []
+def _every_dtype_has_a_loop() -> None:
+    assert fastest.warm_up() == []
+    assert fastest.cpu_counter().WORK.keys() == ENCODINGS.keys()
 
 
 def expect_the_same(tensor: torch.Tensor) -> None:
@@ -289,19 +299,202 @@ def test_a_missing_numba_is_nothing_to_speak_of(tmp_path: Path) -> None:
 
 
 def test_the_compiled_loops_are_kept_and_found_again(tmp_path: Path) -> None:
-    """A second process compiles nothing and adds nothing to the cache."""
-    assert told(NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
+    """A second process loads them, compiles nothing and adds nothing to the cache; what other sources left there is gone."""
+    assert (
+        told(COUNT_AND_TELL.replace("warm_up()", "warm_up(compile_here=True)"), NUMBA_CACHE_DIR=str(tmp_path))
+        == "True []"
+    )
     first = {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
-    assert told(NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
+    loaded = COUNT_AND_TELL + "assert fastest.cpu_counter() is not None\n"
+    assert told(loaded, NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == first
     assert any(name.endswith(".nbc") for name in first)
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_anew() -> None:
-    """A read-only installation and no home: numba refuses to make a cache then."""
+def test_where_nothing_can_be_kept_torch_counts_and_it_is_said() -> None:
+    """A read-only installation and no home: numba refuses to make a cache then, and compiling at every start takes a minute."""
     nowhere = "from numba.core import caching; caching.CacheImpl._locator_classes = []; import sys\n"
     without = COUNT_AND_TELL.replace("import sys, torch", "import torch").replace('"numba" not in sys.modules', "True")
-    assert told(nowhere + without) == "True []"
+    assert re.fullmatch(
+        r"True \[.numba has no folder .* NUMBA_CACHE_DIR .* takes several times longer.\]", told(nowhere + without)
+    )
+
+
+# -- the process that compiles --------------------------------------------------------------------------------------------------
+
+#: Instead of compiling: tell of oneself, then wait to be told to end.
+COMPILE_NOTHING = """
+import json, os, time
+from pathlib import Path
+streams = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+told = {"pid": os.getpid(), "session": os.getsid(0), "nice": os.nice(0), "cwd": os.getcwd(), "streams": streams}
+with open("told", "a") as file:
+    file.write(json.dumps(told) + "\\n")
+while not Path("end").exists():
+    time.sleep(0.01)
+"""
+
+
+class ColdCache:
+    """A cache that holds nothing until ``full``; what is to fill it only tells of itself."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.full = folder, False
+        imported = available._imported
+
+        def refused() -> Loops:
+            if not self.full:
+                raise compiling.NotOnDiskError("a loop")
+            return imported()
+
+        monkeypatch.setattr(available, "_imported", refused)
+        monkeypatch.setattr(available, "_LOOK_EVERY_S", 0.0)
+        monkeypatch.setattr(compiling, "cache_folder", lambda: folder)
+        monkeypatch.setattr(compiler, "_WORK", COMPILE_NOTHING)
+        monkeypatch.setattr("mpinspect.counting.apart._said", set())
+
+    def processes(self) -> list[dict[str, Any]]:
+        """What those have told that were started so far; waits for the first."""
+        wait_until((self.folder / "told").exists)
+        wait_until(lambda: (self.folder / "told").read_text().endswith("\n"))
+        return [json.loads(line) for line in (self.folder / "told").read_text().splitlines()]
+
+    def end(self) -> None:
+        (self.folder / "end").touch()
+        wait_until(lambda: not compiler.at_work(self.folder))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ColdCache]:
+    if sys.platform != "linux":
+        pytest.skip("the process is looked at through /proc")
+    cache = ColdCache(tmp_path, monkeypatch)
+    yield cache
+    cache.end()
+
+
+def test_a_cold_start_compiles_nothing_in_the_process_that_trains(tmp_path: Path) -> None:
+    code = "from mpinspect.counting.cpu import compiler\ncompiler._WORK = ''\n" + COUNT_AND_TELL
+    assert told(code, NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_one_process_compiles_for_several_and_they_take_the_loops_over(
+    cold: ColdCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [available.Available(), available.Available()]
+    assert [rank.loops() for rank in ranks] == [None, None]
+    assert [rank.loops() for rank in ranks] == [None, None]
+    err = capsys.readouterr().err
+    assert err == available._STARTED + "\n"
+    assert len(cold.processes()) == 1
+    cold.end()
+    cold.full = True
+    assert [rank.loops().counter for rank in ranks] == [counter, counter]  # type: ignore[union-attr]
+    assert [rank.trouble for rank in ranks] == ["", ""]
+
+
+def test_the_process_holds_nothing_of_the_one_that_trains(cold: ColdCache) -> None:
+    handled: list[int] = []
+    before = signal.signal(signal.SIGCHLD, lambda number, frame: handled.append(number))
+    try:
+        assert available.Available().loops() is None
+        (process,) = cold.processes()
+        handled.clear()
+        cold.end()
+        wait_until(lambda: not Path(f"/proc/{process['pid']}").exists())
+        assert handled == []
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert process["session"] not in (os.getsid(0), process["pid"])
+    assert process["nice"] == 19
+    assert process["cwd"] == str(cold.folder)
+    assert process["streams"] == [os.devnull] * 3
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process["pid"], os.WNOHANG)
+
+
+def test_a_process_that_was_killed_is_said_and_does_the_next_start_no_harm(cold: ColdCache) -> None:
+    first = available.Available()
+    assert first.loops() is None
+    (process,) = cold.processes()
+    os.kill(process["pid"], signal.SIGKILL)
+    wait_until(lambda: not compiler.at_work(cold.folder))
+    assert first.loops() is None
+    assert first.trouble.startswith(
+        "the process that was to compile the counting kernels ended early: counting on the CPU"
+    )
+    assert available.Available().loops() is None
+    wait_until(lambda: len(cold.processes()) == 2)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("executable", ""), ("executable", "/nowhere/python"), ("frozen", True)], ids=str
+)
+def test_where_no_process_can_be_started_torch_counts_and_it_is_said(
+    cold: ColdCache, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object
+) -> None:
+    monkeypatch.setattr(sys, attribute, value, raising=False)
+    here = available.Available()
+    assert here.loops() is None
+    assert here.trouble.startswith("no process could be started to compile the counting kernels (")
+    assert not compiler.at_work(cold.folder)
+
+
+def test_a_training_that_began_cold_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts the first of its tensors, the compiled loops the rest, also within a step."""
+
+    def run(by_torch: int) -> Any:
+        loops, asked = available.AVAILABLE.loops(), 0
+
+        def found() -> Loops | None:
+            nonlocal asked
+            asked += 1
+            return None if asked <= by_torch else loops
+
+        monkeypatch.setattr(available, "loops", found)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with mpinspect.Inspector(model, optimizers=optimizer, capture=mpinspect.session.KINDS) as inspector:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+        assert asked > by_torch
+        weights = [parameter.tolist() for parameter in model.parameters()]
+        return inspector.session().totals(), weights
+
+    compiled = run(0)
+    for by_torch in (1, 10, 25, 40):
+        assert run(by_torch) == compiled
+
+
+def test_loops_of_other_sources_are_other_loops(tmp_path: Path) -> None:
+    """numba itself would take a function from its cache whose callee in another file has changed."""
+    package = tmp_path / "mpinspect"
+    shutil.copytree(Path(mpinspect.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    name = f"import sys; sys.path[0] = {str(tmp_path)!r}\nfrom mpinspect.counting.cpu import shares\n"
+    name += "print(shares.job_at.__qualname__, shares.__file__)"
+    assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split() == [
+        shares.job_at.__qualname__,
+        str(package / "counting" / "cpu" / "shares.py"),
+    ]
+    with (package / "counting" / "cpu" / "planes.py").open("a") as file:
+        file.write("# changed\n")
+    for path in (package / "counting" / "cpu").glob("*.py"):
+        makes_loops = re.search(
+            r"^(import numba|from mpinspect\.counting\.cpu\.compiling)", path.read_text(), re.MULTILINE
+        )
+        assert bool(makes_loops) == (path.stem in compiling._MADE_OF), path
+    assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split()[0] != shares.job_at.__qualname__
 
 
 def test_count_exponents_takes_the_fast_way() -> None:
@@ -310,9 +503,7 @@ def test_count_exponents_takes_the_fast_way() -> None:
     assert "mpinspect.counting.cpu.counter" in sys.modules
 
 
-def test_what_is_not_compiled_is_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No training step waits for a compiler."""
-    monkeypatch.setattr(counter, "ready", {torch.float32: counter.ready[torch.float32]})
+def test_what_has_no_loop_is_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counter, "count", None)
-    values = torch.randn(100, dtype=torch.float64)
+    values = torch.randn(100).to(torch.float8_e5m2)
     assert torch.equal(fastest.count(values), reference.count(values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from mpinspect.counting import magnitude
+from mpinspect.counting.cpu import available
 from mpinspect.counting.magnitude import largest_magnitude
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -91,12 +90,8 @@ def test_says_where_it_does_not_apply(values: torch.Tensor) -> None:
 
 
 def test_without_numba_it_never_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpinspect.counting.cpu.largest", None)
-    magnitude._by_dtype.cache_clear()
-    try:
-        assert largest_magnitude(torch.ones(2)) is None
-    finally:
-        magnitude._by_dtype.cache_clear()
+    monkeypatch.setattr(available, "loops", lambda: None)
+    assert largest_magnitude(torch.ones(2)) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

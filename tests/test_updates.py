@@ -16,6 +16,7 @@ from torch import nn
 from mpinspect import Inspector
 from mpinspect.capture import updates
 from mpinspect.capture.updates import lost_updates, unmoved
+from mpinspect.counting.cpu import available
 from mpinspect.session import LostUpdates, TensorKey, TensorWindow
 
 DTYPES = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
@@ -167,7 +168,7 @@ def test_what_is_not_read_in_one_go_is_judged_by_torch(monkeypatch: pytest.Monke
     gaps = torch.stack([weight, weight], dim=-1)[..., 0]
     found = updates.lost_updates_by_format(gaps, update)
     assert {name: counts.tolist() for name, counts in found.items()} == expected
-    monkeypatch.setattr(updates, "_compiled", lambda: None)
+    monkeypatch.setattr(available, "loops", lambda: None)
     found = updates.lost_updates_by_format(weight, update)
     assert {name: counts.tolist() for name, counts in found.items()} == expected
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
-from mpinspect.capture import optimizer_steps, pickling, updates
+from mpinspect.capture import optimizer_steps, pickling
 from mpinspect.capture import scalers as scaler_watch
 from mpinspect.capture.backward_scale import NO_BACKWARD, ScaleOfBackward
 from mpinspect.capture.broken_weights import BrokenWeights
@@ -41,7 +41,7 @@ from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
 from mpinspect.capture.waiting import Waiting, WaitingGradients
 from mpinspect.capture.watch import Found, Watch
-from mpinspect.counting import fastest, magnitude
+from mpinspect.counting import fastest
 from mpinspect.counting.pieces import detached_values
 from mpinspect.session import (
     ACTIVATION,
@@ -197,15 +197,10 @@ class Capture(Guarded):
 
     @guarded
     def _warm_up(self) -> None:
-        """Compile what will look at tensors, or load it, so that no training step waits for it."""
-        if self._watch is not None:
-            magnitude.warm_up()
-        if self._kinds:
-            parameters = [watched.parameter for watched in self._parameters]
-            for note in fastest.warm_up({p.device for p in parameters}, {p.dtype for p in parameters}):
+        """Load what will look at tensors, so that no training step waits for it."""
+        if self._kinds or self._watch is not None:
+            for note in fastest.warm_up({watched.parameter.device for watched in self._parameters}):
                 self._recording.note(note)
-        if UPDATE in self._kinds:
-            updates.warm_up()
 
     def detach(self) -> None:
         """Take every hook off and take in what is still on its way."""

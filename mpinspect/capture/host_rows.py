@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,14 +31,9 @@ class HostRows:
         #: How many rows the open step has asked for.
         self._asked = 0
 
-    @cached_property
-    def _counter(self) -> Any:
-        """``counting.cpu.counter``, or None. Asked for when something is counted first: that loads it."""
-        return fastest.cpu_counter()
-
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
         """The row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
-        counter = self._counter
+        counter = fastest.cpu_counter()
         if counter is None or not counter.takes(tensor):
             return fastest.count(tensor)
         slot = self._take()
@@ -50,7 +44,8 @@ class HostRows:
 
     def count_together(self, waiting: list[Waiting]) -> None:
         """Count those gradients that can be counted in one call; of the others, and if the call fails, nothing is found."""
-        counter, slots = self._counter, []
+        counter: Any = fastest.cpu_counter()
+        slots = []
         for each in waiting:
             slot = self._take() if counter is not None and counter.takes(each.values) else None
             if slot is not None:

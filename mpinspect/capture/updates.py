@@ -8,13 +8,10 @@ all lost, the first and the last because the gap below a power of two is half th
 from __future__ import annotations
 
 import math
-from functools import cache
-from types import ModuleType
-from typing import Any
 
 import torch
 
-from mpinspect.counting.apart import apart
+from mpinspect.counting.cpu import available
 
 _EXPONENT_FIELD = 0x7F800000
 
@@ -28,29 +25,10 @@ _CHUNK = 1 << 15
 
 def lost_updates_by_format(weight: torch.Tensor, update: torch.Tensor) -> dict[str, torch.Tensor]:
     """``lost_updates`` for each of STORAGE_DTYPES, by name; with numba, of FP32 tensors on a CPU, in one read of both."""
-    compiled: Any = _compiled()
-    if compiled is not None and compiled.takes(weight, update):
-        return dict(zip(STORAGE_DTYPES, compiled.lost_updates(weight, update), strict=True))
+    loops = available.loops()
+    if loops is not None and loops.lost.takes(weight, update):
+        return dict(zip(STORAGE_DTYPES, loops.lost.lost_updates(weight, update), strict=True))
     return {name: lost_updates(weight, update, dtype) for name, dtype in STORAGE_DTYPES.items()}
-
-
-def warm_up() -> None:
-    """Compile, or load, what ``lost_updates_by_format`` runs; may take seconds, once on a machine."""
-    _compiled()
-
-
-@cache
-def _compiled() -> ModuleType | None:
-    """None where numba is not installed or fails; counting tells of the latter."""
-    return apart(_loaded)
-
-
-def _loaded() -> ModuleType | None:
-    try:
-        from mpinspect.counting.cpu import lost
-    except Exception:
-        return None
-    return lost
 
 
 @torch.no_grad()

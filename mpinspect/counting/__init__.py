@@ -46,10 +46,6 @@ def count_exponents(tensor: torch.Tensor | npt.NDArray[Any]) -> ExponentHistogra
     """
     if isinstance(tensor, (np.ndarray, np.generic)):
         return decode(count_array(np.asarray(tensor)))
-    import torch
-
     from mpinspect.counting import fastest
 
-    if isinstance(getattr(tensor, "dtype", None), torch.dtype):
-        fastest.warm_up(dtypes=(tensor.dtype,))
     return decode(fastest.count(tensor).cpu().numpy())

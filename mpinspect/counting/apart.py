@@ -12,21 +12,23 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+COMPILING = "mpinspect: compiling the counting kernels (first run on this machine; cached on disk)"
+
 #: After so long somebody may wonder what goes on.
 _SAID_AFTER_S = 2.0
-_LINE = (
-    "mpinspect: compiling what counts, for this machine; where it can be kept on disk, the next start finds it there"
-)
-#: Held from when it was said on.
-_said = threading.Lock()
+_said: set[str] = set()
+_saying = threading.Lock()
 
 
-def apart(work: Callable[[], Result]) -> Result:
+def apart(work: Callable[[], Result], slow: str = "") -> Result:
     """The result of ``work``, run in a thread of its own. Raises what it raised.
 
     Compilers raise and catch exceptions by the dozen, and leave some in reference cycles with the frames that they came
     through. Frames hold their callers, and those what they have in hand: a model and its optimizer would outlive their last
     name until the garbage collector comes by.
+
+    Args:
+        slow: a line for stderr, if it takes more than two seconds.
     """
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="mpinspect-compile") as executor:
@@ -34,8 +36,8 @@ def apart(work: Callable[[], Result]) -> Result:
             try:
                 return done.result(_SAID_AFTER_S)
             except NotYet:
-                if not done.done():
-                    _say_once()
+                if slow and not done.done():
+                    say(slow)
                 return done.result()
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
@@ -44,8 +46,12 @@ def apart(work: Callable[[], Result]) -> Result:
         return work()
 
 
-def _say_once() -> None:
-    # Several threads may compile at once. Nobody may be listening, or there may be nothing to write to.
-    if _said.acquire(blocking=False):
-        with contextlib.suppress(Exception):
-            print(_LINE, file=sys.stderr, flush=True)
+def say(line: str) -> None:
+    """Print a line on stderr, once in a process."""
+    with _saying:
+        if line in _said:
+            return
+        _said.add(line)
+    # Nobody may be listening, or there may be nothing to write to.
+    with contextlib.suppress(Exception):
+        print(line, file=sys.stderr, flush=True)

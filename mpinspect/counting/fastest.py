@@ -7,15 +7,14 @@ CPU the loops compiled by numba are several times faster (the extra mpinspect[cp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from mpinspect.counting import reference
-from mpinspect.counting.apart import apart
-from mpinspect.counting.cuda import available
+from mpinspect.counting.apart import COMPILING, apart
+from mpinspect.counting.cpu import available as on_cpu
+from mpinspect.counting.cuda import available as on_gpu
 from mpinspect.counting.layout import ZEROS
 from mpinspect.counting.pieces import plain_values
 
@@ -35,66 +34,41 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
     return reference.count(tensor, divisor)
 
 
-def warm_up(devices: Iterable[torch.device] = (), dtypes: Iterable[torch.dtype] = ()) -> list[str]:
-    """Compile, or load, what will count, so that no training step waits for it; may take twenty seconds, once on a machine.
+def warm_up(devices: Iterable[torch.device] = (), *, compile_here: bool = False) -> list[str]:
+    """Load what will count, so that no training step waits for it.
+
+    Once on a machine, Triton's kernels take seconds to compile. Numba's are compiled by another process; torch counts until then.
 
     Args:
         devices: those on which tensors will lie; the CPU is always prepared for.
-        dtypes: those that tensors on a CPU may have beside float32, float16 and bfloat16. What is not prepared for is counted by
-            torch alone.
+        compile_here: compile numba's in this process, and wait for it (a minute, once on a machine): for tests and benchmarks.
 
     Returns:
         A sentence on each way that does not work though it should; the next slower one counts instead.
     """
-    return apart(lambda: _prepared(list(devices), list(dtypes)))
-
-
-def _prepared(devices: list[torch.device], dtypes: list[torch.dtype]) -> list[str]:
-    said = []
-    counter = cpu_counter()
-    if counter is not None:
-        counter.warm_up(dtypes)
-    elif _trouble:
-        said.append(
-            f"numba is installed and does not work here ({_trouble[0]}): counting on the CPU takes several times longer"
-        )
-    on_gpu = available.warm_up(devices)
-    return [*said, on_gpu] if on_gpu else said
-
-
-_trouble: list[str] = []
+    if compile_here:
+        on_cpu.AVAILABLE.compile_here()
+    else:
+        on_cpu.loops()
+    gpus = [device for device in devices if device.type == "cuda"]
+    said = [on_cpu.AVAILABLE.trouble, apart(lambda: on_gpu.warm_up(gpus), COMPILING) if gpus else ""]
+    return [sentence for sentence in said if sentence]
 
 
 def _count_on_cpu(values: torch.Tensor) -> torch.Tensor | None:
-    """The row of a strided CPU tensor; None where numba is not installed or fails, or the dtype was not prepared for."""
-    counter: Any = cpu_counter()
-    if counter is None or values.dtype not in counter.ready:
+    """The row of a strided CPU tensor; None where the compiled loops can't be used, or are none for its dtype."""
+    counter = cpu_counter()
+    if counter is None or values.dtype not in counter.WORK:
         return None
     row: torch.Tensor = counter.count(values)
     return row
 
 
 #: By type of device: the row of a strided tensor, or None where this way does not apply.
-_WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {"cpu": _count_on_cpu, "cuda": available.count}
+_WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {"cpu": _count_on_cpu, "cuda": on_gpu.count}
 
 
-@cache
-def cpu_counter() -> ModuleType | None:
-    """``counting.cpu.counter``, ready for the usual dtypes; None where numba is not installed or fails."""
-    return apart(_loaded)
-
-
-def _loaded() -> ModuleType | None:
-    try:
-        from mpinspect.counting.cpu import counter
-
-        counter.warm_up()
-    except ModuleNotFoundError as error:
-        if error.name != "numba":
-            _trouble.append(str(error))
-        return None
-    except Exception as error:
-        # Whatever a compiler may raise; counting goes on without it.
-        _trouble.append(" ".join(str(error).split())[:200])
-        return None
-    return counter
+def cpu_counter() -> Any:
+    """``counting.cpu.counter``; None where torch is to count, which may change in a training's first minutes on a machine."""
+    loops = on_cpu.loops()
+    return None if loops is None else loops.counter

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from mpinspect.counting.apart import apart
+from mpinspect.counting.cpu import available
 from mpinspect.counting.pieces import fills_its_memory
 from mpinspect.workers import POOL, TEAM, single_threaded
 
@@ -28,12 +27,13 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
         tensor: not empty; float64, float32, float16 or bfloat16, any shape and order of its dimensions in memory, without gaps.
 
     Returns:
-        None where this way does not apply: another device, dtype or layout, a subclass of Tensor, or numba is not installed.
+        None where this way does not apply: another device, dtype or layout, a subclass of Tensor, or no compiled loops (yet).
         ``torch.aminmax`` answers then.
     """
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
-    largest = _by_dtype().get(tensor.dtype)
+    loops = available.loops()
+    largest: Largest | None = None if loops is None else loops.largest.LARGEST.get(tensor.dtype)
     if largest is None or not (tensor.is_contiguous() or fills_its_memory(tensor)):
         return None
     address, length = tensor.data_ptr(), tensor.numel()
@@ -49,11 +49,6 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
     return largest.of(address, length)
 
 
-def warm_up() -> None:
-    """Compile, or load, what ``largest_magnitude`` runs; may take a second, once on a machine."""
-    apart(_by_dtype)
-
-
 def _in_pieces(largest: Largest, address: int, length: int, itemsize: int) -> float:
     def work(starts: Iterable[int]) -> float:
         found = [largest.of(address + start * itemsize, min(_PIECE, length - start)) for start in starts]
@@ -62,13 +57,3 @@ def _in_pieces(largest: Largest, address: int, length: int, itemsize: int) -> fl
     with single_threaded():
         found = POOL.map(work, range(0, length, _PIECE), torch.get_num_threads())
     return math.nan if any(map(math.isnan, found)) else max(found)
-
-
-@cache
-def _by_dtype() -> Mapping[torch.dtype, Largest]:
-    """Empty where numba is not installed or fails; counting tells of the latter."""
-    try:
-        from mpinspect.counting.cpu.largest import LARGEST
-    except Exception:
-        return {}
-    return LARGEST

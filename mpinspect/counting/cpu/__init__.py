@@ -1,1 +1,1 @@
-"""Counting on a CPU with numba. Needs the extra mpinspect[cpu]; whoever imports ``counter`` does so where it is used."""
+"""Counting on a CPU with numba (the extra mpinspect[cpu]). Whoever wants the compiled loops asks ``available``."""

@@ -1,4 +1,7 @@
-"""From a CPU tensor to its row of counts with the compiled loops of ``kernels``, on a few threads where that pays."""
+"""From a CPU tensor to its row of counts with the compiled loops of ``kernels``, on a few threads where that pays.
+
+Importing compiles the loops, or reads them from numba's cache.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +54,15 @@ _WAYS = {
     torch.bfloat16: _Way("count bfloat16", BINARY32),
 }
 
-#: Compiled at any rate: what tensors of a training in mixed precision have.
-_USUAL = (torch.float32, torch.float16, torch.bfloat16)
-#: The dtypes whose loops are compiled, and what a thread does for each: no other is counted this way, for a compiler takes
-#: seconds. 8-bit ones never are, whose few codes torch counts as fast.
-ready: dict[torch.dtype, int] = {}
+#: By dtype, the address of what a thread does. Values of 8 bits have no loop: torch counts their few codes as fast.
+WORK = {dtype: shares.address_of(way.work) for dtype, way in _WAYS.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def takes(tensor: torch.Tensor) -> bool:
     """Whether ``fill`` and ``fill_many`` can count this tensor as it is, into a row of the layout NARROW."""
     return (
-        tensor.dtype in ready
+        tensor.dtype in WORK
         and tensor.dtype is not torch.float64
         and type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -75,12 +75,12 @@ def fill(tensor: torch.Tensor, row: int) -> None:
     """Count a tensor that this module ``takes`` into the row at an address."""
     length = tensor.numel()
     threads, team = _threads_for(length)
-    shares.fill_row(ready[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
+    shares.fill_row(WORK[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
 
 
 def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
     """The same for many tensors and their rows, one after the other, in one compiled call."""
-    entries = [(ready[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
+    entries = [(WORK[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
     shares.fill_rows(np.array(entries, np.int64), NARROW.length, *_threads_for(_TEAM_FROM), _TEAM_FROM)
 
 
@@ -106,7 +106,7 @@ def _address(tensor: torch.Tensor, length: int) -> int:
 
 
 def count(values: torch.Tensor) -> torch.Tensor:
-    """The row of a strided CPU tensor of a dtype that is ``ready``, any shape and strides."""
+    """The row of a strided CPU tensor of a dtype in WORK, any shape and strides."""
     if values._is_zerotensor():
         # It has no memory.
         values = torch.zeros_like(values)
@@ -124,12 +124,3 @@ def count(values: torch.Tensor) -> torch.Tensor:
 
 def _chunk(values: int, threads: int) -> int:
     return min(max(_LEAST_CHUNK, -(-values // (_CHUNKS_OF_A_THREAD * threads))), _MOST_CHUNK)
-
-
-def warm_up(dtypes: Iterable[torch.dtype] = ()) -> None:
-    """Compile the loops of these dtypes and the usual ones, or read them from numba's cache.
-
-    Takes seconds the first time on a machine, some tenths of one the first time in a process, and no time after that.
-    """
-    for dtype in {*_USUAL, *dtypes}.intersection(_WAYS).difference(ready):
-        ready[dtype] = shares.address_of(_WAYS[dtype].work)

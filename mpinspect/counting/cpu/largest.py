@@ -2,7 +2,7 @@
 
 Without its sign the bits of an IEEE value order as its magnitude does, infinity above all finite values and NaN above
 infinity: one unsigned maximum tells the three apart, where ``torch.aminmax`` compares floats twice and looks out for NaN.
-Importing compiles (or loads what was compiled before), so that no training step does.
+Importing compiles, or reads from numba's cache.
 """
 
 from __future__ import annotations

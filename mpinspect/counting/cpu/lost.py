@@ -1,7 +1,7 @@
 """Updates that rounding would lose if FP32 weights were stored in FP16 or BF16, counted in one read of weights and updates.
 
 The same question as ``capture.updates.lost_updates`` answers with torch's operations, which take a dozen passes for each format;
-here in integers, on the bits, sixteen elements at a time. Importing compiles, or loads what was compiled before.
+here in integers, on the bits, sixteen elements at a time. Importing compiles, or reads from numba's cache.
 """
 
 from __future__ import annotations

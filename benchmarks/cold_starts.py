@@ -1,0 +1,167 @@
+"""The first run on a machine, numba's cache empty: how much longer it takes, and whether it trains as the bare script does.
+
+    python benchmarks/cold_starts.py [--json benchmarks/results/cold_starts-cpu.json] [--runs 100] [--starts 5] [--quick]
+
+How long does ``mpinspect run examples/unmodified/words.py`` take with the kernels compiled before, and how long on an empty
+cache, where another process begins to compile them? And does a training on an empty cache, with two threads and a busy process
+beside it for each core, end with the very weights of the bare script? Bare runs under the same load stand beside it, also those
+of a model of whose embedding torch adds up the gradient in whatever order its threads come by.
+Each empty cache is a folder of its own, whose compiling process is ended with the run (found through /proc: Linux alone).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+WORDS = Path(__file__).parents[1] / "examples" / "unmodified" / "words.py"
+THREADS = "2"
+
+
+def train(indexed: bool) -> None:
+    """A language model in FP16 autocast; prints a digest of its weights. ``indexed``: its embedding is ``weight[tokens]``."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    vocabulary, width, batch, length = 256, 64, 32, 32
+    embedding = nn.Embedding(vocabulary, width)
+    attention = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+    model = nn.ModuleList([embedding, attention, nn.Linear(width, vocabulary)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(6):
+        tokens = torch.randint(vocabulary, (batch, length + 1))
+        with torch.autocast("cpu", torch.float16):
+            inputs = tokens[:, :-1]
+            hidden = attention(embedding.weight[inputs] if indexed else embedding(inputs))
+            loss = nn.functional.cross_entropy(model[2](hidden).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    print(digest.hexdigest()[:16])
+
+
+def run(script: list[str], *, inspected: bool, cache: str | None = None) -> tuple[float, str]:
+    """Seconds that a script takes in a process of its own, and the first line that it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": THREADS, **({"NUMBA_CACHE_DIR": cache} if cache else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        way = ["-m", "mpinspect", "run", "--log-dir", folder + "/run"] if inspected else []
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, *way, *script], env=environment, capture_output=True, text=True, check=True
+        )
+        return time.perf_counter() - began, done.stdout.partition("\n")[0]
+
+
+def run_cold(script: list[str]) -> tuple[float, str]:
+    """The same under the inspector with an empty cache."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        try:
+            return run(script, inspected=True, cache=cache)
+        finally:
+            _end_processes_with(f"NUMBA_CACHE_DIR={cache}")
+
+
+def _end_processes_with(setting: str) -> None:
+    """End those that the setting in their environment tells to be of one cold run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if setting.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def load() -> Iterator[None]:
+    """A busy process for each core."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def starts(rounds: int) -> list[dict[str, Any]]:
+    """Seconds of the whole example, bare, with the kernels on disk, and with an empty cache, in turns."""
+    script = [str(WORDS)]
+    ways = {
+        "bare": lambda: run(script, inspected=False),
+        "kernels on disk": lambda: run(script, inspected=True),
+        "empty cache": lambda: run_cold(script),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            seconds[name].append(way()[0])
+            print(f"{name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
+    return [{"run": name, "seconds": statistics.median(found), "rounds": rounds} for name, found in seconds.items()]
+
+
+def comparisons(runs: int) -> list[dict[str, Any]]:
+    """How many runs under load end with other weights than most bare ones do."""
+    module, indexed = ([str(Path(__file__)), "--train", kind] for kind in ("module", "indexed"))
+    few = max(2, runs // 5)
+    ways = [
+        ("nn.Embedding, bare", few, lambda: run(module, inspected=False)),
+        ("nn.Embedding, inspected, empty cache", runs, lambda: run_cold(module)),
+        ("weight[tokens], bare", few, lambda: run(indexed, inspected=False)),
+    ]
+    rows = []
+    usual: dict[str, str] = {}
+    with load():
+        for name, times, way in ways:
+            weights: Counter[str] = Counter()
+            for _ in range(times):
+                weights[way()[1]] += 1
+                print(f"{name}: {weights.most_common()}", file=sys.stderr, flush=True)
+            usually = usual.setdefault(name.partition(",")[0], weights.most_common(1)[0][0])
+            rows.append({"run under load": name, "runs": times, "other weights": times - weights[usually]})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100, help="cold runs under load: ten seconds each on two cores")
+    parser.add_argument("--starts", type=int, default=5, help="rounds of the example")
+    parser.add_argument("--quick", action="store_true", help="two of each")
+    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--train", choices=("module", "indexed"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train == "indexed")
+        return
+    from machine import write_results
+    from targets import checked, verdicts
+
+    from mpinspect.counting import fastest
+
+    fastest.warm_up(compile_here=True)
+    rows = starts(2 if options.quick else options.starts)
+    print(*rows, sep="\n", flush=True)
+    seconds = {row["run"]: row["seconds"] for row in rows}
+    promises = [checked("cold_starts.added", seconds["empty cache"] - seconds["kernels on disk"])]
+    results = {"starts": rows, "under load": comparisons(2 if options.quick else options.runs), "checked": promises}
+    print(verdicts(promises))
+    if options.json:
+        write_results(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

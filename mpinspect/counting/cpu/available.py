@@ -1,0 +1,158 @@
+"""Whether the compiled loops can be used: read from numba's cache when first asked for, and never compiled beside a training.
+
+What the cache lacks a process of its own compiles (``compiler``); until that is done, and where numba is missing or fails, torch
+counts. Nothing here raises what numba raises. Importing this module does not import numba.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpinspect.counting.apart import COMPILING, apart, say
+from mpinspect.counting.cpu import compiler
+
+_STARTED = (
+    "mpinspect: compiling the counting kernels in the background (first run on this machine; cached on disk); "
+    "until then torch counts"
+)
+_SLOWER = "counting on the CPU takes several times longer"
+#: Seconds between two looks whether the process is done: a look takes microseconds.
+_LOOK_EVERY_S = 1.0
+
+
+class Loops(NamedTuple):
+    """The modules ``counter``, ``largest`` and ``lost``, all of whose loops are loaded."""
+
+    counter: Any
+    largest: Any
+    lost: Any
+
+
+class Available:
+    """What this process knows of the compiled loops."""
+
+    def __init__(self) -> None:
+        #: A sentence on why they are not used though they should be; "" where nothing is known against them.
+        self.trouble = ""
+        self._loops: Loops | None = None
+        #: When to look next, by the monotonic clock.
+        self._next_look_s = -math.inf
+        #: The cache that a process was started to fill.
+        self._filled: Path | None = None
+        self._looking = threading.Lock()
+
+    def loops(self) -> Loops | None:
+        """The loops; None as long as torch is to count. The first call, and the one that finds them, may take a second."""
+        if (
+            self._loops is None
+            and time.monotonic() >= self._next_look_s
+            # Whoever comes while another thread looks does not wait for it.
+            and self._looking.acquire(blocking=False)
+        ):
+            try:
+                apart(self._look)
+            finally:
+                self._looking.release()
+        return self._loops
+
+    def compile_here(self) -> Loops | None:
+        """Compile in this process what is not on disk: for tests and benchmarks, which measure the compiled loops."""
+        with self._looking:
+            if self._loops is None:
+                apart(lambda: self._try(_from_disk))
+            if self._loops is None:
+                apart(lambda: self._try(_compile_alone), COMPILING)
+        return self._loops
+
+    def _look(self) -> None:
+        if self._filled is not None and compiler.at_work(self._filled):
+            self._next_look_s = time.monotonic() + _LOOK_EVERY_S
+        else:
+            self._try(self._read)
+
+    def _read(self) -> Loops | None:
+        """The loops from numba's cache, or a process is started that fills it."""
+        found = _from_disk()
+        if found is not None:
+            return found
+        if self._filled is not None:
+            raise _NoLoopsError("the process that was to compile the counting kernels ended early")
+        folder = _cache_folder()
+        try:
+            compiler.start(folder)
+        except (compiler.CanNotStartError, OSError, subprocess.SubprocessError) as error:
+            raise _NoLoopsError(f"no process could be started to compile the counting kernels ({error})") from None
+        self._filled, self._next_look_s = folder, time.monotonic() + _LOOK_EVERY_S
+        say(_STARTED)
+        return None
+
+    def _try(self, get: Any) -> None:
+        self._next_look_s, self._loops, self.trouble = math.inf, None, ""
+        try:
+            self._loops = get()
+        except _NoLoopsError as error:
+            self.trouble = f"{error}: {_SLOWER}"
+        except Exception as error:
+            # Whatever a compiler may raise.
+            if not (isinstance(error, ModuleNotFoundError) and error.name == "numba"):
+                why = " ".join(str(error).split())[:200]
+                self.trouble = f"numba is installed and does not work here ({why}): {_SLOWER}"
+
+
+class _NoLoopsError(Exception):
+    """A sentence on why there are no compiled loops, numba itself being well."""
+
+
+def _from_disk() -> Loops | None:
+    """None where numba's cache lacks one of them."""
+    from mpinspect.counting.cpu import compiling
+
+    _cache_folder()
+    try:
+        with compiling.only_from_disk():
+            return _imported()
+    except compiling.NotOnDiskError:
+        return None
+
+
+def compile_all() -> Loops:
+    """Compile what numba's cache does not hold, and put it there. Takes a minute of one processor."""
+    from mpinspect.counting.cpu import compiling
+
+    folder = _cache_folder()
+    loops = _imported()
+    compiling.remove_others(folder)
+    return loops
+
+
+def _compile_alone() -> Loops:
+    """The same, while no other process does it."""
+    with compiler.exclusively(_cache_folder()):
+        return compile_all()
+
+
+def _cache_folder() -> Path:
+    from mpinspect.counting.cpu import compiling
+
+    try:
+        return compiling.cache_folder()
+    except RuntimeError:
+        raise _NoLoopsError(
+            "numba has no folder to keep compiled loops in (neither mpinspect's own nor your cache folder can be written to; the "
+            "environment variable NUMBA_CACHE_DIR names another)"
+        ) from None
+
+
+def _imported() -> Loops:
+    from mpinspect.counting.cpu import counter, largest, lost
+
+    return Loops(counter, largest, lost)
+
+
+AVAILABLE = Available()
+loops = AVAILABLE.loops

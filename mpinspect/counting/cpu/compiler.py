@@ -1,0 +1,146 @@
+"""The process that compiles the loops, so that no training waits for it: numba's cache is what it leaves behind.
+
+It is a fresh interpreter, no fork of the caller's threads, in a session of its own and with the lowest priority; it holds neither
+the caller's streams nor its working directory. It is no child either: a child's end would reach the caller as a signal, and
+``os.wait`` would find it. Whether it is still at work is therefore asked of a lock on the cache's folder, which the caller takes
+and the process inherits: the lock is gone when the process is, however that ended, and several ranks start one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+#: Seconds of a processor after which the process ends itself; compiling takes about one minute.
+_MOST_CPU_S = 600
+
+#: What it runs: the process that was started ends at once, its child does the work.
+_CODE = """
+import os, sys
+if hasattr(os, "fork"):
+    if os.fork():
+        os._exit(0)
+    os.nice(19)
+sys.path[:] = {path!r}
+from mpinspect.counting.cpu.compiler import give_way
+give_way()
+{work}
+"""
+_WORK = "from mpinspect.counting.cpu import available; available.compile_all()"
+
+
+class CanNotStartError(Exception):
+    """There is no interpreter to start."""
+
+
+def start(folder: Path) -> None:
+    """Start the process, unless one is at work already.
+
+    Args:
+        folder: of numba's cache; it exists.
+
+    Raises:
+        CanNotStartError: this is no plain Python interpreter.
+        OSError, subprocess.SubprocessError: the system does not start it.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise CanNotStartError("this process is no plain Python interpreter, of which a second could be started")
+    try:
+        lock = _locked(folder)
+    except BlockingIOError:
+        return
+    code = _CODE.format(path=[str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)], work=_WORK)
+    try:
+        # -W: what the user makes an error is none in there.
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=folder,
+            env=_environment(),
+            pass_fds=() if lock is None else (lock,),
+        )
+    finally:
+        if lock is not None:
+            os.close(lock)
+    if hasattr(os, "fork") and process.wait():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
+
+
+def at_work(folder: Path) -> bool:
+    """Whether a process compiles into this folder now; True as well where locks can't tell."""
+    try:
+        lock = _locked(folder)
+    except BlockingIOError:
+        return True
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+@contextlib.contextmanager
+def exclusively(folder: Path) -> Iterator[None]:
+    """Inside, this process is the one that compiles into the folder; waits for another one."""
+    lock = _locked(folder, wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def give_way() -> None:
+    """Compete with nobody for a processor or memory, and come to an end."""
+    # Linux may share processors among sessions first, so that a process's priority holds within its session only. And where
+    # memory is short this process is the first to be ended.
+    for file, value in (("/proc/self/autogroup", "19"), ("/proc/self/oom_score_adj", "1000")):
+        with contextlib.suppress(OSError):
+            Path(file).write_text(value, encoding="ascii")
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
+
+
+def _locked(folder: Path, wait: bool = False) -> int | None:
+    """A descriptor that locks the folder until it is closed, here and wherever it was inherited.
+
+    Returns:
+        None where there are no such locks (Windows, some network file systems).
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
+    if fcntl is None:
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def _environment() -> dict[str, str]:
+    """The caller's, with numba's folder as a path that does not depend on the working directory."""
+    import numba
+
+    folder: str = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+    return {**os.environ, "NUMBA_CACHE_DIR": str(Path(folder).absolute()) if folder else ""}
