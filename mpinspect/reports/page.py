@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -21,6 +23,8 @@ Sections = Callable[[int], Iterable[RenderableType]]
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
+#: Lines; nothing of ours depends on it.
+_PIPED_HEIGHT = 24
 #: A rule of hyphens under the header and nothing else.
 _RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
@@ -48,6 +52,24 @@ def to_console(sections: Sections, console: Console) -> None:
     """Print to a rich console, in colour if that has any."""
     for section in sections(console.width):
         console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
+
+
+def colour_console(stream: TextIO) -> Console | None:
+    """A console that prints to the stream in colour; None where none is wanted.
+
+    NO_COLOR (no-color.org) and FORCE_COLOR (force-color.org) count where they are set and not empty, the first before the
+    second; without them a terminal has colour unless it is a dumb one, and nothing else has.
+    """
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    forced = bool(os.environ.get("FORCE_COLOR"))
+    if os.environ.get("NO_COLOR") or not (forced or (stream.isatty() and not is_dumb)):
+        return None
+    if stream.isatty() and not is_dumb:
+        return Console(file=stream)
+    # Both sizes: without a height rich takes a dumb terminal for 80 columns wide.
+    return Console(
+        file=stream, force_terminal=True, color_system="standard", width=_terminal_width(), height=_PIPED_HEIGHT
+    )
 
 
 def titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
