@@ -273,6 +273,15 @@ def test_the_hint_for_a_pattern_that_matches_nothing_names_what_there_is(option,
         assert not Inspector(model, include=name).session().notes
 
 
+def test_the_hint_never_repeats_the_pattern() -> None:
+    """Not the usual example either, "encoder.*", where a model has no encoder."""
+    model = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(4, 4))})
+    with pytest.warns(MpinspectWarning, match="matches no module"):
+        (note,) = Inspector(model, exclude="encoder.*").session().notes
+    assert note.count("encoder") == 1
+    assert "'backbone.*'" in note
+
+
 def test_a_container_that_is_named_is_no_pattern_that_matches_nothing() -> None:
     inspector = Inspector(_encoder(), include="encoder")
     assert not inspector.session().notes

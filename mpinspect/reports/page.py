@@ -23,8 +23,8 @@ Sections = Callable[[int], Iterable[RenderableType]]
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
-#: Lines; nothing of ours depends on it.
-_PIPED_HEIGHT = 24
+#: Lines of a console. Nothing of ours depends on them, but without them rich takes a dumb terminal for 80 columns wide.
+_HEIGHT = 24
 #: A rule of hyphens under the header and nothing else.
 _RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
@@ -33,7 +33,13 @@ def plain_text(sections: Sections, width: int | None = None) -> str:
     """Text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
     file = io.StringIO()
     console = Console(
-        file=file, width=width or _terminal_width(), color_system=None, force_jupyter=False, legacy_windows=False
+        file=file,
+        width=width or _terminal_width(),
+        height=_HEIGHT,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
     )
     to_console(sections, console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
@@ -42,7 +48,13 @@ def plain_text(sections: Sections, width: int | None = None) -> str:
 def html(sections: Sections, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours; everything in it is escaped."""
     console = Console(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
+        file=io.StringIO(),
+        width=width,
+        height=_HEIGHT,
+        record=True,
+        force_terminal=True,
+        force_jupyter=False,
+        legacy_windows=False,
     )
     to_console(sections, console)
     return console.export_html(inline_styles=True, code_format=_HTML)
@@ -66,10 +78,7 @@ def colour_console(stream: TextIO) -> Console | None:
         return None
     if stream.isatty() and not is_dumb:
         return Console(file=stream)
-    # Both sizes: without a height rich takes a dumb terminal for 80 columns wide.
-    return Console(
-        file=stream, force_terminal=True, color_system="standard", width=_terminal_width(), height=_PIPED_HEIGHT
-    )
+    return Console(file=stream, force_terminal=True, color_system="standard", width=_terminal_width(), height=_HEIGHT)
 
 
 def titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:
