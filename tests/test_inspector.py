@@ -333,6 +333,13 @@ def test_warnings_name_the_users_line(monkeypatch: pytest.MonkeyPatch, tmp_path:
     _told_here(told, line)
 
 
+def test_warnings_can_name_code_that_has_no_file() -> None:
+    code = "import torch, mpinspect\nmpinspect.Inspector(torch.nn.Linear(1, 1), include='nothing')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("<string>:2: MpinspectWarning: the pattern 'nothing'")
+
+
 def test_objects_print_in_a_line(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     inspector = Inspector(model, log_dir=tmp_path / "a")
