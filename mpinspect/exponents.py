@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.formats import FloatFormat
+from mpinspect.formats import FloatFormat, FormatLike, as_format
 
 IntArray = npt.NDArray[np.int64]
 
@@ -57,6 +57,9 @@ class ExponentHistogram:
         zeros, infs, nans: elements that have no exponent.
         min_significand, max_significand: significands, in [1, 2), of the smallest and the largest finite
             non-zero magnitude (1.0 when there is none).
+
+    Methods that take a ``format`` take a FloatFormat, a name as "fp16" or a dtype, and raise ValueError, with what there is,
+    for any other.
     """
 
     counts: IntArray
@@ -199,23 +202,26 @@ class ExponentHistogram:
 
     # -- what a format does to it ---------------------------------------------------------------------------
 
-    def flushed(self, format: FloatFormat, log2_scale: int = 0) -> int:
+    def flushed(self, format: FormatLike, log2_scale: int = 0) -> int:
         """How many non-zero elements of x * 2^log2_scale the format rounds to zero. Exact, ties included."""
+        format = as_format(format)
         if format.flushes_subnormals:
             return self._count_below(format.min_normal_exponent - log2_scale)
         edge = format.min_subnormal_exponent - 1 - log2_scale
         return self._count_below(edge) + self._at(self.powers_of_two, edge)
 
-    def subnormal(self, format: FloatFormat, log2_scale: int = 0) -> int:
+    def subnormal(self, format: FormatLike, log2_scale: int = 0) -> int:
         """How many elements survive with fewer bits: below the smallest normal before rounding, not flushed. Exact."""
+        format = as_format(format)
         return self._count_below(format.min_normal_exponent - log2_scale) - self.flushed(format, log2_scale)
 
-    def overflowed_bounds(self, format: FloatFormat, log2_scale: int = 0) -> tuple[int, int]:
+    def overflowed_bounds(self, format: FormatLike, log2_scale: int = 0) -> tuple[int, int]:
         """Least and largest possible number of finite elements of x * 2^log2_scale beyond the largest finite value.
 
         Equal for FP16 and TF32 always; elsewhere the counts of one exponent stay in doubt, the extremes deciding whether
         any (and whether all) of them overflow. Infinities of the input are not counted: see ``infs``.
         """
+        format = as_format(format)
         edge_exponent = format.max_exponent - log2_scale
         certain = self.nonzero - self._count_below(edge_exponent + 1)
         in_bin = self._at(self.counts, edge_exponent)
@@ -224,12 +230,13 @@ class ExponentHistogram:
         low, high = self._bounds_in_edge_bin(format, edge_exponent)
         return certain + low, certain + high
 
-    def overflowed(self, format: FloatFormat, log2_scale: int = 0) -> int:
+    def overflowed(self, format: FormatLike, log2_scale: int = 0) -> int:
         """How many finite elements overflow. Exact for FP16 and TF32 at every scale, for others where the counts decide.
 
         Raises:
             UndecidableCountError: the counts only bound the answer; use ``overflowed_bounds``.
         """
+        format = as_format(format)
         low, high = self.overflowed_bounds(format, log2_scale)
         if low != high:
             raise UndecidableCountError(
@@ -238,27 +245,29 @@ class ExponentHistogram:
             )
         return low
 
-    def flushed_fraction(self, format: FloatFormat, log2_scale: int = 0) -> float:
+    def flushed_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
         """Flushed elements over finite non-zero elements, 0..1 (0.0 if there are none)."""
         return self._fraction(self.flushed(format, log2_scale))
 
-    def subnormal_fraction(self, format: FloatFormat, log2_scale: int = 0) -> float:
+    def subnormal_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
         """Subnormal elements over finite non-zero elements, 0..1."""
         return self._fraction(self.subnormal(format, log2_scale))
 
-    def overflowed_fraction(self, format: FloatFormat, log2_scale: int = 0) -> float:
+    def overflowed_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
         """Overflowed elements over finite non-zero elements, 0..1. Raises as ``overflowed`` does."""
         return self._fraction(self.overflowed(format, log2_scale))
 
-    def range_offset(self, format: FloatFormat) -> int | None:
+    def range_offset(self, format: FormatLike) -> int | None:
         """How many powers of two at the top of the format no element uses: max_exponent(format) - max_exponent.
 
         Negative if elements lie beyond the format; None if there is no finite non-zero value.
         """
+        format = as_format(format)
         return format.max_exponent - self.max_exponent if len(self.counts) else None
 
-    def max_log2_scale(self, format: FloatFormat) -> int | None:
+    def max_log2_scale(self, format: FormatLike) -> int | None:
         """Largest k for which no element of x * 2^k overflows: exact, from the maximum. None if there is no value."""
+        format = as_format(format)
         if not len(self.counts):
             return None
         k = format.max_exponent - self.max_exponent
@@ -277,8 +286,9 @@ class ExponentHistogram:
         """Sum of x^2 over the finite elements: bounds and estimate as for ``sum_abs``."""
         return self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=2)
 
-    def lost_l1_share(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
+    def lost_l1_share(self, format: FormatLike, log2_scale: int = 0) -> Interval:
         """Share of the L1 mass (sum of |x|) that is flushed, 0..1: an estimate with bounds; a count knows |x| within 2x."""
+        format = as_format(format)
         if self._flush_edge(format, log2_scale) < self.min_exponent:
             return Interval(0.0, 0.0, 0.0)
         counts, powers, tops = self._flushed_part(format, log2_scale)
@@ -288,13 +298,14 @@ class ExponentHistogram:
         kept = self._sum_over(self.counts - counts, self.powers_of_two - powers, self.near_top - tops, base, power=1)
         return Interval(_share(lost.estimate, kept.estimate), _share(lost.low, kept.high), _share(lost.high, kept.low))
 
-    def noise_to_signal(self, format: FloatFormat, log2_scale: int = 0) -> float:
+    def noise_to_signal(self, format: FormatLike, log2_scale: int = 0) -> float:
         """Estimated noise-to-signal ratio, sum(error^2) / sum(x^2), of rounding x * 2^log2_scale to the format.
 
         A value that survives at scaled exponent e' has error variance
         4^(max(e', min_normal_exponent) - mantissa_bits) / 12 (rounding error uniform over one step); a flushed one
         loses its whole square. inf if any element certainly overflows.
         """
+        format = as_format(format)
         if not len(self.counts):
             return 0.0
         if self.overflowed_bounds(format, log2_scale)[0]:

@@ -8,7 +8,18 @@ as IEEE 754 and the OCP FP8/MX specifications have it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import numpy as np
+    import torch
+
+#: What may be given where a format is asked for: see ``as_format``.
+FormatLike: TypeAlias = "FloatFormat | str | torch.dtype | np.dtype[Any] | type[np.generic]"
 
 
 @dataclass(frozen=True)
@@ -140,4 +151,55 @@ FLOAT4_E2M1 = FloatFormat("float4_e2m1", exponent_bits=2, mantissa_bits=1, has_i
 FORMATS: dict[str, FloatFormat] = {
     format.name: format
     for format in (FLOAT32, TFLOAT32, BFLOAT16, FLOAT16, FLOAT16_FTZ, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT4_E2M1)
+}
+
+#: Names that are more than another spelling of a name above.
+_OTHER_NAMES = {
+    "half": "float16",
+    "e4m3": "float8_e4m3",
+    "e4m3fn": "float8_e4m3",
+    "float8_e4m3fn": "float8_e4m3",
+    "e5m2": "float8_e5m2",
+    "e2m1": "float4_e2m1",
+    "float4_e2m1fn": "float4_e2m1",
+    "float4_e2m1fn_x2": "float4_e2m1",
+}
+
+
+def as_format(given: FormatLike) -> FloatFormat:
+    """The format that is meant: a FloatFormat as it is, else looked up by name.
+
+    Args:
+        given: a FloatFormat; a name, as "float16", "fp16", "FP16" or "half", "bf16", "tf32", "e4m3" or "fp8-e4m3"; or a dtype
+            of torch, NumPy, ml_dtypes or another framework.
+
+    Raises:
+        ValueError: it names no format that is known here; the message lists those that are.
+    """
+    if isinstance(given, FloatFormat):
+        return given
+    name = _name(given)
+    found = _BY_SPELLING.get(_spelling(name))
+    # The one name of two formats: ml_dtypes' float8_e4m3, unlike OCP's, has infinities and ends at 240.
+    if found is None or (name == "float8_e4m3" and not isinstance(given, str)):
+        raise ValueError(
+            f"{given!r} names no format: there are {', '.join(FORMATS)}, and short names such as fp16, bf16 and e4m3"
+        )
+    return found
+
+
+def _name(given: object) -> str:
+    """What a dtype calls itself: classes have ``__name__``, those of NumPy and TensorFlow ``name``, torch's neither."""
+    names = (getattr(given, attribute, None) for attribute in ("__name__", "name"))
+    return given if isinstance(given, str) else next((name for name in names if isinstance(name, str)), str(given))
+
+
+def _spelling(name: str) -> str:
+    """Equal for all spellings of a name: "torch.float16", "FP16" and "f16"; "bf16" and "bfloat16"."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower().rpartition(".")[2])
+    return re.sub(r"^([bt]?)f(?:p|loat)?(?=\d)", r"\1float", plain)
+
+
+_BY_SPELLING = {_spelling(name): format for name, format in FORMATS.items()} | {
+    _spelling(name): FORMATS[meant] for name, meant in _OTHER_NAMES.items()
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import platform
 from collections.abc import Callable, Iterable
 from numbers import Real
@@ -24,6 +25,7 @@ from mpinspect.capture.steps import Schedule
 from mpinspect.last_words import print_report
 from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, Event, RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
+from mpinspect.wrappers import unwrapped
 
 __all__ = ["Inspector", "MpinspectWarning"]
 
@@ -40,7 +42,8 @@ class Inspector:
         print(inspector.report())
 
     Args:
-        model: any torch.nn.Module.
+        model: any torch.nn.Module. Names are those of the model itself, whether it is given bare or wrapped
+            (DistributedDataParallel, torch.compile, FSDP, activation checkpointing; parts of it too).
         optimizers: one or several. Optional: those that step any of the model's parameters are found. Give the ones
             that step FP32 master copies, which can't be found; of a trainer's wrapper (Accelerate's, Lightning's) the one
             inside is taken.
@@ -93,7 +96,7 @@ class Inspector:
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
-        info = RunInfo(type(model).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
+        info = RunInfo(type(unwrapped(model)).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
@@ -114,7 +117,7 @@ class Inspector:
         #: Weights that were not finite when the run began; and what tells of those that were not when it ended.
         self._broken_before: frozenset[str] = frozenset()
         self._left: Event | None = None
-        for trouble in troubles + _misgivings(parameters, selection):
+        for trouble in troubles + _misgivings(found, parameters, selection):
             self._recording.note(trouble)
 
     # -- attaching ----------------------------------------------------------------------------------------------
@@ -169,6 +172,14 @@ class Inspector:
     def report(self) -> RangeReport:
         """What the counts say: ranges by layer, findings, the suggested loss scale. While attached it waits for the GPU."""
         return analyse(self.session())
+
+    def __repr__(self) -> str:
+        """What it inspects and how far it is, in one line; never waits for the GPU."""
+        progress = self._recording.progress
+        state = "attached" if self._capture.attached else "detached" if progress.ended else "not attached yet"
+        where = "" if self.log_dir is None else f", writes to {self.log_dir}"
+        counts = f"{progress.steps} steps, {progress.sampled_steps} sampled"
+        return f"<{type(self).__name__} of {self._recording.info.model}: {state}, {counts}{where}>"
 
     # -- inside, and for those who make an inspector of their own ----------------------------------------------
 
@@ -244,7 +255,11 @@ def _several(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
 
 
-def _misgivings(parameters: list[model_layers.WatchedParameter], selection: model_layers.Selection) -> list[str]:
+def _misgivings(
+    layers: list[model_layers.Layer],
+    parameters: list[model_layers.WatchedParameter],
+    selection: model_layers.Selection,
+) -> list[str]:
     """What is odd about the request, in sentences."""
     sentences = []
     if not parameters:
@@ -254,9 +269,17 @@ def _misgivings(parameters: list[model_layers.WatchedParameter], selection: mode
     for pattern in selection.unmatched():
         sentences.append(
             f"the pattern {pattern!r} matches no module or parameter; patterns go over dotted paths as in "
-            "model.named_modules() and model.named_parameters(), for example 'encoder.*'"
+            f"model.named_modules() and model.named_parameters(){_nearest(pattern, layers, parameters)}"
         )
     return sentences
+
+
+def _nearest(pattern: str, layers: list[model_layers.Layer], parameters: list[model_layers.WatchedParameter]) -> str:
+    """Patterns that would match something, those like this one first; a clause, "" where there is none."""
+    names = [layer.path if layer.is_leaf else f"{layer.path}.*" for layer in layers if layer.path]
+    names = [name for name in (*names, *(watched.name for watched in parameters)) if name != pattern]
+    nearest = difflib.get_close_matches(pattern, names, n=3) or names[:3]
+    return f"; in this model for example {', '.join(map(repr, nearest))}" if nearest else ""
 
 
 def _went_well(error: BaseException | None) -> bool:

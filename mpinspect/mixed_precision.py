@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from mpinspect.training import checkpoint
 from mpinspect.training.chosen_scaler import chosen_scaler, require_real, warn_of_vanishing_eps
 from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.explain import ModelExplainer
-from mpinspect.training.forwards import ForwardShapes
+from mpinspect.training.forwards import ForwardShapes, OutsideAutocast
 from mpinspect.training.held import held_parameters
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.masters import MasterWeights
@@ -28,6 +27,7 @@ from mpinspect.training.precision import PRECISIONS, check_convertible, get_prec
 from mpinspect.training.skipped_steps import FORWARD, SkippedStep, power
 from mpinspect.training.suggestions import suggestions
 from mpinspect.training.transfer import any_written_since
+from mpinspect.user_line import warn_user
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -99,6 +99,8 @@ class MixedPrecision:
         self._explainer = ModelExplainer(self._core, _weakly(self._model_parameters))
         self.scaler.explainer = self._explainer
         self._shapes = ForwardShapes(self._core)
+        stored = self._precision.stored
+        self._outside = None if stored == torch.float32 else OutsideAutocast(self._core, stored, self._device)
         self._auto = AutoScale(self._core, self.optimizers, self.scaler) if loss_scale == "auto" else None
         #: Whether the optimizers' own steps are called from here.
         self.stepping = False
@@ -265,6 +267,10 @@ class MixedPrecision:
         """Switches of torch that would make this training faster on its GPU, in sentences."""
         return suggestions(self._shapes.seen(self._device, self._float32_fraction()))
 
+    def __repr__(self) -> str:
+        """One line, without a wait; ``str()`` says more and waits for the GPU."""
+        return f"<MixedPrecision of {type(self._core).__name__}: {self.precision}, {self._steps} steps>"
+
     def __str__(self) -> str:
         lines = [f"{self.precision}: {self._steps} steps, {self.skipped_steps} skipped"]
         if self.scaler.is_enabled():
@@ -340,6 +346,8 @@ class MixedPrecision:
         """Take every hook off the model and the optimizers. What was converted stays converted."""
         self._explainer.detach()
         self._shapes.detach()
+        if self._outside is not None:
+            self._outside.detach()
         if self._auto is not None:
             self._auto.detach()
         for optimizer in self.optimizers:
@@ -455,7 +463,7 @@ class MixedPrecision:
         if last is not None and broken_forward and last.culprit is not None and last.culprit.name != "loss":
             # Of the first one the scaler has warned itself.
             if not self._module_named and sum(skip.phase == FORWARD for skip in self.scaler.skips) > 1:
-                warnings.warn(str(last), LossScaleWarning, stacklevel=3)
+                warn_user(str(last), LossScaleWarning)
             self._module_named = True
         elif not broken_forward:
             self._module_named = False

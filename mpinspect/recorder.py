@@ -134,6 +134,13 @@ class Recorder:
         """What the counts say: ranges by layer, findings, the suggested loss scale."""
         return analyse(self.session())
 
+    def __repr__(self) -> str:
+        """How far it is, in one line."""
+        progress = self._recording.progress
+        where = "" if self.log_dir is None else f", writes to {self.log_dir}"
+        state = "closed" if progress.ended else "open"
+        return f"<Recorder: {state}, {progress.steps} steps, {progress.sampled_steps} sampled{where}>"
+
 
 def _close(capture: ArrayCapture, recording: Recording, lock: threading.RLock, process: int | None = None) -> None:
     """Twice does nothing. ``process``: the one whose files they are; in its forked children nothing is done."""

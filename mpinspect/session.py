@@ -252,6 +252,11 @@ class Session:
     notes: tuple[str, ...] = ()
     progress: Progress = Progress()
 
+    def __repr__(self) -> str:
+        """One line: the fields hold every count of a run."""
+        progress, model = self.progress, self.info.model or "a model"
+        return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
+
     def totals(self) -> dict[TensorKey, TensorWindow]:
         """Every tensor's windows merged over the whole run, in the order in which they were watched."""
         merged = _merge_tensors([window.tensors for window in self.windows])

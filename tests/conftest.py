@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Where the caller asks for colour (a CI may), tests would find it in what they print.
+for name in ("FORCE_COLOR", "NO_COLOR"):
+    os.environ.pop(name, None)
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 import torch
 from models import cnn
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,6 +96,26 @@ def test_outputs_of_any_form(pack: Callable[[torch.Tensor], Any]) -> None:
         held[0].sum().backward()
     assert gradient(inspector, "0").histogram.total == 6
     assert totals(inspector)[TensorKey("0", "activation")].histogram.total == 6
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
+def test_a_dropout_that_passes_its_input_on_is_not_missed(kind: type[nn.Module]) -> None:
+    """Attention that hands ``dropout.p`` to a fused kernel never calls its dropout. What could drop something is still missed."""
+
+    class Uncalled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.none, self.some = nn.Linear(4, 4), kind(0.0), kind(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x)
+
+    model = Uncalled()
+    for given, names in (({}, {"some"}), ({"include": "none"}, {"none"})):
+        with Inspector(model, capture=("activation_gradient", "activation"), **given) as inspector:
+            model(torch.ones(2, 4)).sum().backward()
+        assert {name for name, _, _ in inspector.report().coverage.never_fired} == names
+        assert not inspector.session().notes
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
@@ -625,7 +648,59 @@ def test_ddp_counts_local_gradients(single_process_group: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     with Inspector(wrapped) as inspector:
         wrapped(torch.ones(2, 4)).sum().backward()
-    assert weight(inspector, "module.weight").histogram == count_exponents(model.weight.grad)
+    assert weight(inspector, "weight").histogram == count_exponents(model.weight.grad)
+
+
+def _parts_wrapped(model: nn.Sequential) -> nn.Module:
+    model[0] = torch.compile(checkpoint_wrapper(model[0]), backend="eager")
+    model.module = nn.DataParallel(model.module)
+    return model
+
+
+WRAPPINGS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "data parallel": nn.DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled ddp": lambda model: torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"),
+    "ddp of compiled": lambda model: nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager")),
+    "checkpointed": checkpoint_wrapper,
+    "ddp of parts wrapped": lambda model: nn.parallel.DistributedDataParallel(_parts_wrapped(model)),
+    "fsdp": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, single_process_group: None) -> None:
+    """As under ``mpinspect run``. A module that its author called ``module`` keeps its name."""
+
+    def make() -> nn.Sequential:
+        inner = OrderedDict(module=nn.Linear(4, 4), last=nn.Linear(4, 1))
+        return nn.Sequential(OrderedDict([("0", nn.Linear(4, 4)), ("module", nn.Sequential(inner))]))
+
+    torch._dynamo.reset()
+    bare, options = make(), {"capture": ALL_KINDS, "include": ["module.*"], "exclude": "module.last.bias"}
+    expected = Inspector(bare, **options).session()
+    wrapped = WRAPPINGS[wrapping](make())
+    with Inspector(wrapped, **options) as inspector:
+        wrapped(torch.ones(2, 4)).sum().backward()
+    session = inspector.session()
+    names = [(info.name, info.kind, info.module, info.module_type) for info in session.watched]
+    assert names == [(info.name, info.kind, info.module, info.module_type) for info in expected.watched]
+    assert not [note for note in session.notes if "matches no" in note]
+    assert session.info.model == "Sequential"
+    if wrapping != "fsdp":  # whose gradients arrive at flat parameters
+        assert session.totals()[TensorKey("module.last.weight", "weight_gradient")].histogram.total == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+def test_what_a_compiled_part_returns_is_seen() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 2), backend="eager"))
+    with Inspector(model, capture=ALL_KINDS) as inspector:
+        model(torch.ones(3, 4)).sum().backward()
+    assert gradient(inspector, "1").histogram.total == totals(inspector)[TensorKey("1", "activation")].histogram.total
+    assert gradient(inspector, "1").histogram.total == 6
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------

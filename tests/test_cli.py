@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import types
@@ -226,6 +227,37 @@ def test_a_reader_that_leaves_early_is_no_error(run_dir):
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert done.stdout == b'{\n  "schema": "mpins'
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("command", "term"),
+    [
+        ("report", "xterm-256color"),
+        ("report", "dumb"),
+        ("report", ""),
+        ("report of a run", "dumb"),
+        ("kernels", "dumb"),
+    ],
+)
+def test_force_color_holds_when_piped_and_no_color_wins(command, term, run_dir, tmp_path):
+    trace = tmp_path / "trace.json"
+    trace.write_text('{"traceEvents": []}')
+    (tmp_path / "run.json").write_text('{"command": "train.py", "outcome": "ended", "saw": [], "models": []}')
+    words = {
+        "report": ["report", str(run_dir)],
+        "report of a run": ["report", str(tmp_path)],
+        "kernels": ["kernels", str(trace)],
+    }[command]
+    forced, both, neither = (
+        _run(words, {"TERM": term, "FORCE_COLOR": force, "NO_COLOR": no}).stdout
+        for force, no in (("1", ""), ("1", "1"), ("", ""))
+    )
+    assert b"\x1b[1m" in forced
+    assert b"\x1b" not in both + neither
+    assert both == neither
+    lines = [line.rstrip() for line in re.sub(rb"\x1b\[[0-9;]*m", b"", forced).splitlines()]
+    # A run's parts have an empty line between them in plain text.
+    assert list(filter(None, lines)) == list(filter(None, both.splitlines()))
 
 
 def test_python_m_mpinspect(run_dir):

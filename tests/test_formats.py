@@ -1,6 +1,7 @@
 """Every limit that a format derives, against torch's casts, numpy's and ml_dtypes'."""
 
 import dataclasses
+import inspect
 import itertools
 import math
 from fractions import Fraction
@@ -10,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 from rounding_oracle import floor_log2, rounded
+from sessions import word_model
 
+import mpinspect
+from mpinspect.analysis import analyse
+from mpinspect.commands.lint_inputs import input_spec
+from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import (
     BFLOAT16,
     FLOAT4_E2M1,
@@ -22,7 +28,9 @@ from mpinspect.formats import (
     FORMATS,
     TFLOAT32,
     FloatFormat,
+    as_format,
 )
+from mpinspect.reports.tensorboard import TensorBoardLog
 
 IN_TORCH = {
     FLOAT32: torch.float32,
@@ -208,3 +216,100 @@ def test_formats_are_frozen_and_found_by_name() -> None:
     assert len(FORMATS) == 8
     with pytest.raises(dataclasses.FrozenInstanceError):
         FLOAT16.mantissa_bits = 3  # type: ignore[misc]
+
+
+# -- by name ------------------------------------------------------------------------------------------------------------
+
+SPELLINGS = [
+    (
+        FLOAT16,
+        ["float16", "fp16", "FP16", "f16", "half", "torch.float16", torch.float16, np.float16, np.dtype("float16")],
+    ),
+    (BFLOAT16, ["bfloat16", "bf16", "BF16", torch.bfloat16, ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]),
+    (FLOAT32, ["float32", "fp32", torch.float32, np.float32]),
+    (TFLOAT32, ["tfloat32", "tf32", "TF32"]),
+    (
+        FLOAT8_E4M3,
+        ["e4m3", "E4M3", "fp8-e4m3", "fp8_e4m3", "float8_e4m3fn", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn],
+    ),
+    (FLOAT8_E5M2, ["e5m2", "fp8_e5m2", torch.float8_e5m2, ml_dtypes.float8_e5m2]),
+    (FLOAT4_E2M1, ["e2m1", "fp4_e2m1", ml_dtypes.float4_e2m1fn]),
+    (FLOAT16_FTZ, ["float16-ftz", "fp16_ftz"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "given"), [(format, given) for format, all_ in SPELLINGS for given in all_], ids=str
+)
+def test_a_format_goes_by_its_usual_names_and_dtypes(format, given) -> None:
+    assert as_format(given) is format
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=name)
+def test_a_format_is_itself_and_what_its_name_says(format) -> None:
+    custom = dataclasses.replace(format, name="mine")
+    assert as_format(format.name) is format
+    assert as_format(custom) is custom
+
+
+@pytest.mark.parametrize(
+    "given",
+    # FP8 with another bias or with infinities is another format than OCP's.
+    [
+        "fp17",
+        "fp8",
+        "",
+        "int8",
+        torch.int32,
+        torch.float64,
+        torch.float8_e4m3fnuz,
+        ml_dtypes.float8_e4m3,
+        16,
+        None,
+        float,
+    ],
+    ids=str,
+)
+def test_what_names_no_format_is_told_what_there_is(given) -> None:
+    with pytest.raises(ValueError, match="names no format") as caught:
+        as_format(given)
+    assert all(known in str(caught.value) for known in FORMATS)
+
+
+def takes_a_format(method: object) -> bool:
+    return callable(method) and "format" in inspect.signature(method).parameters
+
+
+METHODS = [each for each, method in vars(ExponentHistogram).items() if each[0] != "_" and takes_a_format(method)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("values", [[], [1e-9, 3e-6, 70000.0]], ids=["empty", "values"])
+def test_every_question_about_a_format_takes_its_name(method, values) -> None:
+    assert len(METHODS) >= 11
+    ask = getattr(mpinspect.count_exponents(torch.tensor(values)), method)
+    assert ask("fp16") == ask(torch.float16) == ask(FLOAT16)
+    assert ask("e5m2") == ask(FLOAT8_E5M2)
+    with pytest.raises(ValueError, match="names no format"):
+        ask("fp17")
+
+
+def test_advice_reports_logs_and_the_lint_take_a_format_by_name(tmp_path) -> None:
+    histogram = mpinspect.count_exponents(torch.tensor([1e-9, 3e-6, 1.0]))
+    advice = mpinspect.recommend_loss_scale(histogram, format="bf16")
+    assert advice == mpinspect.recommend_loss_scale(histogram, format=BFLOAT16)
+    assert advice != mpinspect.recommend_loss_scale(histogram, format="fp16")
+    assert analyse(word_model(), "bf16").format == "bfloat16"
+    TensorBoardLog(tmp_path, "e4m3").close()
+    for given in ("FP16", "half", np.float16):
+        report = mpinspect.lint_shapes(torch.nn.Linear(8, 8), (torch.ones(2, 8),), dtype=given, gpu="ampere")
+        assert report.dtype == "float16"
+    assert input_spec("x=fp16:8,8").dtype == "float16"
+    assert input_spec("x=e4m3:8,8").dtype == "float8_e4m3fn"
+    for refused in (
+        lambda: mpinspect.recommend_loss_scale(histogram, format="fp17"),
+        lambda: analyse(word_model(), "fp17"),
+        lambda: TensorBoardLog(tmp_path, "fp17"),
+    ):
+        with pytest.raises(ValueError, match="names no format: there are"):
+            refused()

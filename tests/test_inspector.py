@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +17,10 @@ from models import cnn
 from torch import nn
 
 import mpinspect
-from mpinspect import Inspector, MpinspectWarning, Session
+from mpinspect import Inspector, MpinspectWarning, Recorder, Session
 from mpinspect.capture.recording import EVENT_LIMIT, Recording
 from mpinspect.session import WINDOW_LIMIT, Event, RunInfo, TensorKey, Window
+from mpinspect.training import LossScaleWarning
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -238,6 +241,139 @@ def test_warnings_as_errors_do_not_stop_the_training() -> None:
         inspector = _trained(nn.Linear(4, 1), include=["nothing.*", "weight"])
     assert inspector.session().progress.steps == 3
     assert any("matches no module" in note for note in inspector.session().notes)
+
+
+def _encoder() -> nn.Module:
+    return nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 1)})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suggested"),
+    [
+        ("encoder", "'encoder.*'"),
+        ("encodre.*", "'encoder.*'"),
+        ("module.encoder.*", "'encoder.*'"),
+        ("encoder.0.wieght", "'encoder.0.weight'"),
+        ("decoder[0]", "'encoder.0'"),
+        ("zzz", "'encoder.*'"),
+    ],
+)
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_the_hint_for_a_pattern_that_matches_nothing_names_what_there_is(option, pattern, suggested) -> None:
+    model = _encoder()
+    given = {"include": ["head", pattern]} if option == "include" and pattern != "encoder" else {"exclude": pattern}
+    with pytest.warns(MpinspectWarning, match="matches no module") as told:
+        inspector = Inspector(model, **given)
+    (note,) = inspector.session().notes
+    assert str(told[0].message) == note
+    hint = note.partition("; patterns go over")[2]
+    assert suggested in hint
+    assert repr(pattern) not in hint
+    for name in re.findall(r"'([^']+)'", hint):
+        assert not Inspector(model, include=name).session().notes
+
+
+def test_the_hint_never_repeats_the_pattern() -> None:
+    """Not the usual example either, "encoder.*", where a model has no encoder."""
+    model = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(4, 4))})
+    with pytest.warns(MpinspectWarning, match="matches no module"):
+        (note,) = Inspector(model, exclude="encoder.*").session().notes
+    assert note.count("encoder") == 1
+    assert "'backbone.*'" in note
+
+
+def test_a_container_that_is_named_is_no_pattern_that_matches_nothing() -> None:
+    inspector = Inspector(_encoder(), include="encoder")
+    assert not inspector.session().notes
+    assert [info.name for info in inspector.session().watched] == ["encoder"]
+
+
+# -- warnings and what objects print ------------------------------------------------------------------------------------
+
+
+def _told_here(told: list[warnings.WarningMessage], line: int) -> None:
+    assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
+
+
+def _line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+def test_warnings_name_the_users_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    model = nn.Sequential(nn.Linear(4, 1))
+    with pytest.warns(MpinspectWarning, match="matches no") as told:
+        inspector, line = Inspector(model, include=["0", "nothing.*"]), _line()
+    _told_here(told, line)
+    # In a hook, below torch's own calls.
+    monkeypatch.setattr(inspector._capture, "_watch_call", broken)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inspector)
+        with pytest.warns(MpinspectWarning, match="mpinspect failed in") as told:
+            output, line = model(torch.ones(2, 4)), _line()
+        _told_here(told, line)
+        monkeypatch.setattr(inspector._capture, "_what_holds", broken)
+        with pytest.warns(MpinspectWarning, match="mpinspect failed in") as told:
+            _, line = output.sum().backward(), _line()
+        assert {(warning.filename, warning.lineno) for warning in told} == {(__file__, line)}
+    (tmp_path / "a").mkdir()
+    Recorder(tmp_path / "a").close()
+    with pytest.warns(MpinspectWarning, match="another run") as told:
+        recorder, line = Recorder(tmp_path / "a"), _line()
+    _told_here(told, line)
+    with recorder, pytest.warns(MpinspectWarning, match="'x'") as told:
+        _, line = recorder.observe("x", object()), _line()
+    _told_here(told, line)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.warns(LossScaleWarning, match="eps") as told:
+        _, line = mpinspect.MixedPrecision(model, optimizer, "fp16-pure"), _line()
+    _told_here(told, line)
+
+
+def test_warnings_can_name_code_that_has_no_file() -> None:
+    code = "import torch, mpinspect\nmpinspect.Inspector(torch.nn.Linear(1, 1), include='nothing')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("<string>:2: MpinspectWarning: the pattern 'nothing'")
+
+
+def test_objects_print_in_a_line(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    inspector = Inspector(model, log_dir=tmp_path / "a")
+    assert (
+        repr(inspector)
+        == f"<Inspector of Sequential: not attached yet, 0 steps, 0 sampled, writes to {tmp_path / 'a'}>"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with inspector:
+        assert ": attached, 0 steps" in repr(inspector)
+        for _ in range(3):
+            _step(model, optimizer, torch.randn(8, 4))
+    assert str(inspector).startswith("<Inspector of Sequential: detached, 3 steps, 3 sampled")
+    session, report = inspector.session(), inspector.report()
+    advice = report.loss_scale
+    assert repr(session) == "<Session of Sequential: 3 steps, 3 sampled, 6 tensors>"
+    assert repr(report) == f"<RangeReport: {len(report.findings)} findings; print() shows it, save() writes it>"
+    assert repr(advice).startswith("<LossScaleAdvice: ")
+    for words in ("window 2^", "2^"):
+        assert words in repr(advice)
+    assert repr(advice)[len("<LossScaleAdvice: ") : -1] in str(advice)
+    assert advice.reason in str(advice)
+    none = Inspector(model).report().loss_scale
+    assert repr(none) == "<LossScaleAdvice: No loss scale can be suggested>"
+    for finding in report.findings:
+        assert finding.message in str(finding)
+        assert str(finding).startswith(finding.severity)
+    with Recorder(tmp_path / "b") as recorder:
+        assert repr(recorder) == f"<Recorder: open, 0 steps, 0 sampled, writes to {tmp_path / 'b'}>"
+    mp = mpinspect.MixedPrecision(model, optimizer, "bf16-amp")
+    shapes = mpinspect.lint_shapes(model, (torch.ones(2, 4),), gpu="ampere")
+    for each in (inspector, session, report, advice, recorder, mp, shapes):
+        assert len(repr(each)) < 200 + len(str(tmp_path))
+        assert "\n" not in repr(each)
 
 
 # -- the run directory ----------------------------------------------------------------------------------------------

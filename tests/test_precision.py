@@ -211,12 +211,13 @@ def test_weights_beyond_fp16_are_refused_and_fit_bf16():
 # -- BatchNorm ------------------------------------------------------------------------------------------------------
 
 
-def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not():
-    """Inputs ~ N(0, 400^2) have a variance of 160,000: beyond FP16."""
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not(affine):
+    """Inputs ~ N(0, 400^2) have a variance of 160,000: beyond FP16. apex's BN_convert_float leaves ``affine=False`` in half."""
     torch.manual_seed(0)
-    half = nn.BatchNorm1d(16).half()
-    kept = BN_convert_float(nn.Sequential(nn.BatchNorm1d(16)).half())[0]
-    converted = convert_model(nn.Sequential(nn.BatchNorm1d(16)), FP16_MASTER)[0]
+    half = nn.BatchNorm1d(16, affine=affine).half()
+    kept = BN_convert_float(nn.Sequential(nn.BatchNorm1d(16, affine=affine)).half())[0]
+    converted = convert_model(nn.Sequential(nn.BatchNorm1d(16, affine=affine)), FP16_MASTER)[0]
     for _ in range(20):
         x = (torch.randn(256, 16) * 400).half()
         right = F.batch_norm(x.float(), None, None, training=True)
@@ -231,6 +232,9 @@ def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not():
         layer.eval()
         assert (layer.running_var / 160_000 - 1).abs().max() < 0.25
         assert (layer(x).float().std() - 1).abs() < 0.1
+    # Where it differs from apex's function the docstring says so.
+    assert "affine=False" in BN_convert_float.__doc__
+    assert "apex" in BN_convert_float.__doc__
 
 
 class Residual(nn.Module):

@@ -11,8 +11,10 @@ import sys
 import pytest
 import sessions
 
+from mpinspect.analysis import analyse
 from mpinspect.cli import main
 from mpinspect.run_directory import is_run_directory, read_run
+from mpinspect.session import Session
 from mpinspect.session_file import FILE_NAME, SessionError
 
 
@@ -174,5 +176,25 @@ def test_the_command_reads_it(tmp_path, capsys):
     assert (tmp_path / "again.md").read_text().startswith("# mpinspect run train.py -x")
     assert main(["report", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "mpinspect.run"
+
+
+@pytest.mark.parametrize("folder", ["run", "run/rank0"])
+def test_the_picture_of_a_run_of_one_model_is_that_models(folder, tmp_path, capsys):
+    run, picture = make_run(tmp_path / folder, "Net"), tmp_path / "new" / "a.png"
+    assert main(["report", str(tmp_path / "run"), "--png", str(picture)]) == 0
+    assert "In brief" in capsys.readouterr().out
+    analyse(Session.load(run / "Net")).save(tmp_path / "model.png")
+    assert picture.read_bytes() == (tmp_path / "model.png").read_bytes()
+    assert read_run(tmp_path / "run").save(tmp_path / "again.png").read_bytes() == picture.read_bytes()
+
+
+def test_a_picture_of_several_models_or_none_is_refused_and_says_what_to_give(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "Generator", "Critic")
     assert main(["report", str(run), "--png", str(tmp_path / "a.png")]) == 2
-    assert "one of the folders" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(run / "Critic") in err
+    assert str(run / "Generator") in err
+    assert main(["report", str(make_run(tmp_path / "other")), "--png", str(tmp_path / "a.png")]) == 2
+    assert "this run has none" in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import traceback
 
 import pytest
 import torch
@@ -222,6 +223,80 @@ def test_torchs_clipping_of_the_masters_is_ours():
     assert ours.step()
     assert theirs.step()
     assert equal(ours.weights(), theirs.weights())
+
+
+# -- a forward outside autocast() ---------------------------------------------------------------------------------------
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+FORWARDS = {
+    "linear": (lambda: nn.Linear(4, 2), torch.ones(3, 4)),
+    "convolution": (lambda: nn.Conv1d(4, 2, 1), torch.ones(3, 4, 5)),
+    "recurrent": (lambda: nn.LSTM(4, 2), torch.ones(3, 2, 4)),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8), torch.ones(3, 2, 4)),
+    "bare weight": (Product, torch.ones(3, 4)),
+}
+
+
+def said(error: BaseException) -> str:
+    """What a traceback ends with."""
+    return "".join(traceback.format_exception_only(error))
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+@pytest.mark.parametrize("precision", ["fp16-master", "bf16-master", "fp16-pure"])
+def test_a_forward_outside_autocast_is_explained(precision, kind):
+    make_layer, x = FORWARDS[kind]
+    model = nn.ModuleDict({"parts": nn.ModuleList([make_layer()])})
+    layer = model["parts"][0]
+    mp = mpinspect.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision)
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError)) as caught:
+        layer(x)
+    assert said(caught.value).count("with precision.autocast()") == 1
+    with mp.autocast():
+        layer(x)
+
+
+def test_the_explanation_comes_once_and_nothing_but_a_dtype_is_explained():
+    mp = make()
+    x = torch.ones(6, 4)
+    for model in (mp.model, nn.Sequential(mp.model), mp.model.forward):
+        with pytest.raises(RuntimeError, match="dtype") as caught:
+            model(x)
+        assert said(caught.value).count("with precision.autocast()") == 1
+    with pytest.raises(RuntimeError) as caught:
+        mp.model(torch.ones(6, 3, dtype=torch.float16))
+    assert "autocast" not in said(caught.value)
+    with mp.autocast(), pytest.raises(RuntimeError) as caught:
+        mp.model(torch.ones(6, 3))
+    assert "autocast()" not in said(caught.value)
+    # What is given in the weights' own dtype needs none.
+    assert mp.model[0](x.half()).dtype == torch.float16
+    mp.detach()
+    for model in (mp.model, copy.deepcopy(make().model)):
+        with pytest.raises(RuntimeError, match="dtype") as caught:
+            model(x)
+        assert "autocast()" not in said(caught.value)
+
+
+# -- what a loss scale may be -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["automatic", "Dynamic", "", "static"])
+def test_a_loss_scale_of_an_unknown_name_is_told_every_name(given):
+    with pytest.raises(ValueError, match=f"loss_scale={given!r}") as caught:
+        make(loss_scale=given)
+    for name in ("dynamic", "auto", "none", "torch", "talk", "apex"):
+        assert f'"{name}"' in str(caught.value)
+        make(loss_scale=name)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------------

@@ -10,17 +10,21 @@ from mpinspect.analysis.noise import rounding_noise_ceilings
 from mpinspect.analysis.ranges import layer_reports, overall_reports, tensor_infos
 from mpinspect.analysis.report import RangeReport
 from mpinspect.analysis.scale_advice import ScaleRules
-from mpinspect.formats import FLOAT16, FloatFormat
+from mpinspect.formats import FLOAT16, FormatLike, as_format
 from mpinspect.session import Session
 
 __all__ = ["analyse", "recommend_loss_scale"]
 
 
-def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
+def analyse(session: Session, format: FormatLike = FLOAT16) -> RangeReport:
     """What a session tells about the ranges of its tensors in ``format``, and which loss scale fits.
 
     Every session has a report: an empty one, one that still grows, one full of NaN.
+
+    Raises:
+        ValueError: ``format`` names none that is known.
     """
+    format = as_format(format)
     totals = session.totals()
     infos = tensor_infos(session, totals)
     ceilings = rounding_noise_ceilings(infos, totals)

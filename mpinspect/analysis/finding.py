@@ -28,3 +28,7 @@ class Finding:
     message: str
     evidence: dict[str, Any]
     fix: str = ""
+
+    def __str__(self) -> str:
+        """As reports print it, in one line."""
+        return f"{self.severity}  {self.id}  {self.message}{f'  fix: {self.fix}' if self.fix else ''}"

@@ -15,7 +15,7 @@ from mpinspect.analysis.scale_words import nothing_to_serve
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import FLOAT16, FloatFormat
+from mpinspect.formats import FLOAT16, FormatLike, as_format
 from mpinspect.session import Session, TensorKey, TensorWindow, add_counts
 
 #: The kind of a gradient that is given as a bare histogram.
@@ -25,7 +25,7 @@ _GRADIENT = "gradient"
 def recommend_loss_scale(
     histograms: Session | ExponentHistogram | Mapping[str, ExponentHistogram] | Iterable[ExponentHistogram],
     *,
-    format: FloatFormat = FLOAT16,
+    format: FormatLike = FLOAT16,
     headroom: int = HEADROOM,
     tolerance: float = LOST_L1_TOLERANCE,
     growth_interval: int = LONGEST_GROWTH_INTERVAL,
@@ -35,7 +35,7 @@ def recommend_loss_scale(
     Args:
         histograms: unscaled gradients, one histogram a layer: by name, or in any iterable (then named "0", "1", ...), or a
             single one; or a whole session, which adds the steps' peaks (and with them the confidence), drift and noise.
-        format: the format that the scaled gradients are held in.
+        format: the format that the scaled gradients are held in: a FloatFormat, a name or a dtype.
         headroom: powers of two to leave below the overflow, at least 0.
         tolerance: the lost L1 share up to which a layer counts as served, in (0, 1).
         growth_interval: steps; a probability of overflow of 1/growth_interval a step is accepted.
@@ -44,10 +44,10 @@ def recommend_loss_scale(
     gradient accumulation over N micro-batches, moves the whole window by log2 N powers of two.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: an option is out of its range, or names no format.
         TypeError: ``histograms`` is none of the above.
     """
-    rules = ScaleRules(format, headroom, tolerance, growth_interval)
+    rules = ScaleRules(as_format(format), headroom, tolerance, growth_interval)
     if isinstance(histograms, Session):
         totals = histograms.totals()
         ceilings = rounding_noise_ceilings(tensor_infos(histograms, totals), totals)

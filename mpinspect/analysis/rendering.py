@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mpinspect.analysis.finding import Finding
+
 
 class RendersItself:
     """``str()``, ``_repr_html_()`` for notebooks, ``to_json()`` and ``save(path)`` of a report."""
 
     #: What kind of report it is, a key of reports.FORMS.
     kind: ClassVar[str]
+
+    if TYPE_CHECKING:
+
+        @property
+        def findings(self) -> tuple[Finding, ...]: ...
+
+    def __repr__(self) -> str:
+        """One line, for a prompt or a debugger: the fields hold every count of a run."""
+        return f"<{type(self).__name__}: {len(self.findings)} findings; print() shows it, save() writes it>"
 
     def __str__(self) -> str:
         from mpinspect.reports import form

@@ -154,8 +154,17 @@ class LossScaleAdvice:
     blocks: tuple[TimeBlock, ...]
     reason: str
 
+    def __repr__(self) -> str:
+        """The scale, its window and the headroom in one line."""
+        from mpinspect.reports.scale_line import scale_line
+
+        return f"<LossScaleAdvice: {scale_line(self)}>"
+
     def __str__(self) -> str:
-        return self.reason
+        """The same as a sentence, and the reason."""
+        from mpinspect.reports.scale_line import scale_line
+
+        return f"{scale_line(self)}. {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ class FormatVerdict:
     overflows: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RangeReport(RendersItself):
     """Everything that a session tells. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 

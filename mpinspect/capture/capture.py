@@ -27,7 +27,7 @@ from mpinspect.capture.distributed import is_distributed, local_part
 from mpinspect.capture.guard import Guarded, entrance, guarded
 from mpinspect.capture.hooks import HandleList, hook_gradient
 from mpinspect.capture.last_values import LastValues
-from mpinspect.capture.layers import Layer, WatchedParameter
+from mpinspect.capture.layers import Layer, WatchedParameter, named_parameters
 from mpinspect.capture.lifted import LiftedHooks
 from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.capture.meter import Meter
@@ -288,7 +288,7 @@ class Capture(Guarded):
         root = next((layer.module for layer in self._layers if not layer.path), None)
         known = {id(watched.parameter) for watched in self._parameters}
         new = (
-            [name for name, parameter in root.named_parameters() if id(parameter) not in known]
+            [name for name, parameter in named_parameters(root) if id(parameter) not in known]
             if root is not None
             else []
         )

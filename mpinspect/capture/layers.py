@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,6 +19,7 @@ from mpinspect.session import (
     TensorInfo,
     TensorKey,
 )
+from mpinspect.wrappers import is_compiled_wrapper, plain_names, unwrapped
 
 #: The kinds that a parameter has, and those that a module's output has.
 PARAMETER_KINDS = (WEIGHT_GRADIENT, WEIGHT, UPDATE)
@@ -87,7 +88,10 @@ class Selection:
 
     def names_exactly(self, path: str) -> bool:
         """Whether a pattern without wildcards names this path: so a container's outputs are asked for."""
-        return self.include is not None and path in self.include and not self._matches(self.exclude, (path,))
+        if self.include is None or path not in self.include:
+            return False
+        self._matched.add(path)
+        return not self._matches(self.exclude, (path,))
 
     def unmatched(self) -> list[str]:
         """Patterns that matched nothing so far."""
@@ -100,21 +104,32 @@ class Selection:
 
 
 def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
-    """Every module once, under its first name, the model itself being ""."""
+    """Every module once, under its first name without wrappers, the model itself being "".
+
+    Of a wrapper and what it wraps one is hooked: what is wrapped, but for torch.compile's wrappers, inside of which no hook runs.
+    """
     sealed_parts = {id(part) for module in model.modules() if isinstance(module, _SEALED) for part in module.modules()}
     sealed_parts -= {id(module) for module in model.modules() if isinstance(module, _SEALED)}
-    layers = []
-    for path, module in model.named_modules():
-        if id(module) in sealed_parts:
+    names = plain_names(model)
+    layers: dict[str, Layer] = {}
+    for name, module in model.named_modules():
+        path, inner = names[name], unwrapped(module)
+        if id(module) in sealed_parts or path in layers or (inner is not module and not is_compiled_wrapper(module)):
             continue
-        is_leaf = isinstance(module, _SEALED) or next(module.children(), None) is None
-        counted = (is_leaf and selection.wants(path)) or selection.names_exactly(path)
-        layers.append(Layer(path, module, is_leaf, counted))
-    return layers
+        is_leaf = isinstance(inner, _SEALED) or next(inner.children(), None) is None
+        wanted = is_leaf and selection.wants(path) and not _passes_on(inner)
+        counted = wanted or selection.names_exactly(path)
+        layers[path] = Layer(path, module, is_leaf, counted)
+    return list(layers.values())
+
+
+def _passes_on(module: torch.nn.Module) -> bool:
+    """Whether it returns what it is given: a dropout with p = 0. Many models do not call theirs then, and none need see it."""
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p == 0
 
 
 def find_parameters(model: torch.nn.Module, selection: Selection) -> list[WatchedParameter]:
-    """Every parameter once, under its first name (shared ones have several)."""
+    """Every parameter once, under its first name without wrappers (shared ones have several)."""
     return [
         WatchedParameter(
             name,
@@ -122,8 +137,16 @@ def find_parameters(model: torch.nn.Module, selection: Selection) -> list[Watche
             parameter,
             selection.wants(name, owner) and (parameter.is_floating_point() or parameter.is_complex()),
         )
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model)
     ]
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """As ``model.named_parameters()``, without what wrappers add to the names."""
+    names = plain_names(model)
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        yield f"{names.get(owner, owner)}.{own}".lstrip("."), parameter
 
 
 def describe(
@@ -136,7 +159,7 @@ def describe(
         owned.setdefault(parameter.owner, []).append(parameter)
     infos: list[TensorInfo] = []
     for layer in layers:
-        type_name = type(layer.module).__name__
+        type_name = type(unwrapped(layer.module)).__name__
         for parameter in owned.pop(layer.path, ()):
             infos += _of_parameter(parameter, type_name, kinds)
         if layer.counted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from mpinspect.session import (
     window_limit,
 )
 from mpinspect.tensor_columns import TensorColumns
+from mpinspect.user_line import warn_user
 
 #: Events held; what follows is the same trouble again.
 EVENT_LIMIT = 1000
@@ -47,9 +47,9 @@ class MpinspectWarning(UserWarning):
 
 
 def warn(sentence: str) -> None:
-    """Say it as a MpinspectWarning. Where warnings are errors the training still goes on."""
+    """Say it as a MpinspectWarning, of the user's line. Where warnings are errors the training still goes on."""
     with contextlib.suppress(MpinspectWarning):
-        warnings.warn(sentence, MpinspectWarning, stacklevel=2)
+        warn_user(sentence, MpinspectWarning)
 
 
 class Recording:

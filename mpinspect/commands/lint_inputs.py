@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpinspect.commands.outcome import UnusableError
+from mpinspect.formats import FLOAT8_E4M3, as_format
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +49,23 @@ def input_spec(text: str) -> InputSpec:
         raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is no name of an argument; write it {_EXAMPLE}")
     if not colon:
         dtype = "int64" if _INTEGER_NAMES.search(name) else "float32"
-    elif dtype.removeprefix("torch.") not in DTYPES:
+    elif _torchs(dtype) not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r}: {dtype!r} is no dtype known here: {', '.join(DTYPES)}")
     parts = [part.strip() for part in sizes.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: {sizes!r} is no list of sizes; write it {_EXAMPLE}")
     if any(len(part.lstrip("0")) > 19 or int(part) > _MAX_SIZE for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: a size is above {_MAX_SIZE:,}, the largest that a tensor can have")
-    return InputSpec(name, dtype.removeprefix("torch."), tuple(map(int, parts)))
+    return InputSpec(name, _torchs(dtype), tuple(map(int, parts)))
+
+
+def _torchs(dtype: str) -> str:
+    """torch's name of a dtype that is given by a format's ("fp16"); what names no format stays as it is."""
+    try:
+        name = as_format(dtype).name
+    except ValueError:
+        return dtype.removeprefix("torch.")
+    return {FLOAT8_E4M3.name: "float8_e4m3fn"}.get(name, name)
 
 
 def build_inputs(specs: list[InputSpec], device: str) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:

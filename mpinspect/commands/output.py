@@ -39,14 +39,14 @@ def add_output_options(
 
 
 def print_text(report: RendersItself) -> None:
-    """In colour on a terminal."""
+    """In colour on a terminal, and where FORCE_COLOR asks for it; without where NO_COLOR does."""
     from mpinspect.reports import form
+    from mpinspect.reports.page import colour_console
 
     text = form(report.kind, ".txt")
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        text.render_console(report, Console())
+    console = colour_console(sys.stdout)
+    if console is not None:
+        text.render_console(report, console)
     else:
         sys.stdout.write(text.render(report))
 
@@ -58,6 +58,8 @@ def save_to(report: RendersItself, *paths: str | None) -> None:
             report.save(path)
         except OSError as error:
             raise UnusableError(f"{path} can't be written: {error.strerror or error}") from error
+        except ValueError as error:
+            raise UnusableError(f"{path} can't be written: {error}") from error
 
 
 def finding_named(text: str, ids: Iterable[str]) -> str:

@@ -25,13 +25,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     report = _read(options.run_dir)
-    if options.png and report.kind != "ranges":
-        raise UnusableError(f"--png is of one model: give one of the folders in {options.run_dir}")
+    # First, so that a picture that can't be had is said on its own, and not below a report.
+    save_to(report, options.png, options.md)
     if options.json:
         sys.stdout.write(report.to_json())
     else:
         print_text(report)
-    save_to(report, options.png, options.md)
     return status(report.findings, options.fail_on)
 
 

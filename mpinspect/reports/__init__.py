@@ -14,7 +14,7 @@ FORMS = {
     "ranges": {".txt": "text", ".md": "markdown", ".json": "json", ".png": "plots"},
     "shapes": {".txt": "shapes_text", ".md": "shapes_markdown", ".json": "shapes_json"},
     "kernels": {".txt": "kernels_text", ".md": "kernels_markdown", ".json": "kernels_json", ".png": "plot_kernels"},
-    "run": {".txt": "run_text", ".md": "run_markdown", ".json": "run_json"},
+    "run": {".txt": "run_text", ".md": "run_markdown", ".json": "run_json", ".png": "run_picture"},
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -21,6 +23,8 @@ Sections = Callable[[int], Iterable[RenderableType]]
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;font-family:monospace">{code}</pre>'
+#: Lines of a console. Nothing of ours depends on them, but without them rich takes a dumb terminal for 80 columns wide.
+_HEIGHT = 24
 #: A rule of hyphens under the header and nothing else.
 _RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
@@ -29,7 +33,13 @@ def plain_text(sections: Sections, width: int | None = None) -> str:
     """Text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
     file = io.StringIO()
     console = Console(
-        file=file, width=width or _terminal_width(), color_system=None, force_jupyter=False, legacy_windows=False
+        file=file,
+        width=width or _terminal_width(),
+        height=_HEIGHT,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
     )
     to_console(sections, console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
@@ -38,7 +48,13 @@ def plain_text(sections: Sections, width: int | None = None) -> str:
 def html(sections: Sections, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours; everything in it is escaped."""
     console = Console(
-        file=io.StringIO(), width=width, record=True, force_terminal=True, force_jupyter=False, legacy_windows=False
+        file=io.StringIO(),
+        width=width,
+        height=_HEIGHT,
+        record=True,
+        force_terminal=True,
+        force_jupyter=False,
+        legacy_windows=False,
     )
     to_console(sections, console)
     return console.export_html(inline_styles=True, code_format=_HTML)
@@ -48,6 +64,21 @@ def to_console(sections: Sections, console: Console) -> None:
     """Print to a rich console, in colour if that has any."""
     for section in sections(console.width):
         console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
+
+
+def colour_console(stream: TextIO) -> Console | None:
+    """A console that prints to the stream in colour; None where none is wanted.
+
+    NO_COLOR (no-color.org) and FORCE_COLOR (force-color.org) count where they are set and not empty, the first before the
+    second; without them a terminal has colour unless it is a dumb one, and nothing else has.
+    """
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    forced = bool(os.environ.get("FORCE_COLOR"))
+    if os.environ.get("NO_COLOR") or not (forced or (stream.isatty() and not is_dumb)):
+        return None
+    if stream.isatty() and not is_dumb:
+        return Console(file=stream)
+    return Console(file=stream, force_terminal=True, color_system="standard", width=_terminal_width(), height=_HEIGHT)
 
 
 def titled(title: str, lines: Iterable[RenderableType]) -> Iterator[RenderableType]:

@@ -20,7 +20,7 @@ from mpinspect.analysis.loss_scale import recommend_loss_scale
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.background import give_way
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import FLOAT16, FloatFormat
+from mpinspect.formats import FLOAT16, FormatLike, as_format
 from mpinspect.reports.tensorboard_events import EventFile
 from mpinspect.session import (
     ACTIVATION_GRADIENT,
@@ -69,11 +69,11 @@ class TensorBoardLog:
         OSError: the directory or the file can't be written, here and in every method.
     """
 
-    def __init__(self, log_dir: str | PathLike[str], format: FloatFormat = FLOAT16) -> None:
+    def __init__(self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16) -> None:
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from torch.utils.tensorboard import summary
 
-        self._format = format
+        self._format = as_format(format)
         self._summary: Any = summary
         # Made directly: torch's functions turn every number into a tensor first.
         self._value: Any = Summary.Value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -131,7 +132,8 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
         needs, limit = printable(pair.needs_large), printable(pair.needs_small)
         yield Text(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if _moves(advice.blocks):
-        yield Text("The window over time: " + "; ".join(map(_block, advice.blocks)))
+        groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
+        yield Text("The window over time: " + "; ".join(_block(group[0], group[-1]) for group in groups))
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
@@ -145,11 +147,15 @@ def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
     return any(max(end) - min(end) > 1 for end in ends if end)
 
 
-def _block(block: TimeBlock) -> str:
-    window = f"2^{block.log2_lowest} .. 2^{block.log2_highest}" if block.log2_lowest is not None else "none"
-    if block.first_step == block.last_step:
-        return f"step {block.first_step:,} {window}"
-    return f"steps {block.first_step:,}-{block.last_step:,} {window}"
+def _window(block: TimeBlock) -> str:
+    return f"2^{block.log2_lowest} .. 2^{block.log2_highest}" if block.log2_lowest is not None else "none"
+
+
+def _block(first: TimeBlock, last: TimeBlock) -> str:
+    """The steps of neighbouring blocks, and the window that all of them have."""
+    if first.first_step == last.last_step:
+        return f"step {first.first_step:,} {_window(first)}"
+    return f"steps {first.first_step:,}-{last.last_step:,} {_window(first)}"
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.precision import Precision
+from mpinspect.training.scale_rules import PRESETS
+from mpinspect.user_line import warn_user
 
 #: A scale that still overflows here is no matter of scaling: gradients beyond 2^32 in FP32's own units.
 COLLAPSE = 2.0**-16
@@ -30,12 +31,12 @@ def chosen_scaler(given: str | float | LossScaler | None, precision: Precision, 
         scaler = LossScaler(device=device, enabled=False)
     elif given in ("dynamic", "auto"):
         scaler = LossScaler(floor=COLLAPSE, **options)
-    elif isinstance(given, str):
+    elif isinstance(given, str) and given in PRESETS:
         scaler = LossScaler.preset(given, floor=COLLAPSE, **options)
     elif isinstance(given, (int, float)) and not isinstance(given, bool):
         scaler = LossScaler.static(float(given), **options)
     else:
-        raise TypeError(_wrong_scale(given))
+        raise (ValueError if isinstance(given, str) else TypeError)(_wrong_scale(given))
     return scaler
 
 
@@ -55,11 +56,10 @@ def warn_of_vanishing_eps(optimizers: Sequence[torch.optim.Optimizer], precision
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         eps = group.get("eps")
         if isinstance(eps, float) and 0 < eps <= 2.0**-25:
-            warnings.warn(
+            warn_user(
                 f"the optimizer's eps={eps:g} is 0 in FP16, so that weights with a gradient of 0 turn NaN: "
                 f"with {precision.name!r} give it eps=1e-4 or so",
                 LossScaleWarning,
-                stacklevel=4,
             )
             return
 
@@ -70,4 +70,5 @@ def _wrong_scale(given: object) -> str:
             "loss_scale is a torch.amp.GradScaler, which can neither replay a closure nor say why a step was skipped: "
             "give a mpinspect.LossScaler, which loads its state_dict() and decides alike"
         )
-    return f'loss_scale={given!r}: give "dynamic", "auto", a preset\'s name, a number or a LossScaler'
+    names = ", ".join(f'"{name}"' for name in ("dynamic", "auto", "none", *PRESETS))
+    return f"loss_scale={given!r}: give one of {names}, a number such as 2.0**16, or a LossScaler"

@@ -1,7 +1,10 @@
-"""Which shapes a model's training forwards had: what cuDNN's benchmark mode needs to know."""
+"""What is heard of a model's forwards: the shapes they had, for cuDNN's benchmark mode, and one that failed outside autocast."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,6 +50,63 @@ class ForwardShapes:
         self._handle.remove()
 
 
+class OutsideAutocast:
+    """Explains what torch says of dtypes that differ, where a model with 16-bit weights was called without ``autocast()``.
+
+    The exception stays what it is and gets a note. Heard of where the model itself is called, or a part of it that is not
+    within another one: one hook on each.
+
+    Args:
+        model: with 16-bit weights.
+        dtype: theirs.
+        device: type of the device that it lies on.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: str) -> None:
+        self._device = device
+        name = str(dtype).removeprefix("torch.")
+        self._note = (
+            f"the model's weights are {name}, and this forward ran outside of autocast(), which casts its inputs: call the "
+            "model and the loss within `with precision.autocast():` of its MixedPrecision, in evaluation too"
+        )
+        # How torch's messages write the dtype: "Half" and "c10::Half", "torch.HalfTensor", "torch.float16".
+        self._says_dtype = re.compile({"float16": r"Half|\bfloat16", "bfloat16": r"BFloat16|\bbfloat16"}[name])
+        self._handles = [
+            module.register_forward_hook(_FailedHook(self), always_call=True) for module in _called_alone(model)
+        ]
+
+    def explain(self, error: BaseException | None) -> None:
+        """A forward ended without an output, for this error."""
+        if not isinstance(error, Exception) or torch.is_autocast_enabled(self._device):
+            return
+        said = "\n".join((str(error), *getattr(error, "__notes__", ())))
+        if self._says_dtype.search(str(error)) and self._note not in said:
+            _add_note(error, self._note)
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _called_alone(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The model, and the parts right below it that have a forward: scripts call these by themselves, as ``model.encoder(x)``."""
+    yield model
+    waiting = list(model.children())
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            waiting += module.children()
+        else:
+            yield module
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}",)
+
+
 def _allows_tf32(backend: Any) -> bool:
     try:
         return bool(backend.allow_tf32)
@@ -70,3 +130,20 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+class _FailedHook:
+    """Runs when a forward ends, also by an exception; then there is no output. In a copy of the model it does nothing."""
+
+    def __init__(self, watch: OutsideAutocast | None = None) -> None:
+        self._watch = watch
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if self._watch is not None and output is None and not torch.compiler.is_compiling():
+            self._watch.explain(sys.exc_info()[1])
+
+    def __deepcopy__(self, memo: object) -> _FailedHook:
+        return _FailedHook()
+
+    def __reduce__(self) -> Any:
+        return _FailedHook, ()

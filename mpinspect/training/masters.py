@@ -273,6 +273,10 @@ def master_params_to_model_params(
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Put every BatchNorm and InstanceNorm of a module back into FP32, in place; for a model after ``.half()``.
 
+    apex's function of this name leaves two kinds in half, which go back to FP32 here too: BatchNorm with ``affine=False``, and
+    InstanceNorm. Both may keep running statistics, and those overflow FP16 whatever the weights are: with inputs of variance
+    160,000 ``running_var`` is infinite within ten steps, and the layer gives zeros in evaluation.
+
     Returns:
         The module.
     """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
-import warnings
 from collections import deque
 
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, is_power_of_two
 from mpinspect.training.scaled_losses import Cause
 from mpinspect.training.skipped_steps import FORWARD, LossScaleWarning, SkippedStep, power
+from mpinspect.user_line import warn_user
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -84,15 +83,7 @@ class SkipLog:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            warnings.warn(message, LossScaleWarning, stacklevel=_users_level())
-
-
-def _users_level() -> int:
-    """The stacklevel, for a warning of the function that asks, of the first frame outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mpinspect."):
-        level, frame = level + 1, frame.f_back
-    return level
+            warn_user(message, LossScaleWarning)
 
 
 def _of_static(state: ScaleState) -> str:

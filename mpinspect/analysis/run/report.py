@@ -23,7 +23,7 @@ class ModelPart:
     ranges: RangeReport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunReport(RendersItself):
     """Ranges, shapes and kernels of one run of a script.
 

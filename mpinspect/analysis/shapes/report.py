@@ -178,7 +178,7 @@ class Padding:
         return self.to_preferred if self.to_preferred <= 1.02 * self.size else self.to
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ShapeReport(RendersItself):
     """What the shapes of a model's matrix products mean on a GPU.
 

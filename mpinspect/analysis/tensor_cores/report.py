@@ -38,7 +38,7 @@ KERNEL_FINDING_IDS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KernelReport(RendersItself):
     """All that traces tell about Tensor Cores. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,12 @@ from mpinspect.capture.matmuls.parameters import Parameters
 from mpinspect.capture.matmuls.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.capture.matmuls.state import LazyModelError, standing_in
 from mpinspect.emulation import half_arithmetic
+from mpinspect.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.matmuls import MatmulRecording
 
 DEVICES = ("meta", "real")
-#: What ``dtype`` may be, by the names that users give them.
-_AUTOCAST = {
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float32": None,
-    "fp32": None,
-}
+#: The formats that ``dtype`` may name; float32 is no autocast.
+_AUTOCAST = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT32: None}
 
 
 def record_matmuls(
@@ -201,10 +194,11 @@ class _Run:
 def _autocast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None:
         return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in _AUTOCAST:
-        raise RecordingError(f"dtype is {dtype}: autocast takes float16 or bfloat16; None or float32 is no autocast")
-    return _AUTOCAST[name]
+    with suppress(ValueError):
+        format = as_format(dtype)
+        if format in _AUTOCAST:
+            return _AUTOCAST[format]
+    raise RecordingError(f"dtype is {dtype}: autocast takes float16 or bfloat16; None or float32 is no autocast")
 
 
 def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

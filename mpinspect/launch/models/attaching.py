@@ -20,10 +20,11 @@ from mpinspect.launch.models import variables
 from mpinspect.launch.models.compiled import Compiled
 from mpinspect.launch.models.inspected import InspectedModels
 from mpinspect.launch.models.naming import Label, label
-from mpinspect.launch.models.owners import Holders, living_modules, unwrapped
+from mpinspect.launch.models.owners import Holders, living_modules
 from mpinspect.launch.models.pending import PendingOptimizer, weakly
 from mpinspect.launch.models.turns import Turns
 from mpinspect.launch.seen import Seen
+from mpinspect.wrappers import unwrapped
 
 #: Searches for modules may take this many seconds in all, or that share of the run.
 _SEARCH_S, _SEARCH_SHARE = 2.0, 0.01

@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from mpinspect.launch.models.owners import Holders, Parameters, named_children, unwrapped
-
-#: What wrappers call the module that they wrap: no part of a name.
-_WRAPPED_AS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+from mpinspect.launch.models.owners import Holders, Parameters, named_children
+from mpinspect.wrappers import unwrapped, wrapped_by
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
     waiting: list[tuple[nn.Module, tuple[str, ...]]] = [(top, ())]
     for each, path in waiting:
         for name, child in named_children(each):
-            inside = path if name in _WRAPPED_AS or unwrapped(each) is not each else (*path, name)
+            inside = path if wrapped_by(each) is child else (*path, name)
             if child is model:
                 return inside
             if id(child) not in seen:

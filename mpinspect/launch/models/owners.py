@@ -14,13 +14,7 @@ from typing import Any
 
 from torch import nn
 
-#: Wrappers whose names are not the model's own, by class name, and where they keep what they wrap.
-_WRAPPERS = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-}
+from mpinspect.wrappers import registered, unwrapped
 
 #: Modules that were alive when the script froze the collector's objects, which hides them from it.
 _frozen: list[weakref.ref[nn.Module]] = []
@@ -155,16 +149,6 @@ class Holders:
         return list(reached)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """What parallel and compiled wrappers wrap: names are then the model's own."""
-    while True:
-        held = _WRAPPERS.get(type(module).__name__)
-        inner = _entry(module, "_modules").get(held) if held else None
-        if inner is None:
-            return module
-        module = inner
-
-
 def parameter_ids(module: nn.Module) -> Iterator[int]:
     """Ids of a module's parameters, its submodules' among them."""
     for each in submodules(module):
@@ -186,7 +170,9 @@ def submodules(module: nn.Module) -> Iterator[nn.Module]:
 
 def named_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules right below this one, with the names that it has for them."""
-    return [(name, child) for name, child in _entry(module, "_modules").items() if issubclass(type(child), nn.Module)]
+    return [
+        (name, child) for name, child in registered(module, "_modules").items() if issubclass(type(child), nn.Module)
+    ]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -194,10 +180,4 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 
 def _own_parameters(module: nn.Module) -> list[int]:
-    return [id(parameter) for parameter in _entry(module, "_parameters").values() if parameter is not None]
-
-
-def _entry(module: nn.Module, name: str) -> dict[str, Any]:
-    """``module._modules`` and its like, past any ``__getattribute__``; empty for a module whose ``__init__`` has not run."""
-    found = object.__getattribute__(module, "__dict__").get(name)
-    return found if isinstance(found, dict) else {}
+    return [id(parameter) for parameter in registered(module, "_parameters").values() if parameter is not None]
