@@ -215,6 +215,7 @@ class Progress:
     """How far the run has come.
 
     ``scale_known`` is False once a backward ran whose loss scale could not be told; ``scale_unknown_reason`` says why.
+    ``weights_moved``: whether an optimizer stepped, or the weights were changed otherwise; None where that is not known.
     With ``max_overhead``: ``watched_steps`` is how many steps the watch looked at (None: at all of them), and over
     ``measured_steps`` of them the inspector took ``own_s`` seconds to ``bare_s`` of training without it.
     """
@@ -231,6 +232,7 @@ class Progress:
     measured_steps: int = 0
     own_s: float = 0.0
     bare_s: float = 0.0
+    weights_moved: bool | None = None
 
     @property
     def overhead(self) -> float | None:
