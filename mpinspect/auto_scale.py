@@ -24,6 +24,8 @@ _log = logging.getLogger("mpinspect.training")
 
 #: Steps that are inspected. Gradients are at their largest in the first few.
 BLOCK = 25
+#: How far below the window's top a scale that is not needed stays: the headroom that the advice leaves too.
+LEFT_ABOVE = 2.0**3
 #: Powers of two within which FP32 holds a scale and its inverse.
 _FARTHEST = 126
 
@@ -150,7 +152,11 @@ class AutoScale:
         _log.info(
             "loss scale %g, within %g .. %g: %s", advice.recommended, advice.lowest, advice.highest, advice.reason
         )
-        return _found(math.log2(advice.lowest), math.log2(advice.highest), math.log2(advice.recommended))
+        chosen = advice.recommended
+        if not advice.needed:
+            # A block of first steps that asks for none does not know the later ones, and the scaler is at work anyway.
+            chosen = max(chosen, min(self._scaler.get_scale(), advice.highest / LEFT_ABOVE))
+        return _found(math.log2(advice.lowest), math.log2(advice.highest), math.log2(chosen))
 
     def _agreed(self, found: _Found | None) -> _Found | None:
         """What suits every rank: they see different activations, and must keep one scale. None where one has no advice."""

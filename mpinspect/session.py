@@ -137,6 +137,12 @@ class Window:
     tensors: Mapping[TensorKey, TensorWindow]
     gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
+    def times(self, weight: int) -> Window:
+        """The window as if each sample had been counted ``weight`` times; its steps and peaks stay."""
+        from mpinspect.tensor_columns import TensorColumns
+
+        return replace(self, tensors=TensorColumns.of(self.tensors).times(weight))
+
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """The window with the tensors of these kinds only."""
         from mpinspect.tensor_columns import TensorColumns

@@ -3,16 +3,15 @@
 import math
 
 import pytest
+from agreeing_reports import recommend_loss_scale
 from analysis_sessions import activation, logits, session_of, spread, through_fp16, weight, window_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinspect.analysis import recommend_loss_scale
 from mpinspect.analysis.drift import growth_interval, time_blocks
 from mpinspect.analysis.overflow_odds import (
     Ceiling,
     log2_highest,
-    normal_bound,
     overflow_probability_bound,
     tolerated_overflows,
 )

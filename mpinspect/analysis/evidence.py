@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from mpinspect.analysis.wording import steps_named
 from mpinspect.session import Event, Session, Window
-from mpinspect.tensor_columns import TensorColumns
 
 #: Windows whose samples stand for numbers of steps within this factor are pooled as they are, and shares stay measured: the
 #: last sample of a run stands for the few steps that are left.
@@ -46,10 +45,7 @@ def evidence(session: Session) -> Evidence:
     kept, left_out = _without_collapse(session)
     weights = _whole_weights(_strides(kept, session.progress.steps))
     if len(set(weights)) > 1:
-        weighed = tuple(
-            replace(window, tensors=TensorColumns.of(window.tensors).times(weight))
-            for window, weight in zip(kept, weights, strict=True)
-        )
+        weighed = tuple(window.times(weight) for window, weight in zip(kept, weights, strict=True))
         return Evidence(replace(session, windows=weighed), True, left_out)
     return Evidence(session if len(kept) == len(session.windows) else replace(session, windows=kept), False, left_out)
 

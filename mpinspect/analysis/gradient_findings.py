@@ -76,8 +76,8 @@ def _scale_fix(decision: Decision) -> str:
     if decision.window.is_empty:
         return _ways_out(decision)
     return (
-        f"Multiply the loss by {scale_of(decision.log2_scale):.15g}, or begin with that in a dynamic scaler. The batch size is part "
-        "of it: a mean over twice as many samples needs twice the scale."
+        f"Multiply the loss by {scale_of(decision.log2_scale):.15g}, or begin with that in a dynamic scaler. The batch size is "
+        "part of it: a mean over twice as many samples needs twice the scale."
     )
 
 

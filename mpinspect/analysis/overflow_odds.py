@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 from mpinspect.analysis.evidence import forward_broke
 from mpinspect.exponents import NEAR_TOP_SIGNIFICAND
@@ -88,30 +88,38 @@ def log2_highest(blocks: Sequence[Mapping[int, int]], format: FloatFormat, growt
 def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> float | None:
     """95% upper bound of the (1 - probability) quantile of the peaks' exponents, as if normal; None for too few steps.
 
-    The one-sided tolerance limit mean + k s of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella,
-    1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, with the normal quantiles z of the share
-    covered and c of the confidence. s is pooled within the blocks, f its degrees of freedom; of the blocks' limits the
-    largest counts.
+    The largest of the blocks' median + k s, k being ``tolerance_factor``. The spread s is that of the peaks above their
+    block's median, twice: a step that overflowed shows a peak below its own, and half of the steps tell of s then.
     """
     if any(sum(block.values()) < FEWEST_IN_BLOCK for block in blocks):
         blocks = [add_counts(blocks)]
     sizes = [sum(block.values()) for block in blocks]
     if min(sizes) < FEWEST_IN_BLOCK:
         return None
-    means = [sum(e * count for e, count in block.items()) / n for block, n in zip(blocks, sizes, strict=True)]
+    middles = [median(e for e, count in block.items() for _ in range(count)) for block in blocks]
     squares = sum(
-        count * (e - mean) ** 2 for block, mean in zip(blocks, means, strict=True) for e, count in block.items()
+        2 * count * max(e - middle, 0.0) ** 2
+        for block, middle in zip(blocks, middles, strict=True)
+        for e, count in block.items()
     )
-    freedom = sum(sizes) - len(sizes)
-    spread = math.sqrt(squares / freedom)
+    spread = math.sqrt(squares / sum(sizes))
+    freedom = sum(sizes) / 2
+    return max(
+        middle + tolerance_factor(n, freedom, probability) * spread for middle, n in zip(middles, sizes, strict=True)
+    )
+
+
+def tolerance_factor(n: int, freedom: float, probability: float) -> float:
+    """The k for which mean + k s of n normal values is above their (1 - probability) quantile with 95% confidence.
+
+    The one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella, 1963):
+    k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, with the normal quantiles z of the share covered and
+    c of the confidence, and f the degrees of freedom of s.
+    """
     covered, confidence = NormalDist().inv_cdf(1 - probability), NormalDist().inv_cdf(CONFIDENCE)
     a = 1 - confidence**2 / (2 * freedom)
-
-    def factor(n: int) -> float:
-        b = covered**2 - confidence**2 / n
-        return (covered + math.sqrt(max(covered**2 - a * b, 0.0))) / a
-
-    return max(mean + factor(n) * spread for mean, n in zip(means, sizes, strict=True))
+    b = covered**2 - confidence**2 / n
+    return (covered + math.sqrt(max(covered**2 - a * b, 0.0))) / a
 
 
 def overflowed_at(events: Iterable[Event]) -> int | None:

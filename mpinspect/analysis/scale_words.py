@@ -63,12 +63,11 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     if any(change.scale is not None for change in session.progress.scales):
         # Some were unscaled before they were counted, some were not.
         return ""
-    window = scale_window(gradients, None, format, tolerance)
+    name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
+    if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
+        return f"As the gradients arrive they overflow {name}: whatever the loss is multiplied by is too much."
     if window is None:
         return ""
-    name = format_name(format.name)
-    if any(gradient.histogram.infs for gradient in gradients) or window.log2_highest < 0:
-        return f"As the gradients arrive they overflow {name}: whatever the loss is multiplied by is too much."
     if window.log2_lowest > 0:
         return (
             f"As the gradients arrive {name} flushes too much of them: whatever the loss is multiplied by, "

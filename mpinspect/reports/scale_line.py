@@ -32,12 +32,14 @@ def scale_line(advice: LossScaleAdvice) -> str:
     if not advice.available:
         return "No loss scale can be suggested"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
-        needed, largest = _power(advice.lowest), _power(advice.highest)
-        return f"No one loss scale serves all: {needed} is needed, {largest} is the largest without overflow"
+        largest = _power(advice.highest)
+        return (
+            f"No loss scale to suggest; no scale serves all: {_power(advice.lowest)} is needed, {largest} the largest"
+        )
     if advice.needed is False:
         return f"Scale 1 will do; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
-    doubt = "" if advice.needed else ", if one is needed, which is not known"
+    doubt = "" if advice.needed else " (if one is needed: not known)"
     return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
 
 
