@@ -121,8 +121,15 @@ def test_the_tolerance_factor_is_that_of_the_tables(n, covered, table):
 
 
 def test_the_low_peaks_of_overflowed_steps_are_no_spread():
-    """At the scales 2^16 to 2^8 a gradient of 2^8 is infinite, which shows as peaks of 2^0 to 2^8."""
-    assert log2_highest([dict.fromkeys(range(8), 1) | {8: 17}], FLOAT16, 2000) == Ceiling(7)
+    """At the scales 2^16 to 2^9 a gradient of 2^8 is infinite, which shows as peaks of 2^0 to 2^7."""
+    seen = window_of(spread({-2: 100, 8: 1}), 25, passed_through="float16", floor_exponent=-32)
+    peaks = dict.fromkeys(range(8), 1) | {8: 17}
+    scales = tuple(ScaleChange(step, 2.0 ** (16 - step)) for step in range(9))
+    session = Session(
+        windows=(Window(0, 24, 25, {weight("w"): seen}, peaks),), progress=Progress(25, 25, 8, 25, True, scales=scales)
+    )
+    # 17 steps at 2^8 and none elsewhere; 2^8 itself would show at the scale 2^8, at which nothing overflowed.
+    assert analyse(session).loss_scale.highest == 2.0**7
 
 
 def test_the_bound_covers_the_quantile_of_another_run():

@@ -41,7 +41,7 @@ ALLOWED = {
         "tensor_columns",
     },
     "training": {"emulation", "formats"},
-    "auto_scale": {"inspector", "training"},
+    "auto_scale": {"analysis", "inspector", "training"},
     "mixed_precision": {"auto_scale", "emulation", "training"},
     "session_sinks": {"capture", "reports", "session", "session_file"},
     "streams": set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from mpinspect.analysis.visibility import Visibility
 from mpinspect.analysis.wording import lower_first
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16, FORMATS, FloatFormat
-from mpinspect.session import Event, Session, TensorKey, TensorWindow, add_counts
+from mpinspect.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 
 #: The kind of a gradient that is given as a bare histogram.
 _GRADIENT = "gradient"
@@ -89,7 +90,10 @@ def advise(
     groups = time_blocks(session.windows)
     peaks = [add_counts(part.gradient_peaks for part in group) for group in groups]
     overflowed = _overflowed(session, format)
-    ceiling = log2_highest([each for each in peaks if each], format, rules.growth_interval)
+    exact = [_without_overflows(session, group, of_steps) for group, of_steps in zip(groups, peaks, strict=True)]
+    ceiling = log2_highest(
+        [each for each in peaks if each], format, rules.growth_interval, [each for each in exact if each]
+    )
     if ceiling is not None:
         ceiling = ceiling.below(overflowed_at(overflowed))
     window = scale_window(gradients, ceiling.log2_highest if ceiling else None, format, rules.tolerance)
@@ -116,6 +120,20 @@ def advise(
         )
     decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules)
     return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, seen.left_out)), decision)
+
+
+def _without_overflows(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
+    """The peaks that are known: a step that overflowed FP16 at 2^k shows 2^(16 - k), whatever its gradients would have been."""
+    if "float16" not in session.passed_through():
+        return peaks
+    changes, first, last = session.progress.scales, group[0].first_step, max(part.last_step for part in group)
+    ends = [change.step for change in changes[1:]] + [last + 1]
+    shown = {
+        FLOAT16.max_exponent + 1 - (math.frexp(change.scale)[1] - 1)
+        for change, end in zip(changes, ends, strict=False)
+        if change.scale and change.step <= last and end > first
+    }
+    return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist, median
+from statistics import NormalDist
 
 from mpinspect.analysis.evidence import forward_broke
 from mpinspect.exponents import NEAR_TOP_SIGNIFICAND
@@ -53,13 +53,19 @@ class Ceiling:
         return Ceiling(log2_overflowed - 1, 0, log2_overflowed)
 
 
-def log2_highest(blocks: Sequence[Mapping[int, int]], format: FloatFormat, growth_interval: int) -> Ceiling | None:
+def log2_highest(
+    blocks: Sequence[Mapping[int, int]],
+    format: FloatFormat,
+    growth_interval: int,
+    exact: Sequence[Mapping[int, int]] | None = None,
+) -> Ceiling | None:
     """The largest scale at which a step overflows with a probability of at most 1/growth_interval; None without a step.
 
     Args:
         blocks: for blocks of steps in order, for how many steps the exponent of the largest gradient (rounded to 11 bits) was
             what. Several, so that a drift over the run is not taken for spread.
         growth_interval: a dynamic scaler that doubles every so many steps risks about one overflow in as many.
+        exact: the same without the steps that overflowed, of which no more is known than a lower bound; they tell of no spread.
 
     The (1 - 1/growth_interval) quantile of the peaks is bounded from above with 95% confidence: by an order statistic, which
     assumes no distribution, where the steps suffice (3 growth intervals), else by ``normal_bound`` or the largest peak,
@@ -78,7 +84,7 @@ def log2_highest(blocks: Sequence[Mapping[int, int]], format: FloatFormat, growt
     seen = log2_room(exponent, format)
     if steps * probability >= RULE_OF_THREE:
         return Ceiling(seen)
-    bound = normal_bound(blocks, probability)
+    bound = normal_bound(blocks if exact is None else exact, probability)
     # A peak of exponent e lies in [2^e, 2^(e+1)), in the middle at e + 1/2; the bound falls into the exponent below it.
     largest = exponent if bound is None else max(exponent, math.floor(bound + 0.5))
     highest = max(log2_room(largest, format), min(seen, 0))
@@ -88,25 +94,30 @@ def log2_highest(blocks: Sequence[Mapping[int, int]], format: FloatFormat, growt
 def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> float | None:
     """95% upper bound of the (1 - probability) quantile of the peaks' exponents, as if normal; None for too few steps.
 
-    The largest of the blocks' median + k s, k being ``tolerance_factor``. The spread s is that of the peaks above their
-    block's median, twice: a step that overflowed shows a peak below its own, and half of the steps tell of s then.
+    The largest of the blocks' mean + k s, with s pooled within the blocks and ``tolerance_factor`` as k.
     """
-    if any(sum(block.values()) < FEWEST_IN_BLOCK for block in blocks):
-        blocks = [add_counts(blocks)]
+    blocks = _large_enough(blocks)
     sizes = [sum(block.values()) for block in blocks]
-    if min(sizes) < FEWEST_IN_BLOCK:
+    if not sizes or min(sizes) < FEWEST_IN_BLOCK:
         return None
-    middles = [median(e for e, count in block.items() for _ in range(count)) for block in blocks]
+    means = [sum(e * count for e, count in block.items()) / n for block, n in zip(blocks, sizes, strict=True)]
     squares = sum(
-        2 * count * max(e - middle, 0.0) ** 2
-        for block, middle in zip(blocks, middles, strict=True)
-        for e, count in block.items()
+        count * (e - mean) ** 2 for block, mean in zip(blocks, means, strict=True) for e, count in block.items()
     )
-    spread = math.sqrt(squares / sum(sizes))
-    freedom = sum(sizes) / 2
-    return max(
-        middle + tolerance_factor(n, freedom, probability) * spread for middle, n in zip(middles, sizes, strict=True)
-    )
+    freedom = sum(sizes) - len(sizes)
+    spread = math.sqrt(squares / freedom)
+    return max(mean + tolerance_factor(n, freedom, probability) * spread for mean, n in zip(means, sizes, strict=True))
+
+
+def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]]:
+    """The blocks, neighbours merged until each has FEWEST_IN_BLOCK steps (or there is one)."""
+    merged: list[Mapping[int, int]] = []
+    for block in blocks:
+        if merged and min(sum(merged[-1].values()), sum(block.values())) < FEWEST_IN_BLOCK:
+            merged[-1] = add_counts((merged[-1], block))
+        else:
+            merged.append(block)
+    return merged
 
 
 def tolerance_factor(n: int, freedom: float, probability: float) -> float:
