@@ -137,6 +137,12 @@ class Window:
     tensors: Mapping[TensorKey, TensorWindow]
     gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
+    def times(self, weight: int) -> Window:
+        """The window as if each sample had been counted ``weight`` times; its steps and peaks stay."""
+        from mpinspect.tensor_columns import TensorColumns
+
+        return replace(self, tensors=TensorColumns.of(self.tensors).times(weight))
+
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """The window with the tensors of these kinds only."""
         from mpinspect.tensor_columns import TensorColumns
@@ -215,6 +221,7 @@ class Progress:
     """How far the run has come.
 
     ``scale_known`` is False once a backward ran whose loss scale could not be told; ``scale_unknown_reason`` says why.
+    ``weights_moved``: whether an optimizer stepped, or the weights were changed otherwise; None where that is not known.
     With ``max_overhead``: ``watched_steps`` is how many steps the watch looked at (None: at all of them), and over
     ``measured_steps`` of them the inspector took ``own_s`` seconds to ``bare_s`` of training without it.
     """
@@ -231,6 +238,7 @@ class Progress:
     measured_steps: int = 0
     own_s: float = 0.0
     bare_s: float = 0.0
+    weights_moved: bool | None = None
 
     @property
     def overhead(self) -> float | None:

@@ -291,8 +291,8 @@ ADVICE = LossScaleAdvice(
     conflicts=(ScaleConflict("decoder", 7, "hidden.bias", 5),),
     samples=40,
     overflow_probability_bound=3 / 40,
-    static_scale=4096.0,
-    dynamic=DynamicSettings(16384.0, 2000),
+    static_scale=8192.0,
+    dynamic=DynamicSettings(8192.0, 2000),
     blocks=(TimeBlock(0, 19, 3, 20), TimeBlock(20, 39, 7, 22), TimeBlock(40, 49, None, None)),
     reason="A loss scale is needed: at scale 1 FLOAT16 flushes 87% of the activation gradients of 'decoder'.",
 )

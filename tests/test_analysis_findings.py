@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from agreeing_reports import analyse
 from analysis_sessions import activation, logits, session_of, spread, through_fp16, weight, window_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpinspect.analysis import analyse
 from mpinspect.analysis.coverage import NO_GRADIENT_SEEN
 from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.exponents import ExponentHistogram, merge
@@ -442,6 +442,7 @@ odd_sessions = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(odd_sessions, st.sampled_from(sorted(FORMATS)))
 def test_every_session_has_a_report(session, name):
     report = analyse(session, FORMATS[name])

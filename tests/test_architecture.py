@@ -43,7 +43,7 @@ ALLOWED = {
         *("tensor_columns", "user_line", "wrappers"),
     },
     "training": {"emulation", "formats", "user_line"},
-    "auto_scale": {"inspector", "training"},
+    "auto_scale": {"analysis", "inspector", "training"},
     "mixed_precision": {"auto_scale", "emulation", "training", "user_line"},
     "session_sinks": {"capture", "reports", "session", "session_file"},
     "streams": set(),

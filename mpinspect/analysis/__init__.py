@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from mpinspect.analysis.coverage import coverage
+from mpinspect.analysis.evidence import evidence
 from mpinspect.analysis.findings import findings
 from mpinspect.analysis.formats_fit import format_verdicts
 from mpinspect.analysis.loss_scale import advise, noise_of, recommend_loss_scale
 from mpinspect.analysis.noise import rounding_noise_ceilings
-from mpinspect.analysis.ranges import layer_reports, overall_reports, tensor_infos
+from mpinspect.analysis.ranges import layer_reports, over_the_run, overall_reports, tensor_infos, with_needs
 from mpinspect.analysis.report import RangeReport
 from mpinspect.analysis.scale_advice import ScaleRules
 from mpinspect.formats import FLOAT16, FormatLike, as_format
@@ -27,19 +28,24 @@ def analyse(session: Session, format: FormatLike = FLOAT16) -> RangeReport:
     format = as_format(format)
     totals = session.totals()
     infos = tensor_infos(session, totals)
-    ceilings = rounding_noise_ceilings(infos, totals)
-    noise = noise_of(totals, ceilings)
+    seen = evidence(session)
+    spoken = totals if seen.session is session else seen.session.totals()
+    ceilings = rounding_noise_ceilings(infos, spoken)
+    noise = noise_of(spoken, ceilings)
     layers = layer_reports(session, totals, format, noise)
-    advice = advise(session, totals, ceilings, noise, ScaleRules(format))
-    seen = coverage(session, infos, totals)
+    if spoken is not totals:
+        layers = over_the_run(layers, seen, spoken, format)
+    advised = advise(seen, spoken, ceilings, noise, ScaleRules(format))
+    layers = with_needs(layers, advised.decision)
+    covered = coverage(session, infos, totals)
     return RangeReport(
         session=session,
         format=format.name,
         layers=layers,
-        findings=findings(session, infos, totals, layers, advice, seen, format),
+        findings=findings(session, infos, totals, layers, advised, covered, format),
         events=session.events,
-        coverage=seen,
-        loss_scale=advice,
-        formats=format_verdicts(totals, noise),
+        coverage=covered,
+        loss_scale=advised.advice,
+        formats=format_verdicts(spoken, noise),
         overall=overall_reports(totals, format),
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpinspect.analysis.overflow_odds import log2_room
 from mpinspect.analysis.report import TimeBlock
+from mpinspect.analysis.serving import flush_exponent
 from mpinspect.analysis.visibility import Visibility
+from mpinspect.formats import FLOAT16
 from mpinspect.session import GRADIENT_KINDS, TensorKey, Window, merge_windows
 
 #: Blocks that a run is cut into: enough to see a trend, few enough that each holds many steps.
@@ -14,6 +17,11 @@ MAX_BLOCKS = 8
 #: torch.amp.GradScaler's default growth interval, and the shortest that is suggested: an overflow costs a step in so many.
 LONGEST_GROWTH_INTERVAL = 2000
 SHORTEST_GROWTH_INTERVAL = 100
+
+#: A training has diverged where its largest gradients rose by so many powers of two, to beyond FP16's top: as many as the
+#: gradients of the talk of 2018 left unused there, and those of a training that goes well mostly shrink. Or where they are so
+#: large that a scale under which they fit FP16 would flush 1.
+EXPLOSION = 15
 
 #: Powers of two: the peaks of a steady training differ by one from block to block.
 LEAST_RISE = 2
@@ -36,6 +44,25 @@ def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
     """The gradients of a block of windows, merged."""
     merged = merge_windows(*block).of_kinds(GRADIENT_KINDS)
     return {key: Visibility.of(tensor) for key, tensor in merged.tensors.items()}
+
+
+def divergence(windows: Sequence[Window]) -> str:
+    """Why the gradients are those of a training that diverged, which no loss scale is for; "" where they are not."""
+    seen = sorted((window for window in windows if window.gradient_peaks), key=lambda window: window.first_step)
+    if not seen:
+        return ""
+    (first, before), (last, after) = ((window, max(window.gradient_peaks)) for window in (seen[0], seen[-1]))
+    largest = max(max(window.gradient_peaks) for window in seen)
+    if after - before >= EXPLOSION and log2_room(after, FLOAT16) < 0:
+        course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}"
+    elif log2_room(largest, FLOAT16) <= flush_exponent(FLOAT16):
+        course = f"reached 2^{largest}"
+    else:
+        return ""
+    return (
+        f"No advice: the training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
+        "rate, a warm-up or clipping the gradients may."
+    )
 
 
 def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_INTERVAL) -> int:

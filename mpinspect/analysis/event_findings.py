@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpinspect.analysis.finding import Finding
+from mpinspect.analysis.report import LossScaleAdvice
 from mpinspect.analysis.wording import some
 from mpinspect.session import ACTIVATION, END, GRADIENT_KINDS, LOSSES, Event, Session, TensorKey, TensorWindow
 
@@ -18,7 +19,7 @@ FEWEST_SKIPS = 3
 _ID = "non-finite-event"
 
 
-def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
+def event_findings(session: Session, totals: dict[TensorKey, TensorWindow], advice: LossScaleAdvice) -> list[Finding]:
     """At most one finding for the forward and one for the backward; from the counts alone where nothing watched the steps."""
     left = [event for event in session.events if event.phase == END]
     harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
@@ -33,7 +34,7 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow]) -> l
         findings.append(_harmless(harmless))
     stepped = next((event.step for event in backward if event.skipped is False), None)
     if backward:
-        findings.append(_backward(backward, session))
+        findings.append(_backward(backward, session, advice))
     if forward and (stepped is None or forward[0].step <= stepped):
         in_half = any(window.passed_through == "float16" for window in totals.values())
         # What came first is the cause, or nearest to it.
@@ -98,7 +99,7 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
     )
 
 
-def _backward(events: Sequence[Event], session: Session) -> Finding:
+def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
     steps = sorted({event.step for event in events})
     stepped = [event for event in events if event.skipped is False]
@@ -107,6 +108,7 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
     count = max(len(steps), skipped)
     evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
     begin = f"The backward was not finite in {_steps(count)}: first in step {first.step}, where {_what(first)}"
+    begin += _scale_too_high(first) + _never_updated(session)
     if stepped:
         return Finding(
             _ID,
@@ -115,7 +117,7 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
             "is not finite later may come from that.",
             evidence,
-            f"{_remedy(first)} Start again from a checkpoint before that step.",
+            f"{_remedy(first, advice)} Start again from a checkpoint before that step.",
         )
     if not all(event.skipped for event in events):
         return Finding(
@@ -124,7 +126,7 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             first.module,
             f"{begin}.",
             evidence,
-            _remedy(first),
+            _remedy(first, advice),
         )
     if _keeps_skipping(steps, skipped, session):
         return Finding(
@@ -134,8 +136,8 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
             f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
             " explains.",
             evidence,
-            "Take the loss scale recommended here, or begin with it; if the scale is static, it is too large. NaNs at small"
-            " scales are no overflow: look at the backward of the module named.",
+            f"{_take(advice)} If the scale is static, it is too large. NaNs at small scales are no overflow: look at the backward"
+            " of the module named.",
         )
     return Finding(
         _ID,
@@ -146,19 +148,43 @@ def _backward(events: Sequence[Event], session: Session) -> Finding:
     )
 
 
-def _remedy(first: Event) -> str:
+def _remedy(first: Event, advice: LossScaleAdvice) -> str:
     """What to do about gradients that broke and that nobody skipped."""
-    if first.loss_scale is not None and first.loss_scale > 1 and first.value == "inf":
-        return (
-            f"If the loss scale, {first.loss_scale:g}, is above the window given here, it is too large: take that recommended. "
-            "A scaler that skips such steps (torch.amp.GradScaler) finds one by itself."
-        )
+    if _scale_too_high(first):
+        return _take(advice)
     module = repr(first.module or "the model")
     where = f"what comes after {module}, the loss first of all" if first.after else f"the backward of {module}"
     return (
         f"Look at {where}: a division by zero, a square root or logarithm at zero, an overflow. torch.amp.GradScaler would skip "
         "such steps, and mend nothing."
     )
+
+
+def _scale_too_high(first: Event) -> str:
+    """That a finite loss had an infinite gradient, with the scale that made it so; "" where no scale did."""
+    if first.value != "inf" or not first.forward_finite or (first.loss_scale is not None and first.loss_scale <= 1):
+        return ""
+    if first.loss_scale is not None:
+        return f": the forward was finite, so a loss scale of {first.loss_scale:.15g} is too high"
+    largest = max(first.last_maxima, default=0.0)
+    before = f" (its largest finite magnitude in the steps before was {largest:.3g})" if largest else ""
+    return f": the forward was finite, so whatever the loss is multiplied by is too high{before}"
+
+
+def _never_updated(session: Session) -> str:
+    """That no update was ever applied, where that is known."""
+    if session.progress.weights_moved is not False or not session.progress.backwards:
+        return ""
+    return f"; of {session.progress.backwards} backwards no update was ever applied"
+
+
+def _take(advice: LossScaleAdvice) -> str:
+    """Which scale to take, by the advice."""
+    if advice.recommended is None:
+        return "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
+    if advice.needed is False:
+        return "Train without a loss scale (1): none is needed."
+    return f"Take a loss scale of {advice.recommended:.15g}, or begin with it in a scaler that skips such steps."
 
 
 def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:

@@ -8,7 +8,8 @@ from mpinspect.analysis.event_findings import event_findings
 from mpinspect.analysis.finding import SEVERITIES, Finding
 from mpinspect.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings, runs_in_bfloat16
 from mpinspect.analysis.reductions import reduction_reports
-from mpinspect.analysis.report import Coverage, LayerReport, LossScaleAdvice
+from mpinspect.analysis.report import Coverage, LayerReport
+from mpinspect.analysis.scale_advice import Advised
 from mpinspect.analysis.updates import update_findings
 from mpinspect.analysis.wording import format_name, some, tensor
 from mpinspect.formats import FloatFormat
@@ -20,14 +21,14 @@ def findings(
     infos: dict[TensorKey, TensorInfo],
     totals: dict[TensorKey, TensorWindow],
     layers: Sequence[LayerReport],
-    advice: LossScaleAdvice,
+    advised: Advised,
     coverage: Coverage,
     format: FloatFormat,
 ) -> tuple[Finding, ...]:
     """Everything worth knowing, errors first, then warnings, then information; within one severity in order of finding."""
     found = [
-        *event_findings(session, totals),
-        *gradient_findings(session, layers, advice, format),
+        *event_findings(session, totals, advised.advice),
+        *gradient_findings(session, layers, advised),
         *_forward_overflow(session, layers, format),
         *update_findings(infos, totals),
         *_reductions(totals, format),
@@ -46,7 +47,7 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
     return [
         Finding(
             "values-overflow",
-            "info" if runs_in_bfloat16(session, over) else "warning",
+            "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
             worst.name,
             f"In {format_name(format.name)} {tensor(worst.name, worst.kind)} would overflow: the largest is {largest:.3g}, "
             f"the format ends at {format.max_finite:g}.",

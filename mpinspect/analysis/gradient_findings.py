@@ -3,109 +3,96 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
 from mpinspect.analysis.drift import moved
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.report import LayerReport, LossScaleAdvice
+from mpinspect.analysis.scale_advice import Advised, Decision, Loss
 from mpinspect.analysis.scale_window import HEADROOM
-from mpinspect.analysis.serving import ALARMING_L1_SHARE, LOST_L1_TOLERANCE
-from mpinspect.analysis.visibility import Visibility
-from mpinspect.analysis.wording import format_name, percent, power, some, tensor
-from mpinspect.formats import FloatFormat
+from mpinspect.analysis.scale_words import in_steps
+from mpinspect.analysis.wording import format_name, percent, power, scale_of, some, tensor, upper_first
 from mpinspect.session import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, Session, TensorKey
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
 
 
-def gradient_findings(
-    session: Session, layers: Sequence[LayerReport], advice: LossScaleAdvice, format: FloatFormat
-) -> list[Finding]:
-    """All findings about gradients, from the layers' reports and the advice."""
+def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: Advised) -> list[Finding]:
+    """All findings about gradients, from the layers' reports and the decision on the scale."""
+    advice, decision = advised.advice, advised.decision
     gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
-    served = [layer for layer in gradients if not layer.rounding_noise]
     if not session.progress.scale_known:
         return [_scale_unknown(advice)]
-    found = (
-        _flushed(session, served, advice, format),
-        _weights_fine(served, format),
-        _already_flushed(served, format),
-        _overflow(session, gradients, format),
-        _window_empty(advice),
-        _drift(advice),
-        _noise(gradients),
-    )
+    found: list[Finding | None] = []
+    if advised.diverged:
+        found.append(_diverged(advice))
+    if decision is not None:
+        found += [
+            _flushed(session, decision),
+            _weights_fine(decision),
+            _already_flushed({layer.key: layer for layer in gradients}, decision),
+            _overflow(session, gradients, decision),
+            _window_empty(decision),
+            _drift(advice),
+        ]
+    found.append(_noise(gradients))
     return [finding for finding in found if finding is not None]
 
 
-def _lost(layer: LayerReport) -> float:
-    return layer.lost_l1_share.estimate if layer.lost_l1_share else 0.0
-
-
-def _flushed_fraction(layer: LayerReport) -> float:
-    return layer.flushed_fraction.estimate if layer.flushed_fraction else 0.0
-
-
-def _flushed(
-    session: Session, served: Sequence[LayerReport], advice: LossScaleAdvice, format: FloatFormat
-) -> Finding | None:
-    suffering = sorted((layer for layer in served if _lost(layer) > LOST_L1_TOLERANCE), key=_lost, reverse=True)
-    if not suffering:
+def _flushed(session: Session, decision: Decision) -> Finding | None:
+    if not decision.suffering:
         return None
-    worst = suffering[0]
-    needed = max(layer.log2_scale_needed or 0 for layer in suffering)
+    worst, *more = decision.suffering
+    needed = max(loss.log2_lowest for loss in decision.suffering)
     spared = why_no_alarm(session, worst, needed)
-    others = f" {len(suffering) - 1} more layers lose more than {percent(LOST_L1_TOLERANCE)}." if suffering[1:] else ""
+    limit = percent(decision.rules.tolerance)
+    others = (
+        f" {len(more)} more {'layer loses' if len(more) == 1 else 'layers lose'} more than {limit}." if more else ""
+    )
     return Finding(
         "gradients-flushed",
         "info" if spared else "warning",
-        worst.name,
-        f"Without loss scaling {format_name(format.name)} would flush {percent(_flushed_fraction(worst))} of the non-zero "
-        f"elements of {tensor(worst.name, worst.kind)}, {percent(_lost(worst))} of their sum of magnitudes.{others}"
-        + (f" {spared}" if spared else ""),
+        worst.key.name,
+        f"Without loss scaling {format_name(decision.rules.format.name)} would flush {percent(worst.flushed_fraction)} of the "
+        f"non-zero elements of {tensor(*worst.key)}{in_steps(worst.steps)}, {percent(worst.lost_l1_share)} of their sum of "
+        f"magnitudes.{others}" + (f" {spared}" if spared else ""),
         {
-            "kind": worst.kind,
-            "flushed_fraction": _flushed_fraction(worst),
-            "lost_l1_share": _lost(worst),
+            "kind": worst.key.kind,
+            "flushed_fraction": worst.flushed_fraction,
+            "lost_l1_share": worst.lost_l1_share,
             "log2_scale_needed": needed,
-            "layers": {layer.name: _lost(layer) for layer in suffering[:MOST_LAYERS_LISTED]},
-            "layers_count": len(suffering),
+            "steps": list(worst.steps) if worst.steps else None,
+            "layers": {loss.key.name: loss.lost_l1_share for loss in decision.suffering[:MOST_LAYERS_LISTED]},
+            "layers_count": len(decision.suffering),
         },
-        "" if spared else _scale_fix(advice),
+        "" if spared else _scale_fix(decision),
     )
 
 
-def _scale_fix(advice: LossScaleAdvice) -> str:
-    if not advice.available or advice.recommended is None:
-        return advice.reason
-    dynamic = advice.dynamic
-    by_itself = (
-        f", or a dynamic scaler with init_scale={dynamic.init_scale:g} and growth_interval={dynamic.growth_interval}"
-        if dynamic
-        else ""
-    )
+def _scale_fix(decision: Decision) -> str:
+    """How to get the recommended scale; the ways out where no scale serves every layer."""
+    if decision.window.is_empty:
+        return _ways_out(decision)
     return (
-        f"Multiply the loss by {advice.recommended:g}{by_itself}. The batch size is part of it: a mean over twice as many "
-        "samples needs twice the scale."
+        f"Multiply the loss by {scale_of(decision.log2_scale):.15g}, or begin with that in a dynamic scaler. The batch size is "
+        "part of it: a mean over twice as many samples needs twice the scale."
     )
 
 
-def why_no_alarm(session: Session, worst: LayerReport, needed: int) -> str:
+def why_no_alarm(session: Session, worst: Loss, needed: int) -> str:
     """Why a layer that scale 1 fails is no alarm in this run; "" if it is one."""
     if runs_at_least(session, needed):
         return "The run's own loss scale serves it."
-    if runs_in_bfloat16(session, [worst]):
+    if runs_in_bfloat16(session, [worst.key]):
         return "The run uses BF16, which holds them without."
-    if _lost(worst) < ALARMING_L1_SHARE:
-        return "So little has not been seen to change a training; a loss scale would keep it."
     return ""
 
 
-def runs_in_bfloat16(session: Session, layers: Sequence[LayerReport]) -> bool:
+def runs_in_bfloat16(session: Session, keys: Collection[TensorKey]) -> bool:
     """Whether the run holds these tensors in BF16, whose range is FP32's."""
-    return session.passed_through({TensorKey(layer.name, layer.kind) for layer in layers}) == {"bfloat16"}
+    return session.passed_through(keys) == {"bfloat16"}
 
 
 def runs_at_least(session: Session, log2_scale: int) -> bool:
@@ -123,72 +110,83 @@ def runs_at_least(session: Session, log2_scale: int) -> bool:
     return enough >= 0.9 * (end - changes[0].step)
 
 
-def _weights_fine(served: Sequence[LayerReport], format: FloatFormat) -> Finding | None:
-    weights = [layer for layer in served if layer.kind == WEIGHT_GRADIENT]
-    others = [layer for layer in served if layer.kind == ACTIVATION_GRADIENT and _lost(layer) > LOST_L1_TOLERANCE]
-    if not weights or not others or any(_lost(layer) > LOST_L1_TOLERANCE for layer in weights):
+def _weights_fine(decision: Decision) -> Finding | None:
+    weights = [loss for loss in decision.losses if loss.key.kind == WEIGHT_GRADIENT]
+    others = [loss for loss in decision.suffering if loss.key.kind == ACTIVATION_GRADIENT]
+    if not weights or not others or weights[0].log2_lowest > 0:
         return None
-    worst, worst_weight = max(others, key=_lost), max(weights, key=_lost)
+    worst, worst_weight, format = others[0], weights[0], format_name(decision.rules.format.name)
     return Finding(
         "weight-gradients-fine",
         "info",
-        worst.name,
-        f"The weight gradients are fine without loss scaling ({format_name(format.name)} loses "
-        f"{percent(_lost(worst_weight))} of the sum of magnitudes in the worst); it is {tensor(worst.name, worst.kind)} "
-        "that would flush.",
+        worst.key.name,
+        f"The weight gradients are fine without loss scaling ({format} loses {percent(worst_weight.lost_l1_share)} of the sum of "
+        f"magnitudes in the worst); it is {tensor(*worst.key)} that would flush.",
         {
-            "worst_weight_gradient": worst_weight.name,
-            "lost_l1_share": _lost(worst_weight),
-            "flushed_fraction": _flushed_fraction(worst_weight),
+            "worst_weight_gradient": worst_weight.key.name,
+            "lost_l1_share": worst_weight.lost_l1_share,
+            "flushed_fraction": worst.flushed_fraction,
         },
     )
 
 
-def _already_flushed(served: Sequence[LayerReport], format: FloatFormat) -> Finding | None:
-    """Where values flushed before counting may weigh more than the tolerance; a warning where they very likely do."""
-    seen = [(layer, Visibility(layer.histogram, layer.floor_exponent)) for layer in served if layer.histogram]
-    doubtful = [(layer, view) for layer, view in seen if _hidden_bound(layer, view, format) > LOST_L1_TOLERANCE]
+def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision) -> Finding | None:
+    """Where values flushed before counting may need a larger scale than those seen; a warning where they very likely do."""
+    if not decision.hides:
+        return None
+    format, tolerance = decision.rules.format, decision.rules.tolerance
+    doubtful = [loss for loss in decision.losses if loss.log2_certain > max(loss.log2_lowest, 0) and loss.key in layers]
     if not doubtful:
         return None
-    worst, view = max(
-        doubtful, key=lambda pair: (pair[1].likely_hidden_l1_share(), _hidden_bound(pair[0], pair[1], format))
-    )
-    likely, bound = view.likely_hidden_l1_share(), _hidden_bound(worst, view, format)
-    alarm = likely > LOST_L1_TOLERANCE
-    share = worst.already_flushed_fraction.high if worst.already_flushed_fraction else 0.0
+    worst = max(doubtful, key=lambda loss: (loss.gradient.seen.likely_hidden_l1_share(), loss.log2_certain))
+    layer = layers[worst.key]
+    likely = worst.gradient.seen.likely_hidden_l1_share()
+    alarm = likely > tolerance
+    share = layer.already_flushed_fraction.high if layer.already_flushed_fraction else 0.0
     return Finding(
         "gradients-already-flushed",
         "warning" if alarm else "info",
-        worst.name,
-        f"Of {tensor(worst.name, worst.kind)} up to {percent(share)} were flushed before they could be counted, being no "
-        f"larger than 2^{worst.floor_exponent}; "
-        + ("the counts crowd just above that, so very likely many." if alarm else "how many of them is not known."),
+        worst.key.name,
+        f"Of {tensor(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
+        f"2^{layer.floor_exponent}; "
+        + (
+            "the counts crowd just above that, so part of the zeros were values."
+            if alarm
+            else "how many of them is not known."
+        ),
         {
-            "floor_exponent": worst.floor_exponent,
+            "floor_exponent": layer.floor_exponent,
             "already_flushed_fraction_high": share,
-            "lost_l1_share_high": bound,
+            "lost_l1_share_high": worst.gradient.seen.lost_l1_share(format).high,
             "lost_l1_share_likely": likely,
             "layers_count": len(doubtful),
         },
-        "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them, or run with a larger loss scale.",
+        "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them"
+        + (
+            f", or run at a loss scale of at least 2^{worst.log2_certain}."
+            if worst.log2_certain <= decision.window.log2_highest
+            else "."
+        ),
     )
 
 
-def _hidden_bound(layer: LayerReport, view: Visibility, format: FloatFormat) -> float:
-    """Upper bound of the L1 share that the values flushed before counting can have held."""
-    if not view.hidden or layer.lost_l1_share is None or layer.histogram is None:
-        return 0.0
-    return view.lost_l1_share(format).high - layer.histogram.lost_l1_share(format).high
-
-
-def _overflow(session: Session, gradients: Sequence[LayerReport], format: FloatFormat) -> Finding | None:
+def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
     over = [layer for layer in gradients if layer.overflowed]
-    if not over:
+    if not over or not decision.overflows_unscaled:
+        # A few steps of very many may overflow, as they do under a dynamic scaler; the layers' rows have them.
         return None
+    format = decision.rules.format
     worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
+    if decision.window.is_empty:
+        fix = _ways_out(decision)
+    else:
+        fix = (
+            f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.15g} (no floor of 1 must stand in its "
+            "way), or use BF16."
+        )
     return Finding(
         "gradients-overflow",
-        "info" if runs_in_bfloat16(session, over) else "warning",
+        "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
         worst.name,
         f"Without loss scaling {tensor(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
         f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.",
@@ -198,27 +196,42 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], format: FloatF
             "layers": [layer.name for layer in over[:MOST_LAYERS_LISTED]],
             "layers_count": len(over),
         },
-        "Clip where they arise, divide the loss (a scale below 1; no floor of 1 must stand in its way), or use BF16.",
+        fix,
     )
 
 
-def _window_empty(advice: LossScaleAdvice) -> Finding | None:
-    if not advice.conflicts:
+def _window_empty(decision: Decision) -> Finding | None:
+    if not decision.window.is_empty:
         return None
-    worst = advice.conflicts[0]
-    same = worst.needs_large == worst.needs_small
-    pair = f"{worst.needs_large!r} alone" if same else f"{worst.needs_large!r} and {worst.needs_small!r}"
+    large, small, lowest, highest = _at_odds(decision)
+    pair = f"{large!r} and {small!r}" if small else f"{large!r} alone"
     return Finding(
         "scale-window-empty",
         "warning",
-        worst.needs_large,
-        f"No one loss scale serves {pair}: at least 2^{worst.log2_lowest} is needed, above 2^{worst.log2_highest} it overflows.",
-        {"conflicts": [asdict(conflict) for conflict in advice.conflicts]},
-        f"Compute {worst.needs_large!r} in FP32"
-        + ("" if same else f" (or {worst.needs_small!r})")
-        + ", clip the large "
-        "gradients where they arise, scale the layer by itself, or use BF16, which needs no scale.",
+        large,
+        f"No one loss scale serves {pair}: at least 2^{lowest} is needed, above 2^{highest} it overflows.",
+        {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
+        _ways_out(decision),
     )
+
+
+def _ways_out(decision: Decision) -> str:
+    """What to do where no scale serves every layer."""
+    large, small, *_ = _at_odds(decision)
+    return (
+        f"Compute {large!r} in FP32{f' (or {small!r})' if small else ''}, clip the large gradients where they arise, scale the "
+        "layer by itself, or use BF16, which needs no scale."
+    )
+
+
+def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
+    """The layer that needs a large scale, the one that overflows at it ("": the same, or not known), lowest and highest."""
+    if decision.conflicts:
+        pair = decision.conflicts[0]
+        small = "" if pair.needs_large == pair.needs_small else pair.needs_small
+        return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
+    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
 
 
 def _scale_unknown(advice: LossScaleAdvice) -> Finding:
@@ -226,9 +239,20 @@ def _scale_unknown(advice: LossScaleAdvice) -> Finding:
         "scale-unknown",
         "warning",
         "",
-        "The loss scale of a backward is not known, so the gradients' ranges may be those of scaled gradients.",
+        "The loss scale of a backward is not known: the gradients' ranges are those of the gradients as they arrived.",
         {"reason": advice.reason},
         "Give the inspector the scaler (scalers=...) or, where the loop scales by hand, the scale (loss_scale=...).",
+    )
+
+
+def _diverged(advice: LossScaleAdvice) -> Finding:
+    return Finding(
+        "training-diverged",
+        "warning",
+        "",
+        upper_first(advice.reason.removeprefix("No advice: ")),
+        {},
+        "Train at a lower learning rate, warm it up, or clip the gradients.",
     )
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from mpinspect.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, time_blocks
+from mpinspect.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, divergence, time_blocks
+from mpinspect.analysis.evidence import Evidence, evidence
 from mpinspect.analysis.noise import is_rounding_noise, rounding_noise_ceilings
-from mpinspect.analysis.overflow_odds import log2_highest
+from mpinspect.analysis.overflow_odds import Ceiling, log2_highest, overflowed_at
 from mpinspect.analysis.ranges import tensor_infos
 from mpinspect.analysis.report import LossScaleAdvice
-from mpinspect.analysis.scale_advice import Block, ScaleRules, no_advice, scale_advice
+from mpinspect.analysis.scale_advice import Advised, Block, ScaleRules, decide, no_advice, scale_advice
 from mpinspect.analysis.scale_window import HEADROOM, GradientRange, gradient_ranges, scale_window
-from mpinspect.analysis.scale_words import nothing_to_serve
+from mpinspect.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.analysis.visibility import Visibility
+from mpinspect.analysis.wording import lower_first
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import FLOAT16, FormatLike, as_format
-from mpinspect.session import Session, TensorKey, TensorWindow, add_counts
+from mpinspect.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
+from mpinspect.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 
 #: The kind of a gradient that is given as a bare histogram.
 _GRADIENT = "gradient"
@@ -49,15 +53,19 @@ def recommend_loss_scale(
     """
     rules = ScaleRules(as_format(format), headroom, tolerance, growth_interval)
     if isinstance(histograms, Session):
-        totals = histograms.totals()
+        seen = evidence(histograms)
+        totals = seen.session.totals()
         ceilings = rounding_noise_ceilings(tensor_infos(histograms, totals), totals)
-        return advise(histograms, totals, ceilings, noise_of(totals, ceilings), rules)
+        return advise(seen, totals, ceilings, noise_of(totals, ceilings), rules).advice
     gradients = [
         GradientRange(TensorKey(name, _GRADIENT), Visibility(histogram))
         for name, histogram in _by_name(histograms).items()
     ]
     window = scale_window(gradients, None, rules.format, rules.tolerance)
-    return scale_advice(gradients, window, {}, (), rules) if window else no_advice(nothing_to_serve(gradients))
+    if window is None:
+        return no_advice(nothing_to_serve(gradients))
+    decision = decide(gradients, window, Ceiling(window.log2_highest), {}, (), rules)
+    return scale_advice(decision, (), advice_reason(decision, gradients))
 
 
 def noise_of(totals: Mapping[TensorKey, TensorWindow], ceilings: Mapping[TensorKey, float]) -> frozenset[TensorKey]:
@@ -66,31 +74,72 @@ def noise_of(totals: Mapping[TensorKey, TensorWindow], ceilings: Mapping[TensorK
 
 
 def advise(
-    session: Session,
+    seen: Evidence,
     totals: dict[TensorKey, TensorWindow],
     ceilings: dict[TensorKey, float],
     noise: frozenset[TensorKey],
     rules: ScaleRules,
-) -> LossScaleAdvice:
-    """The advice for a session whose totals and noise are known already."""
-    if not session.progress.scale_known:
-        cause = session.progress.scale_unknown_reason or "the loss scale of a backward could not be told"
-        return no_advice(
-            f"No advice: {cause}. Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
-        )
+) -> Advised:
+    """The advice for what speaks for a session, whose totals and noise are known already."""
+    session, format = seen.session, rules.format
     gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
-    peaks = session.gradient_peaks()
-    highest = log2_highest(peaks, rules.format, rules.growth_interval)
-    window = scale_window(gradients, highest, rules.format, rules.tolerance)
+    if not session.progress.scale_known:
+        return Advised(no_advice(scale_unknown(session, gradients, rules.format, rules.tolerance)))
+    if not session.windows and seen.left_out:
+        return Advised(no_advice(f"No advice: {lower_first(seen.left_out)}"))
+    groups = time_blocks(session.windows)
+    peaks = [add_counts(part.gradient_peaks for part in group) for group in groups]
+    overflowed = _overflowed(session, format)
+    exact = [_without_overflows(session, group, of_steps) for group, of_steps in zip(groups, peaks, strict=True)]
+    ceiling = log2_highest(
+        [each for each in peaks if each], format, rules.growth_interval, [each for each in exact if each]
+    )
+    if ceiling is not None:
+        ceiling = ceiling.below(overflowed_at(overflowed))
+    window = scale_window(gradients, ceiling.log2_highest if ceiling else None, format, rules.tolerance)
     if window is None:
-        return no_advice(nothing_to_serve(gradients, session))
+        return Advised(no_advice(nothing_to_serve(gradients, session)))
+    if ceiling is None:
+        ceiling = Ceiling(window.log2_highest).below(overflowed_at(overflowed))
+        window = replace(window, log2_highest=ceiling.log2_highest)
+    diverged = divergence(session.windows)
+    if diverged:
+        return Advised(no_advice(diverged), diverged=True)
     blocks = []
-    for group in time_blocks(session.windows):
+    for group, of_steps in zip(groups, peaks, strict=True):
         found = gradient_ranges(block_histograms(group), ceilings, noise)
-        top = log2_highest(add_counts(part.gradient_peaks for part in group), rules.format, rules.growth_interval)
-        block = scale_window(found, top, rules.format, rules.tolerance)
-        blocks.append(Block(group[0].first_step, max(part.last_step for part in group), block))
-    return scale_advice(gradients, window, peaks, blocks, rules)
+        first, last = group[0].first_step, max(part.last_step for part in group)
+        top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
+        if top is not None:
+            # The margin of the whole run: a block's few steps would give another.
+            room = top.log2_highest + top.margin
+            top = Ceiling(max(room - ceiling.margin, min(room, 0)))
+            top = top.below(overflowed_at(event for event in overflowed if first <= event.step <= last))
+        blocks.append(
+            Block(first, last, found, scale_window(found, top.log2_highest if top else None, format, rules.tolerance))
+        )
+    decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules)
+    return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, seen.left_out)), decision)
+
+
+def _without_overflows(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
+    """The peaks that are known: a step that overflowed FP16 at 2^k shows 2^(16 - k), whatever its gradients would have been."""
+    if "float16" not in session.passed_through():
+        return peaks
+    changes, first, last = session.progress.scales, group[0].first_step, max(part.last_step for part in group)
+    ends = [change.step for change in changes[1:]] + [last + 1]
+    shown = {
+        FLOAT16.max_exponent + 1 - (math.frexp(change.scale)[1] - 1)
+        for change, end in zip(changes, ends, strict=False)
+        if change.scale and change.step <= last and end > first
+    }
+    return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
+
+
+def _overflowed(session: Session, format: FloatFormat) -> list[Event]:
+    """The run's events, where an overflow of the run would have been one of ``format``."""
+    widest = min((FORMATS[name].max_exponent for name in session.passed_through() if name in FORMATS), default=0)
+    return list(session.events) if format.max_exponent <= max(widest, FLOAT16.max_exponent) else []
 
 
 def _by_name(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.rendering import RendersItself
 from mpinspect.exponents import ExponentHistogram, Interval
-from mpinspect.session import Event, LostUpdates, Session
+from mpinspect.session import Event, LostUpdates, Session, TensorKey
 
 #: Every finding's id; a new finding is listed here.
 FINDING_IDS = (
@@ -22,6 +22,7 @@ FINDING_IDS = (
     "scale-unknown",
     "scale-window-empty",
     "scale-window-moves",
+    "training-diverged",
     "unwatched-skips",
     "updates-lost",
     "values-overflow",
@@ -40,15 +41,17 @@ class LayerReport:
         range_offset: unused powers of two at the top of the format; None if there was no finite non-zero value.
         flushed_fraction: share of the non-zero elements that flush. Measured where nothing was flushed before counting (the
             three figures are equal); where the values had passed through a narrow format, the estimate is that of the
-            visible ones and the bounds are what the zeros leave (none of them, or all, were flushed values).
+            visible ones and the bounds are what the zeros leave (none of them, or all, were flushed values). Where samples
+            stand for different numbers of steps, it is an estimate over the run, between its lowest and its highest block.
         already_flushed_fraction: share of the non-zero elements that was flushed before counting, as bounds (the estimate
             is the low one: no figure follows from the counts); None where none can have been.
         floor_exponent: visibility floor, see TensorWindow.
         subnormal_fraction: share of the visible non-zero elements that survive with fewer bits.
         overflowed: number of finite elements beyond the format (upper bound where not exact).
-        lost_l1_share: estimate with bounds.
+        lost_l1_share: estimate with bounds, over the run as flushed_fraction.
         noise_to_signal: estimate; inf if something overflows.
-        log2_scale_needed: least k >= 0 at which the lost L1 share is at most the tolerance; None if there is no value.
+        log2_scale_needed: least k >= 0 at which the lost L1 share is at most the tolerance, over the run and in each of its
+            blocks; None if there is no value.
         max_log2_scale: largest k without overflow.
         lost_updates: for kind "update".
         rounding_noise: True where the gradient is zero in theory and the counts hold rounding noise (no scale need serve it).
@@ -72,6 +75,10 @@ class LayerReport:
     max_log2_scale: int | None = None
     lost_updates: dict[str, LostUpdates] | None = None
     rounding_noise: bool = False
+
+    @property
+    def key(self) -> TensorKey:
+        return TensorKey(self.name, self.kind)
 
 
 @dataclass(frozen=True)
@@ -122,17 +129,19 @@ class LossScaleAdvice:
 
     Args:
         available: False where no advice can be given (no gradients seen, scale unknown): ``reason`` says why, the rest is None.
-        needed: whether any layer that must be served loses more than the tolerance at scale 1, or overflows; None where
-            the values that were flushed before counting leave it open.
-        recommended: the scale; 1.0 where none is needed.
-        lowest, highest: the window: least scale that serves every layer, largest without overflow.
+        needed: whether any layer that must be served loses more than the tolerance at scale 1, over the run or in a block of it,
+            or overflows; None where the values that were flushed before counting leave it open.
+        recommended: the scale; 1.0 where none is needed. Where no one scale serves every layer, the largest without overflow.
+        lowest, highest: the window: least scale that serves every layer, by what was counted; largest without overflow, with a
+            margin for larger steps than were seen, and below every scale at which the run itself overflowed.
         headroom: powers of two between ``recommended`` and ``highest``.
         flushed_fraction_unscaled, flushed_fraction_scaled: of the worst layer, at scale 1 and at ``recommended``.
         worst_layer: its name.
         conflicts: pairs of layers that no one scale serves.
         samples: sampled steps without overflow at ``recommended``.
         overflow_probability_bound: 95% upper bound of the probability that a step overflows there: 3/n if none of n did.
-        static_scale, dynamic: for a fixed scale (the least over the time blocks) and for a dynamic scaler (from the first block).
+        static_scale, dynamic: ``recommended`` for a scale that stays fixed; where a dynamic scaler starts: there too, unless no
+            one scale serves the whole run, then as its first block likes it.
         blocks: drift over time.
         reason: a sentence.
     """

@@ -1,18 +1,22 @@
-"""From the window of scales to the advice: whether one is needed, which, and how sure that is."""
+"""From the windows of scales to one decision: whether a scale is needed, which, and how sure that is.
+
+Every sentence on the loss scale, in the advice and in the findings, follows from the ``Decision``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mpinspect.analysis.drift import LONGEST_GROWTH_INTERVAL, growth_interval
-from mpinspect.analysis.overflow_odds import log2_room, overflow_probability_bound
-from mpinspect.analysis.report import DynamicSettings, LossScaleAdvice, TimeBlock
+from mpinspect.analysis.overflow_odds import Ceiling, log2_room, overflow_probability_bound
+from mpinspect.analysis.report import DynamicSettings, LossScaleAdvice, ScaleConflict, TimeBlock
 from mpinspect.analysis.scale_window import HEADROOM, GradientRange, ScaleWindow, scale_conflicts
-from mpinspect.analysis.scale_words import advice_reason
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.analysis.wording import scale_of
 from mpinspect.formats import FLOAT16, FloatFormat
+from mpinspect.session import TensorKey
 
 
 @dataclass(frozen=True)
@@ -42,60 +46,155 @@ class ScaleRules:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of steps and its window; None where it holds nothing that a scale should serve."""
+    """A block of steps, its gradients and their window; None where it holds nothing that a scale should serve."""
 
     first_step: int
     last_step: int
+    gradients: tuple[GradientRange, ...]
     window: ScaleWindow | None
 
 
-def scale_advice(
+@dataclass(frozen=True)
+class Loss:
+    """What scale 1 takes from one gradient that a scale has to serve, where it takes most.
+
+    Args:
+        gradient: over the run, or over the block of steps where it loses most.
+        lost_l1_share, flushed_fraction: at scale 1, of what was seen; 0..1.
+        log2_lowest: least k that serves it, by what was seen; over 0 where scale 1 does not.
+        log2_certain: the same whatever was flushed before counting.
+        steps: first and last step of that block; None for the whole run.
+    """
+
+    gradient: GradientRange
+    lost_l1_share: float
+    flushed_fraction: float
+    log2_lowest: int
+    log2_certain: int
+    steps: tuple[int, int] | None = None
+
+    @property
+    def key(self) -> TensorKey:
+        return self.gradient.key
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is known of the loss scale that fits, once for every sentence.
+
+    Args:
+        needed: whether scale 1 fails a layer, or overflows; None where values flushed before counting leave it open.
+        log2_scale: the scale that is recommended.
+        window: of the whole run.
+        ceiling: what the window's top rests on.
+        losses: of the gradients that a scale has to serve, the one that loses most at scale 1 first.
+        overflows, steps: how many of the steps seen overflow at ``log2_scale``, and how many were seen.
+        conflicts: pairs of layers that no one scale serves.
+        rules: what was asked for.
+    """
+
+    needed: bool | None
+    log2_scale: int
+    window: ScaleWindow
+    ceiling: Ceiling
+    losses: tuple[Loss, ...]
+    overflows: int
+    steps: int
+    conflicts: tuple[ScaleConflict, ...]
+    rules: ScaleRules
+
+    @property
+    def worst(self) -> Loss:
+        """The gradient that loses most at scale 1."""
+        return self.losses[0]
+
+    @property
+    def doubtful(self) -> Loss:
+        """The gradient that needs the largest scale if everything that can have been flushed before counting was."""
+        return max(self.losses, key=lambda loss: loss.log2_certain)
+
+    @property
+    def suffering(self) -> tuple[Loss, ...]:
+        """The gradients that scale 1 does not serve, by what was seen; the worst first."""
+        return tuple(loss for loss in self.losses if loss.log2_lowest > 0)
+
+    @property
+    def overflows_unscaled(self) -> bool:
+        """Whether the largest gradients overflow at scale 1."""
+        return self.window.log2_highest < 0
+
+    @property
+    def hides(self) -> bool:
+        """Whether values flushed before counting may need a larger scale than those that were seen."""
+        return self.needed is None or (self.needed and self.window.log2_certain > self.window.log2_lowest)
+
+
+class Advised(NamedTuple):
+    """The advice, and the decision that it states; None where nothing can be decided, as where the training diverged."""
+
+    advice: LossScaleAdvice
+    decision: Decision | None = None
+    diverged: bool = False
+
+
+def decide(
     gradients: Sequence[GradientRange],
     window: ScaleWindow,
+    ceiling: Ceiling,
     peaks: Mapping[int, int],
     blocks: Sequence[Block],
     rules: ScaleRules,
-) -> LossScaleAdvice:
-    """The advice for these gradients.
+) -> Decision:
+    """The decision for these gradients.
 
     Args:
         gradients: all of them; at least one is to be served.
         window: their window over the whole run.
+        ceiling: the window's top.
         peaks: for how many steps the peak exponent over all gradients was what; may be empty.
         blocks: windows over time, in order; may be empty.
         rules: what is asked for.
     """
-    format = rules.format
-    needed = is_needed(gradients, window, rules)
-    chosen = window.choose(rules.headroom) if needed is not False else 0
-    worst = worst_gradient(gradients, format)
-    overflows = sum(count for peak, count in peaks.items() if log2_room(peak, format) < chosen)
-    steps = sum(peaks.values())
-    odds = overflow_probability_bound(overflows, steps)
-    conflicts = scale_conflicts(gradients, format, rules.tolerance) if window.is_empty else ()
+    whole = window.serving(block.window for block in blocks if block.window)
+    needed = _is_needed(whole)
+    chosen = whole.choose(rules.headroom) if needed is not False else 0
+    return Decision(
+        needed,
+        chosen,
+        whole,
+        ceiling,
+        _losses(gradients, blocks, rules),
+        sum(count for peak, count in peaks.items() if log2_room(peak, rules.format) < chosen),
+        sum(peaks.values()),
+        scale_conflicts(gradients, rules.format, rules.tolerance) if whole.is_empty else (),
+        rules,
+    )
+
+
+def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> LossScaleAdvice:
+    """The decision as users get it; ``reason`` says it in words."""
+    format, chosen, window = decision.rules.format, decision.log2_scale, decision.window
+    worst = decision.worst.gradient.histogram
     times = tuple(_time_block(block) for block in blocks)
-    first = next((block.window for block in blocks if block.window), window)
-    # As large as the whole run likes it, as far as the first steps allow: an overflow then costs a step, no more.
-    at_first = replace(first, log2_ample=max(first.log2_ample, chosen))
     return LossScaleAdvice(
         available=True,
-        needed=needed,
+        needed=decision.needed,
         recommended=scale_of(chosen),
         lowest=scale_of(window.log2_lowest),
         highest=scale_of(window.log2_highest),
         headroom=window.log2_highest - chosen,
-        flushed_fraction_unscaled=worst.histogram.flushed_fraction(format),
-        flushed_fraction_scaled=worst.histogram.flushed_fraction(format, chosen),
-        worst_layer=worst.key.name,
-        conflicts=conflicts,
-        samples=steps - overflows,
-        overflow_probability_bound=odds,
-        static_scale=1.0 if needed is False else scale_of(_static(window, blocks).choose(rules.headroom)),
+        flushed_fraction_unscaled=worst.flushed_fraction(format),
+        flushed_fraction_scaled=worst.flushed_fraction(format, chosen),
+        worst_layer=decision.worst.key.name,
+        conflicts=decision.conflicts,
+        samples=decision.steps - decision.overflows,
+        overflow_probability_bound=overflow_probability_bound(decision.overflows, decision.steps),
+        static_scale=scale_of(chosen),
         dynamic=DynamicSettings(
-            scale_of(at_first.choose(rules.headroom)), growth_interval(times, rules.growth_interval)
+            scale_of(_at_first(decision, blocks)), growth_interval(times, decision.rules.growth_interval)
         ),
         blocks=times,
-        reason=advice_reason(gradients, worst, window, conflicts, needed, chosen, format, (overflows, steps, odds)),
+        reason=reason,
     )
 
 
@@ -121,13 +220,41 @@ def no_advice(reason: str) -> LossScaleAdvice:
     )
 
 
-def is_needed(gradients: Sequence[GradientRange], window: ScaleWindow, rules: ScaleRules) -> bool | None:
-    """Whether scale 1 fails a layer: by what was seen, or very likely by what was flushed before; None where that is open."""
+def _is_needed(window: ScaleWindow) -> bool | None:
+    """By what was seen; None where what was flushed before counting may weigh enough to need one."""
     if window.log2_lowest > 0 or window.log2_highest < 0:
         return True
-    if window.log2_certain <= 0:
-        return False
-    return True if any(g.is_served and likely_hidden(g, rules.format) > rules.tolerance for g in gradients) else None
+    return False if window.log2_certain <= 0 else None
+
+
+def _losses(gradients: Sequence[GradientRange], blocks: Sequence[Block], rules: ScaleRules) -> tuple[Loss, ...]:
+    """Each gradient over the run; a block where it loses more counts where the run as a whole would hide that it fails."""
+    losses = {gradient.key: _loss(gradient, rules) for gradient in gradients if gradient.is_served}
+    for block in blocks:
+        for gradient in block.gradients:
+            known = losses.get(gradient.key)
+            if known is None or not gradient.is_served:
+                continue
+            found = replace(_loss(gradient, rules), steps=(block.first_step, block.last_step))
+            if found.log2_lowest > max(known.log2_lowest, 0):
+                losses[gradient.key] = found
+
+    def order(loss: Loss) -> tuple[bool, float, float]:
+        share = max(loss.lost_l1_share, likely_hidden(loss.gradient, rules.format))
+        return loss.log2_lowest > 0, share, loss.flushed_fraction
+
+    return tuple(sorted(losses.values(), key=order, reverse=True))
+
+
+def _loss(gradient: GradientRange, rules: ScaleRules) -> Loss:
+    histogram, needs = gradient.histogram, gradient.needs(rules.format, rules.tolerance)
+    return Loss(
+        gradient,
+        histogram.lost_l1_share(rules.format).estimate,
+        histogram.flushed_fraction(rules.format),
+        needs.log2_lowest,
+        needs.log2_certain,
+    )
 
 
 def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:
@@ -135,25 +262,12 @@ def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:
     return gradient.seen.likely_hidden_l1_share() if gradient.seen.hidden_flush(format, 0) else 0.0
 
 
-def worst_gradient(gradients: Sequence[GradientRange], format: FloatFormat) -> GradientRange:
-    """Of the gradients that are served, the one that loses the largest share of its L1 mass at scale 1."""
-
-    def loss(gradient: GradientRange) -> tuple[float, float]:
-        share = gradient.histogram.lost_l1_share(format).estimate
-        return max(share, likely_hidden(gradient, format)), gradient.histogram.flushed_fraction(format)
-
-    return max((gradient for gradient in gradients if gradient.is_served), key=loss)
-
-
-def _static(window: ScaleWindow, blocks: Sequence[Block]) -> ScaleWindow:
-    """The window that holds in every block."""
-    known = [window, *(block.window for block in blocks if block.window)]
-    return ScaleWindow(
-        max(part.log2_lowest for part in known),
-        max(part.log2_certain for part in known),
-        window.log2_ample,
-        min(part.log2_highest for part in known),
-    )
+def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
+    """Where a dynamic scaler begins: at the scale recommended; where none serves the run, as its first steps like it."""
+    first = next((block.window for block in blocks if block.window), None)
+    if first is None or not decision.window.is_empty:
+        return decision.log2_scale
+    return first.choose(decision.rules.headroom)
 
 
 def _time_block(block: Block) -> TimeBlock:

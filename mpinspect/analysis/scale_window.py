@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from mpinspect.analysis.noise import without_noise
@@ -80,7 +80,8 @@ class ScaleWindow:
     """Powers of two: the exponents k of scales 2^k.
 
     Args:
-        log2_lowest: least k at which every layer is served, by what was seen; it may be negative.
+        log2_lowest: least k at which every layer is served, by what was seen, over the run and in each of its blocks; it may be
+            negative.
         log2_certain: the same whatever was flushed before counting; at least ``log2_lowest``.
         log2_ample: least k at which next to nothing is lost (NEGLIGIBLE_L1_SHARE).
         log2_highest: largest k without overflow.
@@ -94,6 +95,15 @@ class ScaleWindow:
     @property
     def is_empty(self) -> bool:
         return self.log2_lowest > self.log2_highest
+
+    def serving(self, others: Iterable[ScaleWindow]) -> ScaleWindow:
+        """The window whose least scales serve the layers in these windows too; its top stays."""
+        parts = [self, *others]
+        return replace(
+            self,
+            log2_lowest=max(part.log2_lowest for part in parts),
+            log2_certain=max(part.log2_certain for part in parts),
+        )
 
     def choose(self, headroom: int = HEADROOM) -> int:
         """max(lowest, min(highest - headroom, ample)), and never above the highest.

@@ -39,6 +39,21 @@ def percent(share: float) -> str:
     return f"{value:.0f}%" if value < 99.5 or value == 100 else f"{value:.4g}%"
 
 
+def steps_named(first: int, last: int) -> str:
+    """ "step 7", "steps 800-999"."""
+    return f"step {first}" if first == last else f"steps {first}-{last}"
+
+
+def lower_first(sentence: str) -> str:
+    """The sentence as the rest of one."""
+    return sentence[:1].lower() + sentence[1:]
+
+
+def upper_first(clause: str) -> str:
+    """The clause as a sentence of its own."""
+    return clause[:1].upper() + clause[1:]
+
+
 def indefinite(noun: str) -> str:
     """ "an int", "a list"."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

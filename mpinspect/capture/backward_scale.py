@@ -28,7 +28,8 @@ class ScaleOfBackward:
     Args:
         loss_scale: of loops that scale by hand: a number, a callable, or None.
         scalers: those given by the user.
-        fp16_weights: whether parameters are stored in FP16 (then a scale by hand is likely, and silence is no 1.0).
+        fp16_weights: whether parameters are stored in FP16 (then, as under FP16 autocast, a scale by hand is likely, and
+            silence is no 1.0).
         recording: takes the notes.
         changes: called when what was known of the backward at work holds no more.
     """
@@ -59,8 +60,11 @@ class ScaleOfBackward:
         """Whether the backward that was last looked at (``now``) began at a GradScaler's scaled loss."""
         return self._by_scaler
 
-    def now(self, dtype: torch.dtype) -> tuple[BackwardScale, bool]:
-        """The scale of the backward that is running, and whether this is the first look at it. ``dtype``: of a gradient in it."""
+    def now(self, in_half: bool) -> tuple[BackwardScale, bool]:
+        """The scale of the backward that is running, and whether this is the first look at it.
+
+        ``in_half``: whether something of this step passed through FP16, where a loop is likely to scale by hand.
+        """
         task = torch._C._current_graph_task_id()
         if task == self.task:
             return self._scale, False
@@ -68,7 +72,7 @@ class ScaleOfBackward:
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
         self._by_scaler = scaled is not None
-        self._scale = scaled if scaled is not None else self._find(dtype)
+        self._scale = scaled if scaled is not None else self._find(in_half)
         if self._scale.unknown:
             self._recording.scale_unknown(self._scale.unknown)
         return self._scale, True
@@ -119,7 +123,7 @@ class ScaleOfBackward:
         thread = threading.get_ident()
         return next((scale for ident, scale in reversed(self._scaled.values()) if ident == thread), None)
 
-    def _find(self, dtype: torch.dtype) -> BackwardScale:
+    def _find(self, in_half: bool) -> BackwardScale:
         if callable(self._by_hand):
             return scales.from_callable(self._by_hand)
         if self._by_hand is not None:
@@ -127,22 +131,16 @@ class ScaleOfBackward:
         others = [scaler for scaler in self._scalers if not isinstance(scaler, torch.amp.GradScaler)]
         if others:
             return scales.from_scaler(others[0])
-        return scales.UNSCALED if self.any_scaled else self._without_scaling_seen(dtype)
+        return scales.UNSCALED if self.any_scaled else self._without_scaling_seen(in_half)
 
-    def _without_scaling_seen(self, dtype: torch.dtype) -> BackwardScale:
+    def _without_scaling_seen(self, in_half: bool) -> BackwardScale:
         if any(scaler.is_enabled() for scaler in self._scalers):
             reason = (
                 "the scaler given has not scaled a loss through scaler.scale(); if you multiply by its scale yourself, "
             )
             return BackwardScale(None, unknown=reason + "pass loss_scale=scaler.get_scale")
-        if self._fp16_weights:
-            reason = (
-                "the weights are FP16 and no scaler was seen; pass loss_scale= (mpinspect run: --loss-scale), 1 if it is "
-                "not scaled"
-            )
+        if self._fp16_weights or in_half:
+            what = "the weights are FP16" if self._fp16_weights else "values passed through FP16"
+            reason = f"{what} and no scaler was seen; pass loss_scale= (mpinspect run: --loss-scale), 1 if the loss is not scaled"
             return BackwardScale(None, unknown=reason)
-        if dtype == torch.float16:
-            self._recording.note(
-                "no scaler scaled a loss and loss_scale was not given: the loss is taken as unscaled (1.0)"
-            )
         return scales.UNSCALED

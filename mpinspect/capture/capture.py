@@ -161,6 +161,9 @@ class Capture(Guarded):
         #: Whether full backward hooks of others wrap some module's inputs.
         self._wrapped_inputs = False
         self._weight_state: tuple[int, list[float] | None] | None = None
+        #: Each weight, with what it was as the run began.
+        self._first_weights: list[tuple[torch.Tensor, tuple[int, list[float] | None]]] = []
+        self._has_stepped = False
         self._broken_weights = BrokenWeights(self._parameters)
         #: Kinds and watch while it rests.
         self._rested: tuple[frozenset[str], Watch | None] | None = None
@@ -188,6 +191,7 @@ class Capture(Guarded):
         self._may_capture_graphs = torch.cuda.is_available()
         self._warm_up()
         self._updated()
+        self._remember_weights()
         pickling.leave_hooks_out(self, (layer.module for layer in self._layers))
         self._hook_modules()
         self._hook_parameters(self._parameters)
@@ -215,6 +219,7 @@ class Capture(Guarded):
             self._end_step(finished=not self.clock.waits_for_optimizer)
         self.collect(wait=True)
         self._say_what_was_missed()
+        self._say_whether_updated()
         if self._scalers_given and self._scale.any_scaled and self.clock.backwards and not self._scaler_has_stepped:
             self._recording.note(
                 "the scaler scaled losses of this model and stepped no optimizer of it: its skipped steps were not seen. Call "
@@ -297,6 +302,21 @@ class Capture(Guarded):
                 f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
                 f"{', '.join(new[:5])}{', ...' if new[5:] else ''}"
             )
+
+    @guarded
+    def _remember_weights(self) -> None:
+        weights = [watched.parameter for watched in self._parameters if _can_be_hooked(watched.parameter)]
+        self._first_weights = [(weight, _state(weight)) for weight in weights]
+
+    @guarded
+    def _say_whether_updated(self) -> None:
+        """Record whether any update was applied: by an optimizer that was seen, or told by the weights themselves."""
+        moved: bool | None = self._has_stepped or any(_state(weight) != was for weight, was in self._first_weights)
+        if not moved and not all(values is not None for _, (_, values) in self._first_weights):
+            # Off a CPU ``weight.data -= ...`` leaves no trace that could be read without waiting.
+            moved = None
+        self._first_weights.clear()
+        self._recording.weights_moved(moved)
 
     @guarded
     def collect(self, wait: bool) -> None:
@@ -598,13 +618,14 @@ class Capture(Guarded):
 
     def _backward_reached(self, dtype: torch.dtype) -> _OfBackward:
         """A backward is at work, and this is the first look at it in this step."""
-        scale, is_new = self._scale.now(dtype)
+        in_half = dtype is torch.float16 or self._narrow == "float16"
+        scale, is_new = self._scale.now(in_half)
         # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
         told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
         if told_by_backwards and self.clock.backward_again(self._updated):
             self._end_step()
             # Which forgets the backward, for the sake of those that go on over a step's end.
-            self._scale.now(dtype)
+            self._scale.now(in_half)
         self.clock.backward()
         watch = self._looking
         if is_new and watch is not None:
@@ -701,6 +722,7 @@ class Capture(Guarded):
         self._in_optimizer_step.discard(id(optimizer))
         if not self._optimizers.owns(optimizer):
             return
+        self._has_stepped = True
         self._updates.after(optimizer)
         if self._looking is not None and not skips_on_device(optimizer):
             self._looking.skipped(False)

@@ -152,6 +152,10 @@ class Recording:
                 f"the loss scale is not known ({reason}): counts are of the gradients as they are, without advice"
             )
 
+    def weights_moved(self, moved: bool | None) -> None:
+        """Whether any update was applied in the run; None where that is not known."""
+        self._progress(weights_moved=moved)
+
     def skips(self, skipped_steps: int) -> None:
         """So many steps were skipped, by what is known now."""
         self._progress(skipped_steps=skipped_steps)

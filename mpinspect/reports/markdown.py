@@ -8,6 +8,7 @@ from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.overhead import overhead_line
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.reports.markdown_page import escape, section, table
+from mpinspect.reports.scale_line import scale_line
 from mpinspect.reports.table import (
     LayerRow,
     layer_row,
@@ -73,9 +74,7 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[str]:
     if not advice.available:
         yield f"**No loss scale can be suggested.** {escape(advice.reason)}"
         return
-    window = f"window {power_of_two(advice.lowest)} .. {power_of_two(advice.highest)}"
-    head = "No loss scaling is needed" if advice.needed is False else "Suggested: " + power_of_two(advice.recommended)
-    yield f"**{head}**; {window}. {escape(advice.reason)}"
+    yield f"**{scale_line(advice)}.** {escape(advice.reason)}"
 
 
 def _findings(report: RangeReport) -> Iterator[str]:

@@ -13,6 +13,7 @@ from mpinspect.analysis.report import RangeReport
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS, FloatFormat
 from mpinspect.reports.plot_style import COLOURS, SHORT_NAMES, draw_regions, exponent_axis, percent_axis
+from mpinspect.reports.scale_line import scale_line
 from mpinspect.reports.table import log2_recommended, percent, power_of_two, printable, seen_layers
 from mpinspect.session import GRADIENT_KINDS
 
@@ -138,8 +139,7 @@ def _notes(report: RangeReport, pooled: dict[str, ExponentHistogram], low: int, 
     if not advice.available:
         yield textwrap.shorten(f"no loss scale suggested: {printable(advice.reason)}", 110, placeholder=" ...")
         return
-    window = f"{power_of_two(advice.lowest)} .. {power_of_two(advice.highest)}"
-    yield f"{'no loss scaling is needed; ' if advice.needed is False else ''}window of safe loss scales: {window}"
+    yield scale_line(advice)
 
 
 def _why_empty(pooled: dict[str, ExponentHistogram]) -> str:

@@ -31,13 +31,22 @@ def scale_line(advice: LossScaleAdvice) -> str:
     """The scale, its window and the headroom; that there is none where none can be suggested."""
     if not advice.available:
         return "No loss scale can be suggested"
-    window = f"window {_power(advice.lowest)} .. {_power(advice.highest)}"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
-        window = f"no scale serves all: {_power(advice.lowest)} is needed, {_power(advice.highest)} the largest"
+        largest = _power(advice.highest)
+        return (
+            f"No loss scale to suggest; no scale serves all: {_power(advice.lowest)} is needed, {largest} the largest"
+        )
     if advice.needed is False:
-        return f"Scale 1 will do; {window}"
+        return f"Scale 1 will do; {scale_window(advice)}"
+    suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
     doubt = "" if advice.needed else " (if one is needed: not known)"
-    return f"Suggested loss scale: {power_of_two(advice.recommended)}{doubt}; {window}; {_headroom(advice)}"
+    return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
+
+
+def scale_window(advice: LossScaleAdvice) -> str:
+    """As in "window 2^3 .. 2^16"; the lower end is not known where it is not known whether scale 1 serves."""
+    lowest = UNKNOWN if advice.needed is None else _power(advice.lowest)
+    return f"window {lowest} .. {_power(advice.highest)}"
 
 
 def _power(scale: float | None) -> str:

@@ -123,11 +123,11 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
         return
     yield Text(scale_line(advice), style="bold")
     yield Text(printable(advice.reason))
-    if advice.needed is not False and advice.static_scale is not None:
-        yield Text(f"A scale that stays fixed over the run: {power_of_two(advice.static_scale)}.")
     if advice.dynamic is not None and advice.needed is not False:
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
-        yield Text(f"A dynamic scale: torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})")
+        role = "The same" if start == advice.static_scale else "Where no fixed scale will do, the first steps' scale"
+        scaler = f"torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})"
+        yield Text(f"{role} as the start of a dynamic one: {scaler}")
     for pair in advice.conflicts[1:]:
         needs, limit = printable(pair.needs_large), printable(pair.needs_small)
         yield Text(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")

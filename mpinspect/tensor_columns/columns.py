@@ -7,7 +7,7 @@ which Python's lock is free. Objects are made when somebody asks for a tensor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, starmap
 from typing import Any, NamedTuple
@@ -129,6 +129,11 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
             for name, updates in window.lost_updates.items()
         )
         return cls(tuple(tensors), columns, tuple(contexts), _integers(context), lost)
+
+    def times(self, weight: int) -> TensorColumns:
+        """The same tensors as if each sample had been counted ``weight`` times; peaks and lost updates stay."""
+        names = (*PER_BIN, "samples", "zeros", "infs", "nans")
+        return replace(self, columns={**self.columns, **{n: self.columns[n].astype(np.int64) * weight for n in names}})
 
     def only(self, kinds: Collection[str]) -> TensorColumns:
         """The tensors of these kinds."""

@@ -1,0 +1,123 @@
+"""Whether the sentences of a report agree: what is needed, the window, the scale, the findings and what they tell to do."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from mpinspect import analysis
+from mpinspect.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.formats import FLOAT16, FORMATS, FloatFormat
+from mpinspect.reports import text
+from mpinspect.reports.scale_line import scale_line
+from mpinspect.session import GRADIENT_KINDS, Session
+
+#: A scale that a sentence tells to use.
+_TELLS = re.compile(
+    r"(?:[Mm]ultiply the loss by|Take a loss scale of|GradScaler\(init_scale=)\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+)
+_ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-window-empty")
+
+
+def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
+    """``mpinspect.analysis.analyse``, of which every report must agree with itself."""
+    report = analysis.analyse(session, format)
+    assert contradictions(report) == []
+    return report
+
+
+def recommend_loss_scale(given: Any, **options: Any) -> LossScaleAdvice:
+    """``mpinspect.analysis.recommend_loss_scale``; of a session the whole report must agree with itself."""
+    if isinstance(given, Session):
+        analyse(given)
+    return analysis.recommend_loss_scale(given, **options)
+
+
+def contradictions(report: RangeReport) -> list[str]:
+    """What two sentences of the report disagree on, a line each; none where all of them follow from one decision."""
+    return list(_contradictions(report))
+
+
+def _contradictions(report: RangeReport) -> Iterator[str]:
+    advice, page = report.loss_scale, _sentences(report)
+    findings = {finding.id: finding for finding in report.findings}
+    sentences = [advice.reason, scale_line(advice)]
+    sentences += [part for finding in report.findings for part in (finding.message, finding.fix)]
+    told = {float(number) for sentence in [*sentences, page] for number in _TELLS.findall(sentence)}
+    said = " ".join(sentences)
+    needs_one = re.search(r"A loss scale (below 1 )?is needed|very likely needed", said)
+    serves = re.search(r"[Ee]very scale from 2\^(-?\d+) to 2\^(-?\d+) serves every layer", said)
+    if not advice.available:
+        if told or needs_one or serves or "Suggested" in page:
+            yield f"no advice, and yet: {told or needs_one or serves or 'Suggested'}"
+        return
+    assert advice.lowest is not None
+    assert advice.highest is not None
+    assert advice.recommended is not None
+    empty = advice.lowest > advice.highest
+    flushed, overflow = findings.get("gradients-flushed"), findings.get("gradients-overflow")
+    if advice.needed is False:
+        if advice.recommended != 1 or not advice.lowest <= 1 <= advice.highest:
+            yield f"no scale is needed, and {advice.recommended} of {advice.lowest} .. {advice.highest} is recommended"
+        if needs_one or told or "Suggested" in page:
+            yield f"no scale is needed, and yet: {needs_one or told or 'Suggested'}"
+        for found in (flushed, overflow, findings.get("scale-window-empty"), findings.get("gradients-already-flushed")):
+            if found is not None:
+                yield f"no scale is needed, and yet: {found.message}"
+    if advice.needed is True:
+        if not (needs_one or "At scale 1 the largest gradients overflow" in said):
+            yield "a scale is needed, and no sentence says so"
+        if "No loss scaling is needed" in said or "Scale 1 will do" in said:
+            yield "a scale is needed, and a sentence says that none is"
+        if advice.lowest <= 1 <= advice.highest:
+            yield "a scale is needed, and 1 lies in the window"
+    if advice.needed is None:
+        if "not known" not in said or needs_one or "No loss scaling" in said or serves:
+            yield "whether a scale is needed is not known, and a sentence knows it"
+        if flushed or overflow:
+            yield "whether a scale is needed is not known, and a finding knows it"
+    if (
+        serves
+        and _in_float32(serves)
+        and [2.0 ** int(end) for end in serves.groups()] != [advice.lowest, advice.highest]
+    ):
+        yield f"two windows: {serves[0]}, and {advice.lowest} .. {advice.highest}"
+    if empty and (serves or "Suggested" in page or "Multiply the loss" in said):
+        yield "no scale serves every layer, and a sentence suggests one"
+    if empty != ("scale-window-empty" in findings):
+        yield "the window is empty in the advice or in the findings, not in both"
+    if not empty and told - {advice.recommended}:
+        yield f"several scales: {sorted(told)}, and {advice.recommended} is recommended"
+    if advice.static_scale != advice.recommended:
+        yield "a scale that stays fixed is another one than that recommended"
+    if not empty and advice.recommended > advice.highest:
+        yield "the scale recommended overflows"
+    if flushed and not empty and flushed.severity == "warning" and not re.search(_TELLS, flushed.fix):
+        yield "a layer flushes, and no scale is given"
+    for event in report.events if report.format == "float16" else ():
+        overflowed = event.phase == "backward" and event.forward_finite is not False and event.value == "inf"
+        if overflowed and event.loss_scale and math.isfinite(event.loss_scale) and advice.highest >= event.loss_scale:
+            yield f"the run overflowed at {event.loss_scale}, and the window reaches to {advice.highest}"
+    if advice.needed is False and FORMATS[report.format] is FLOAT16:
+        for verdict in report.formats:
+            if (
+                verdict.format == "float16"
+                and verdict.kind in GRADIENT_KINDS
+                and not verdict.fits
+                and not verdict.overflows
+            ):
+                yield f"no scale is needed, and {verdict.kind}s do not fit FP16 as they are"
+
+
+def _in_float32(window: re.Match[str]) -> bool:
+    """Whether both ends are scales that FP32 holds: others are cut in the advice, and not in words."""
+    return all(-126 <= int(end) <= 127 for end in window.groups())
+
+
+def _sentences(report: RangeReport) -> str:
+    """The page without its tables, which take most of the time, in one line."""
+    page = text.render(replace(report, layers=(), overall=(), formats=(), events=()), 200)
+    return " ".join(page.split())

@@ -1,0 +1,417 @@
+"""One decision on the loss scale: it heeds the run's own overflows, weighs samples, and no two sentences on it disagree."""
+
+import math
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from agreeing_reports import analyse, contradictions
+from analysis_sessions import activation, session_of, spread, weight, window_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mpinspect import Inspector, MpinspectWarning
+from mpinspect.analysis.overflow_odds import Ceiling, log2_highest, tolerance_factor
+from mpinspect.exponents import ExponentHistogram
+from mpinspect.formats import FLOAT16
+from mpinspect.reports import text
+from mpinspect.session import Event, Progress, ScaleChange, Session, Window
+
+LARGE = spread({-20: 1000, -6: 10})
+
+
+def finding(report, id):
+    return next((found for found in report.findings if found.id == id), None)
+
+
+def overflow(step, scale, **others):
+    fields = {"value": "inf", "skipped": True, "forward_finite": True, "phase": "backward", **others}
+    phase = fields.pop("phase")
+    value = fields.pop("value")
+    return Event(step, 0, phase, "fc", "activation_gradient", "fc", value, loss_scale=scale, **fields)
+
+
+def run_with(*events, tensors=None, steps=200, **others):
+    """A session that sampled every tenth step: none of those in which the events were."""
+    progress = Progress(steps, 20, sum(bool(event.skipped) for event in events), steps, True, **others)
+    session = session_of(tensors or {activation("fc"): LARGE}, steps=20, progress=progress, events=tuple(events))
+    return replace(session, windows=tuple(replace(window, last_step=steps - 1) for window in session.windows))
+
+
+# -- the run's own overflows bound the window -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [2.0**13, 0.125, 1000.0, 1.0])
+def test_no_window_reaches_a_scale_at_which_the_run_overflowed(scale):
+    report = analyse(run_with(*(overflow(7 + 10 * i, scale) for i in range(6))))
+    assert report.loss_scale.highest < scale
+    assert report.loss_scale.recommended < scale
+    assert report.loss_scale.highest == 2.0 ** (math.ceil(math.log2(scale)) - 1)
+    assert f"The run itself overflowed at 2^{math.ceil(math.log2(scale))}" in report.loss_scale.reason
+
+
+def test_a_scale_that_once_overflowed_bounds_the_window_though_a_larger_one_did_not():
+    events = [overflow(5, 2.0**16), overflow(6, 2.0**15), overflow(150, 2.0**17)]
+    assert analyse(run_with(*events)).loss_scale.highest == 2.0**14
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"forward_finite": False},
+        {"phase": "forward", "forward_finite": False, "value": "nan"},
+        {"value": "nan", "last_maxima": (0.5, 2.0)},
+    ],
+)
+def test_what_no_scale_caused_says_nothing_about_the_scale(fields):
+    """A forward that was not finite, and a NaN far from the top."""
+    clean = analyse(run_with()).loss_scale
+    assert analyse(run_with(overflow(7, 4.0, **fields))).loss_scale.highest == clean.highest
+
+
+def test_a_nan_near_the_top_is_taken_for_an_overflow():
+    event = overflow(7, 4.0, value="nan", last_maxima=(2.0**13, 2.0**14))
+    assert analyse(run_with(event)).loss_scale.highest == 2.0
+
+
+def test_the_overflow_of_an_fp16_run_does_not_bound_bfloat16():
+    seen = window_of(LARGE, 20, passed_through="float16", floor_exponent=-38)
+    session = run_with(overflow(7, 2.0**13), tensors={activation("fc"): seen})
+    assert analyse(session).loss_scale.highest == 2.0**12
+    from mpinspect.formats import BFLOAT16
+
+    assert analyse(session, BFLOAT16).loss_scale.highest > 2.0**100
+
+
+# -- the top has a margin from the spread of the peaks ------------------------------------------------------------------
+
+
+def test_peaks_that_vary_give_the_top_a_margin_and_the_report_says_so():
+    steady = log2_highest([{-6: 40}], FLOAT16, 2000)
+    varying = log2_highest([{-6: 2, -7: 8, -8: 20, -9: 10}], FLOAT16, 2000)
+    assert steady == Ceiling(21)
+    assert varying.margin >= 1
+    assert varying.log2_highest == 21 - varying.margin
+    window = Window(0, 39, 40, {activation("fc"): window_of(LARGE, 40)}, {-6: 2, -7: 8, -8: 20, -9: 10})
+    report = analyse(Session(windows=(window,), progress=Progress(40, 40, 0, 40, True)))
+    assert report.loss_scale.highest == 2.0**varying.log2_highest
+    assert (
+        "by the spread of the peaks fewer than one in 2000 would overflow (95% confidence)" in report.loss_scale.reason
+    )
+
+
+def test_a_drift_of_the_peaks_is_no_spread():
+    falling = [{-4 - i: 10} for i in range(8)]
+    assert log2_highest(falling, FLOAT16, 2000) == Ceiling(19)
+
+
+def test_the_margin_never_takes_scale_1_away():
+    assert log2_highest([{15: 2, 13: 20, 11: 8}], FLOAT16, 2000) == Ceiling(0)
+
+
+@pytest.mark.parametrize(
+    ("n", "covered", "table"), [(10, 0.9, 2.355), (20, 0.99, 3.295), (50, 0.99, 2.862), (100, 0.95, 1.927)]
+)
+def test_the_tolerance_factor_is_that_of_the_tables(n, covered, table):
+    """One-sided factors of the noncentral t distribution at 95% (Natrella, 1963, table A-7); ours approximates them."""
+    assert tolerance_factor(n, n - 1, 1 - covered) == pytest.approx(table, rel=0.04)
+
+
+def test_the_low_peaks_of_overflowed_steps_are_no_spread():
+    """At the scales 2^16 to 2^9 a gradient of 2^8 is infinite, which shows as peaks of 2^0 to 2^7."""
+    seen = window_of(spread({-2: 100, 8: 1}), 25, passed_through="float16", floor_exponent=-32)
+    peaks = dict.fromkeys(range(8), 1) | {8: 17}
+    scales = tuple(ScaleChange(step, 2.0 ** (16 - step)) for step in range(9))
+    session = Session(
+        windows=(Window(0, 24, 25, {weight("w"): seen}, peaks),), progress=Progress(25, 25, 8, 25, True, scales=scales)
+    )
+    # 17 steps at 2^8 and none elsewhere; 2^8 itself would show at the scale 2^8, at which nothing overflowed.
+    assert analyse(session).loss_scale.highest == 2.0**7
+
+
+def test_the_bound_covers_the_quantile_of_another_run():
+    generator = np.random.default_rng(0)
+    true_quantile = -8 + 3.29 * 1.5
+    covered = 0
+    for _ in range(300):
+        peaks = np.floor(generator.normal(-8, 1.5, 60)).astype(int)
+        exponents, counts = np.unique(peaks, return_counts=True)
+        highest = log2_highest([dict(zip(exponents.tolist(), counts.tolist(), strict=True))], FLOAT16, 2000)
+        covered += highest.log2_highest <= 15 - math.floor(true_quantile)
+    assert covered >= 0.93 * 300
+
+
+# -- one threshold, one scale -----------------------------------------------------------------------------------------
+
+
+def losing(share):
+    """Counts of which scale 1 flushes this share of the sum of magnitudes: what lies at 2^-30, under some at 2^-15."""
+    return spread({-30: round(share / (1 - share) * 1000 * 2**15), -15: 1000})
+
+
+@pytest.mark.parametrize("share", [0.0055, 0.0074, 0.0099])
+def test_what_has_not_been_seen_to_change_a_training_needs_no_scale(share):
+    report = analyse(session_of({activation("fc"): losing(share)}))
+    assert (report.loss_scale.needed, report.loss_scale.recommended) == (False, 1.0)
+    assert finding(report, "gradients-flushed") is None
+    assert "up to 1% has not been seen to change a training" in report.loss_scale.reason
+    assert all(found.severity == "info" for found in report.findings)
+
+
+@pytest.mark.parametrize("share", [0.011, 0.015, 0.1, 0.9])
+def test_what_has_been_seen_to_change_a_training_needs_one(share):
+    report = analyse(session_of({activation("fc"): losing(share)}))
+    assert report.loss_scale.needed is True
+    assert finding(report, "gradients-flushed").severity == "warning"
+    # The scale given loses far less than what serves.
+    scaled = losing(share).lost_l1_share(FLOAT16, int(math.log2(report.loss_scale.recommended))).estimate
+    assert scaled <= 1e-6
+
+
+def test_a_page_has_one_scale_though_the_window_moves():
+    blocks = [{activation("fc"): spread({-30 - i: 10**7, -9 - i: 100})} for i in range(6)]
+    report = analyse(session_of(*blocks, steps=40))
+    advice = report.loss_scale
+    assert advice.needed
+    assert advice.static_scale == advice.recommended == advice.dynamic.init_scale
+    page = text.render(report, 200)
+    assert "The same as the start of a dynamic one: torch.amp.GradScaler" in page
+
+
+def test_a_run_that_no_fixed_scale_serves_is_told_so_and_its_start_is_called_one():
+    blocks = [{activation("fc"): spread({8: 1000})}] * 3 + [{activation("fc"): spread({-38: 1000})}] * 3
+    report = analyse(session_of(*blocks, steps=20))
+    assert "No one scale serves the whole run: 'fc' needs at least 2^13 in steps 60-79" in report.loss_scale.reason
+    assert finding(report, "scale-window-empty") is not None
+
+
+def test_no_finding_tells_to_divide_the_loss_where_all_of_a_layer_flushes():
+    tensors = {activation("deep"): spread({-40: 1000}), activation("head"): spread({18: 1000})}
+    report = analyse(session_of(tensors))
+    assert report.loss_scale.recommended == 0.125
+    assert finding(report, "gradients-flushed").evidence["flushed_fraction"] == 1.0
+    for found in report.findings:
+        assert "Multiply the loss" not in found.fix
+        assert "multiply the loss" not in found.fix
+
+
+def test_what_the_floor_hides_is_not_known_and_how_to_know_it_is_said():
+    """Zeros that may have been values, at scale 1: the shares run from 0% to 96%."""
+    seen = window_of(spread({-24: 4000, -20: 100}, zeros=100_000), passed_through="float16", floor_exponent=-25)
+    report = analyse(session_of({activation("fc"): seen}))
+    assert report.loss_scale.needed is None
+    page = " ".join(text.render(report, 200).split())
+    assert "(if one is needed: not known); window ? .. 2^" in page
+    assert "serves every layer" not in page
+    assert "To know it, run at a loss scale of at least 2^" in page
+
+
+# -- what is no evidence ----------------------------------------------------------------------------------------------
+
+
+def test_after_a_divergence_no_scale_is_suggested():
+    blocks = [{weight("w"): spread({low - 10: 1000, low: 10})} for low in (-4, -3, 20, 70, 111)]
+    report = analyse(session_of(*blocks))
+    assert report.loss_scale.recommended is None
+    assert (
+        "the training diverged. Its largest gradients rose from 2^-4 in step 0 to 2^111 in step 49"
+        in report.loss_scale.reason
+    )
+    assert finding(report, "training-diverged").severity == "warning"
+
+
+def test_large_gradients_from_the_start_are_no_divergence():
+    """A sum over many samples."""
+    blocks = [{weight("w"): spread({10: 1000, 20: 10})}] * 4
+    assert analyse(session_of(*blocks)).loss_scale.recommended == 2.0**-8
+
+
+def test_what_was_counted_under_a_collapsed_scale_is_left_out():
+    good = {activation("fc"): window_of(LARGE, passed_through="float16", floor_exponent=-38)}
+    bad = {activation("fc"): window_of(spread({}, zeros=1010), passed_through="float16", floor_exponent=75)}
+    nans = tuple(
+        overflow(step, 2.0 ** (13 - 10 * (step - 10)), phase="forward", value="nan", forward_finite=False)
+        for step in range(10, 20)
+    )
+    scales = (ScaleChange(0, 2.0**13), *(ScaleChange(10 + i, 2.0 ** (13 - 10 * i)) for i in range(11)))
+    progress = Progress(20, 20, 10, 20, True, scales=scales)
+    whole = analyse(session_of(good, bad, progress=progress, events=nans))
+    alone = analyse(session_of(good))
+    assert (whole.loss_scale.needed, whole.loss_scale.lowest) == (alone.loss_scale.needed, alone.loss_scale.lowest)
+    assert whole.loss_scale.needed is False
+    assert "What was counted in steps 10-19 is left out: the loss scale had collapsed there" in whole.loss_scale.reason
+    # What was counted stays.
+    assert whole.layers[0].histogram.zeros == 1010
+    only = analyse(session_of(bad, progress=replace(progress, scales=(ScaleChange(0, 1e-30),))))
+    assert not only.loss_scale.available
+    assert "the loss scale had collapsed there, to 2^-100" in only.loss_scale.reason
+
+
+def test_a_small_scale_that_the_gradients_ask_for_is_evidence():
+    seen = {activation("fc"): spread({10: 1000, 20: 10})}
+    progress = Progress(10, 10, 3, 10, True, scales=(ScaleChange(0, 2.0**-6),))
+    assert analyse(session_of(seen, progress=progress)).loss_scale.available
+
+
+# -- the run, and not its beginning ---------------------------------------------------------------------------------------
+
+
+def sampled(shares, firsts, steps):
+    """One window a sampled step, in which scale 1 flushes this share of the elements, and of the sum of magnitudes."""
+    windows = []
+    for share, first in zip(shares, firsts, strict=True):
+        # Equal magnitudes but for the exponent would not do: the elements at 2^-26 weigh as much as those above the edge.
+        histogram = ExponentHistogram.from_counts([round(2000 * share), 2000 - round(2000 * share)], -26)
+        windows.append(Window(first, first, 1, {activation("fc"): window_of(histogram, 1)}, {-25: 1}))
+    return Session(windows=tuple(windows), progress=Progress(steps, len(windows), 0, steps, True))
+
+
+def test_samples_are_weighed_by_the_steps_that_they_stand_for():
+    """Ten dense steps without flushing, then one in a hundred with 60%: pooled 30%, over the run 59%."""
+    report = analyse(sampled([0.0] * 10 + [0.6] * 10, [*range(10), *range(100, 1100, 100)], 1100))
+    (layer,) = report.layers
+    assert layer.histogram.flushed_fraction(FLOAT16) == pytest.approx(0.30)
+    # Sample 9 stands for steps 9 to 99 too.
+    truth = 0.6 * 1000 / 1100
+    assert layer.flushed_fraction.estimate == pytest.approx(truth, abs=0.02)
+    assert layer.flushed_fraction.low < layer.flushed_fraction.estimate < layer.flushed_fraction.high
+    assert layer.histogram.total == 20 * 2000
+
+
+def test_samples_that_stand_for_equally_many_steps_are_measured():
+    report = analyse(sampled([0.25] * 10, range(0, 1000, 100), 1000))
+    (layer,) = report.layers
+    assert layer.flushed_fraction.low == layer.flushed_fraction.high == 0.25
+
+
+def test_late_small_gradients_do_not_vanish_in_a_pooled_share():
+    early, late = spread({-10: 10**6}), spread({-30: 120_000 * 40, -24: 1000 * 40})
+    report = analyse(session_of(*[{activation("fc"): early}] * 7, {activation("fc"): late}, steps=100))
+    (layer,) = report.layers
+    assert layer.lost_l1_share.estimate < 1e-3
+    assert report.loss_scale.needed is True
+    assert "in steps 700-799" in report.loss_scale.reason
+    assert finding(report, "gradients-flushed").evidence["steps"] == [700, 799]
+    assert layer.log2_scale_needed > 0
+
+
+# -- loops that scale by hand ---------------------------------------------------------------------------------------------
+
+
+def by_hand(scale, update, steps=12):
+    """A loop under FP16 autocast that scales by hand, of which the inspector is told nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(), Inspector(model) as inspector:
+        warnings.simplefilter("ignore", MpinspectWarning)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            (loss * scale).backward()
+            if all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters()):
+                update(model, optimizer, scale)
+    assert any("no scaler was seen" in note for note in inspector.session().notes)
+    return inspector.report()
+
+
+def divide_and_step(model, optimizer, scale):
+    for parameter in model.parameters():
+        parameter.grad /= scale
+    optimizer.step()
+
+
+def through_data(model, optimizer, scale):
+    for parameter in model.parameters():
+        parameter.data -= 0.1 / scale * parameter.grad
+
+
+def without_grad(model, optimizer, scale):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 / scale * parameter.grad
+
+
+@pytest.mark.parametrize("update", [divide_and_step, through_data, without_grad])
+@pytest.mark.parametrize("scale", [1024.0, 1.0])
+def test_a_scale_by_hand_that_nobody_gave_is_not_known(scale, update):
+    report = by_hand(scale, update)
+    assert contradictions(report) == []
+    assert not report.session.progress.scale_known
+    assert report.loss_scale.recommended is None
+    assert "As the gradients arrive FP16 holds" in report.loss_scale.reason
+    assert report.session.progress.weights_moved is True
+    assert "no update" not in text.render(report, 200)
+
+
+def test_a_finite_loss_with_an_infinite_gradient_has_a_scale_that_is_too_high():
+    report = by_hand(2.0**22, divide_and_step)
+    assert contradictions(report) == []
+    assert report.session.progress.weights_moved is False
+    broke = finding(report, "non-finite-event")
+    assert "the forward was finite, so whatever the loss is multiplied by is too high" in broke.message
+    assert "of 12 backwards no update was ever applied" in broke.message
+    assert "As the gradients arrive they overflow FP16" in report.loss_scale.reason
+    assert report.loss_scale.recommended is None
+
+
+def test_the_number_is_given_where_it_is_known():
+    report = analyse(run_with(overflow(7, 2.0**20, skipped=None)))
+    assert "so a loss scale of 1048576 is too high" in finding(report, "non-finite-event").message
+
+
+# -- every session ----------------------------------------------------------------------------------------------------------
+
+shapes = st.dictionaries(st.integers(-45, 19), st.integers(1, 10**6), min_size=1, max_size=8)
+tensors = st.builds(
+    lambda counts, zeros, log2_run: window_of(
+        spread({e: n for e, n in counts.items() if log2_run is None or e > -25 - log2_run}, zeros=zeros),
+        passed_through="float32" if log2_run is None else "float16",
+        floor_exponent=None if log2_run is None else -25 - log2_run,
+    ),
+    shapes,
+    st.integers(0, 10**6),
+    st.none() | st.integers(-4, 16),
+)
+blocks = st.dictionaries(st.sampled_from([activation("a"), activation("b"), weight("a.weight")]), tensors, min_size=1)
+events = st.builds(
+    overflow,
+    st.integers(0, 80),
+    st.sampled_from([None, 0.125, 1.0, 3.0, 2.0**13, 2.0**16]),
+    value=st.sampled_from(["inf", "nan"]),
+    skipped=st.none() | st.booleans(),
+    forward_finite=st.none() | st.booleans(),
+    phase=st.sampled_from(["forward", "backward"]),
+    last_maxima=st.sampled_from([(), (1.0,), (2.0**14,)]),
+)
+changes = st.lists(
+    st.builds(ScaleChange, st.integers(0, 80), st.sampled_from([None, 1e-30, 0.5, 1.0, 2.0**16])), max_size=3
+).map(lambda found: tuple(sorted(found, key=lambda change: change.step)))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(blocks, min_size=1, max_size=4),
+    st.lists(events, max_size=3),
+    changes,
+    st.sampled_from([1, 7]),
+    st.none() | st.booleans(),
+    st.booleans(),
+)
+def test_no_two_sentences_disagree(found, broke, scales, stretch, moved, known):
+    steps = 10 * len(found) * stretch
+    progress = Progress(
+        steps, 10 * len(found), 1, steps, True, known, "nobody gave it", scales=scales, weights_moved=moved
+    )
+    session = session_of(*found, progress=progress, events=tuple(broke))
+    # The first window is dense, what follows is not.
+    windows = tuple(
+        replace(window, first_step=window.first_step * stretch, last_step=window.last_step * stretch)
+        for window in session.windows
+    )
+    analyse(replace(session, windows=windows))
