@@ -18,9 +18,10 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "formats": set(),
     "exponents": {"formats"},
-    "session": {"exponents", "formats", "session_file", "tensor_columns"},
+    "decoding": set(),
+    "session": {"decoding", "exponents", "formats", "session_file", "tensor_columns"},
     "tensor_columns": {"exponents", "session"},
-    "session_file": {"session", "exponents", "formats", "tensor_columns"},
+    "session_file": {"decoding", "session", "exponents", "formats", "tensor_columns"},
     "background": set(),
     "garbage_collection": set(),
     "gpus": set(),
@@ -67,7 +68,7 @@ LAZY_ONLY = {
 
 #: Rooms that work on saved sessions, on machines without torch.
 CORE = (
-    *("formats", "exponents", "session", "tensor_columns", "session_file", "analysis"),
+    *("decoding", "formats", "exponents", "session", "tensor_columns", "session_file", "analysis"),
     *("gpus", "matmuls", "kernels", "matmul_ops", "trace_file"),
 )
 HEAVY = ("torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton")
