@@ -50,9 +50,9 @@ ALLOWED = {
     "recorder": {"analysis", "capture", "last_words", "session", "session_sinks", "version"},
     "inspector": {"analysis", "capture", "last_words", "session", "session_sinks", "version"},
     "integrations": {"analysis", "capture", "inspector", "last_words", "session"},
-    "run_directory": {"analysis", "kernel_profile", "launch", "session_file", "trace_file"},
+    "run_directory": {"analysis", "decoding", "kernel_profile", "launch", "session_file", "trace_file"},
     "launch": {
-        *("analysis", "capture", "inspector", "kernel_profile", "matmuls", "reports", "session", "session_file"),
+        *("analysis", "capture", "decoding", "inspector", "kernel_profile", "matmuls", "reports", "session", "session_file"),
         *("shape_lint", "streams", "version"),
     },
     "shape_lint": {"analysis", "capture", "gpus"},
