@@ -33,13 +33,16 @@ ALLOWED = {
         *("session", "exponents", "formats", "gpus", "matmuls", "kernels", "matmul_ops", "reports"),
         "garbage_collection",
     },
-    "reports": {"analysis", "background", "session", "exponents", "formats", "matmuls", "tensor_columns", "version"},
+    "reports": {
+        *("analysis", "background", "session", "exponents", "formats", "matmuls", "streams", "tensor_columns"),
+        "version",
+    },
     "workers": set(),
     "counting": {"exponents", "formats", "workers"},
     "emulation": {"workers"},
     "capture": {
         *("background", "counting", "emulation", "session", "exponents", "formats", "matmuls", "matmul_ops"),
-        "tensor_columns",
+        *("streams", "tensor_columns"),
     },
     "training": {"emulation", "formats"},
     "auto_scale": {"inspector", "training"},

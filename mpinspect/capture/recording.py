@@ -22,6 +22,7 @@ from mpinspect.session import (
     merge_windows,
     window_limit,
 )
+from mpinspect.streams import printable
 from mpinspect.tensor_columns import TensorColumns
 
 #: Events held; what follows is the same trouble again.
@@ -46,7 +47,7 @@ class MpinspectWarning(UserWarning):
 def warn(sentence: str) -> None:
     """Say it as a MpinspectWarning. Where warnings are errors the training still goes on."""
     with contextlib.suppress(MpinspectWarning):
-        warnings.warn(sentence, MpinspectWarning, stacklevel=2)
+        warnings.warn(printable(sentence), MpinspectWarning, stacklevel=2)
 
 
 class Recording:
