@@ -285,6 +285,23 @@ class Session:
         """For how many sampled steps the peak exponent over all gradients was what, over the whole run."""
         return add_counts(window.gradient_peaks for window in self.windows)
 
+    def reached(self) -> Progress:
+        """How far the run has come, as far as anything here tells.
+
+        A process that is killed after a window and before the record of its progress leaves windows that reach further.
+        """
+        told = [window.last_step + 1 for window in self.windows] + [event.step + 1 for event in self.events]
+        sampled = sum(window.sampled_steps for window in self.windows)
+        if self.progress.ended or (
+            self.progress.steps >= max(told, default=0) and self.progress.sampled_steps >= sampled
+        ):
+            return self.progress
+        return replace(
+            self.progress,
+            steps=max(self.progress.steps, *told),
+            sampled_steps=max(self.progress.sampled_steps, sampled),
+        )
+
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Session:
         """Read a run: ``path`` is a run directory (the inspector's ``log_dir``) or a session file. Needs no torch.

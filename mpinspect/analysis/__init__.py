@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpinspect.analysis.coverage import coverage
 from mpinspect.analysis.findings import findings
 from mpinspect.analysis.formats_fit import format_verdicts
@@ -21,6 +23,7 @@ def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
 
     Every session has a report: an empty one, one that still grows, one full of NaN.
     """
+    session = replace(session, progress=session.reached())
     totals = session.totals()
     infos = tensor_infos(session, totals)
     ceilings = rounding_noise_ceilings(infos, totals)
