@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mpinspect.commands import demo, kernels, lint, report, run
 from mpinspect.commands.outcome import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
+from mpinspect.streams import printable, say
 from mpinspect.version import __version__
 
 _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input"
@@ -40,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
     except UnusableError as error:
-        print(f"mpinspect: {error}", file=sys.stderr)
+        say(sys.stderr, error)
         return UNUSABLE
     except KeyboardInterrupt:
-        print("mpinspect: stopped", file=sys.stderr)
+        say(sys.stderr, "stopped")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone (`| head`): Python would complain once more when it flushes at exit.
@@ -56,7 +58,7 @@ def _run_theirs(options: argparse.Namespace) -> int:
     try:
         status: int = options.run(options)
     except UnusableError as error:
-        print(f"mpinspect: {error}", file=sys.stderr)
+        say(sys.stderr, error)
         return UNUSABLE
     return status
 
@@ -77,8 +79,15 @@ def _parsed(words: Sequence[str], rest: list[str] | None) -> argparse.Namespace:
     return options
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors quote the arguments, which may hold anything."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mpinspect",
         description="Number ranges, loss scales and Tensor Cores: what mixed precision does to a model's training.",
         epilog=_EPILOG,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
@@ -28,6 +29,13 @@ from mpinspect.session_sinks import open_sinks
 from mpinspect.wrappers import unwrapped
 
 __all__ = ["Inspector", "MpinspectWarning"]
+
+
+#: The first note of an inspector that was asked before it was attached.
+NEVER_ATTACHED = (
+    "the inspector was never attached, so nothing was watched: train inside its block, 'with inspector:', or call "
+    "inspector.attach() first"
+)
 
 
 class Inspector:
@@ -167,7 +175,10 @@ class Inspector:
         """Everything recorded so far. While attached it waits for the GPU."""
         if self._capture.attached:
             self._capture.collect(wait=True)
-        return self._recording.session()
+        session = self._recording.session()
+        if self._running or session.progress.ended:
+            return session
+        return replace(session, notes=(NEVER_ATTACHED, *session.notes))
 
     def report(self) -> RangeReport:
         """What the counts say: ranges by layer, findings, the suggested loss scale. While attached it waits for the GPU."""

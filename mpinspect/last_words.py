@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpinspect.analysis.first_line import first_line, what_broke
-from mpinspect.streams import write
+from mpinspect.streams import printable, write
 
 if TYPE_CHECKING:
     from mpinspect.analysis.report import RangeReport
@@ -18,6 +18,6 @@ def print_report(make: Callable[[], RangeReport]) -> None:
     try:
         report = make()
         broke = what_broke(report)
-        write(sys.stderr, f"{first_line(broke)}\n{report}\n" if broke is not None else f"{report}\n")
+        write(sys.stderr, f"{printable(first_line(broke))}\n{report}\n" if broke is not None else f"{report}\n")
     except Exception as error:
         write(sys.stderr, f"mpinspect could not print its report: {error!r}\n")

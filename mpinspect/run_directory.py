@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from mpinspect.analysis import analyse
 from mpinspect.analysis.run import ModelPart, RunReport
 from mpinspect.analysis.tensor_cores import KernelReport
+from mpinspect.decoding import DecodingError, json_of
 from mpinspect.kernel_profile import read_trace
 from mpinspect.launch.elsewhere import in_order, process_name
 from mpinspect.launch.record import FILE_NAME as RECORD
@@ -18,6 +18,9 @@ from mpinspect.launch.record import REPORTS, TRACE
 from mpinspect.launch.recorded import Recorded, read_record
 from mpinspect.session_file import FILE_NAME, SessionError, read_session
 from mpinspect.trace_file import TraceError
+
+#: Bytes of a report that is looked into: that of 20,000 layers.
+_LARGEST_REPORT = 64 << 20
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
@@ -134,10 +137,10 @@ def _made(path: Path) -> float:
 
 
 def _report(place: Path) -> dict[str, Any]:
-    """The report that the run wrote at its end; nothing where there is none to be read."""
+    """What is asked of the report that the run wrote at its end; nothing where there is none to be read."""
     try:
-        report = json.loads((place / REPORTS[1]).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        report = json_of(place / REPORTS[1], _LARGEST_REPORT)
+    except (OSError, DecodingError):
         return {}
     return report if isinstance(report, dict) else {}
 

@@ -7,11 +7,13 @@ data without torch: what is counted are the *unscaled* values (the loss scale of
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from mpinspect.decoding import Between, OneOf
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS
 
@@ -35,6 +37,15 @@ LOSSES = ("loss", "scaled_loss")
 #: The phase of an event that no step told of.
 END = "end"
 
+# What fields may hold; whoever reads a session from a file checks it (``decoding.typed``).
+Kind = Annotated[str, OneOf(KINDS)]
+#: Steps, elements: what the file's columns hold too.
+Count = Annotated[int, Between(0, (1 << 63) - 1)]
+#: Of a magnitude: float64's, -1074..1023, moved by a loss scale that is a float64 as well; the next power of two.
+LARGEST_EXPONENT = 4096
+Exponent = Annotated[int, Between(-LARGEST_EXPONENT, LARGEST_EXPONENT)]
+Seconds = Annotated[float, Between(-1e18, 1e18)]
+
 #: Windows that a run of any length is coarsened to: an eighth of the run, the block by which drift is told, has 8 or more.
 WINDOW_LIMIT = 128
 #: Histograms that these hold together, at about 1.5 kB of memory each: twice as many load in about a second.
@@ -47,7 +58,7 @@ class TensorKey(NamedTuple):
     """Which tensor: the dotted path of a parameter (of a module, for the activation kinds), and the kind."""
 
     name: str
-    kind: str
+    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -64,10 +75,10 @@ class TensorInfo:
     """
 
     name: str
-    kind: str
+    kind: Kind
     module: str
     module_type: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[Count, ...] = ()
     dtype: str = ""
     note: str = ""
 
@@ -174,13 +185,13 @@ class Event:
             function between modules.
     """
 
-    step: int
-    micro_batch: int
-    phase: str
+    step: Count
+    micro_batch: Count
+    phase: Annotated[str, OneOf(("forward", "backward", END))]
     module: str
-    what: str
+    what: Annotated[str, OneOf((*KINDS, *LOSSES))]
     tensor: str
-    value: str
+    value: Annotated[str, OneOf(("inf", "nan"))]
     loss_scale: float | None = None
     last_maxima: tuple[float, ...] = ()
     skipped: bool | None = None
@@ -199,7 +210,7 @@ class Event:
 class ScaleChange(NamedTuple):
     """From this step on the loss scale was this (1.0: no scaling; None: not known)."""
 
-    step: int
+    step: Count
     scale: float | None
 
 
@@ -209,11 +220,11 @@ class RunInfo:
 
     model: str = ""
     started: str = ""
-    kinds: tuple[str, ...] = ()
-    every: int = 1
+    kinds: tuple[Kind, ...] = ()
+    every: Count = 1
     watch: bool = True
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    max_overhead: float | None = None
+    max_overhead: Annotated[float, Between(0.0, math.inf)] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,18 +237,18 @@ class Progress:
     ``measured_steps`` of them the inspector took ``own_s`` seconds to ``bare_s`` of training without it.
     """
 
-    steps: int = 0
-    sampled_steps: int = 0
-    skipped_steps: int = 0
-    backwards: int = 0
+    steps: Count = 0
+    sampled_steps: Count = 0
+    skipped_steps: Count = 0
+    backwards: Count = 0
     ended: bool = False
     scale_known: bool = True
     scale_unknown_reason: str = ""
     scales: tuple[ScaleChange, ...] = ()
-    watched_steps: int | None = None
-    measured_steps: int = 0
-    own_s: float = 0.0
-    bare_s: float = 0.0
+    watched_steps: Count | None = None
+    measured_steps: Count = 0
+    own_s: Seconds = 0.0
+    bare_s: Seconds = 0.0
     weights_moved: bool | None = None
 
     @property
@@ -286,6 +297,23 @@ class Session:
     def gradient_peaks(self) -> dict[int, int]:
         """For how many sampled steps the peak exponent over all gradients was what, over the whole run."""
         return add_counts(window.gradient_peaks for window in self.windows)
+
+    def reached(self) -> Progress:
+        """How far the run has come, as far as anything here tells.
+
+        A process that is killed after a window and before the record of its progress leaves windows that reach further.
+        """
+        told = [window.last_step + 1 for window in self.windows] + [event.step + 1 for event in self.events]
+        sampled = sum(window.sampled_steps for window in self.windows)
+        if self.progress.ended or (
+            self.progress.steps >= max(told, default=0) and self.progress.sampled_steps >= sampled
+        ):
+            return self.progress
+        return replace(
+            self.progress,
+            steps=max(self.progress.steps, *told),
+            sampled_steps=max(self.progress.sampled_steps, sampled),
+        )
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Session:

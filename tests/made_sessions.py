@@ -11,6 +11,7 @@ from mpinspect.exponents import ExponentHistogram
 names = st.text(max_size=12)
 counts = st.integers(0, 2**40)
 exponents = st.integers(-1074, 1023)
+steps = st.integers(0, 2**63 - 1)
 floats = st.floats(allow_nan=False)
 peak_maps = st.dictionaries(exponents, st.integers(1, 10**6), max_size=3)
 
@@ -66,8 +67,8 @@ tensor_infos = st.builds(
 )
 events = st.builds(
     s.Event,
-    st.integers(0),
-    st.integers(0),
+    steps,
+    steps,
     st.sampled_from(["forward", "backward"]),
     names,
     st.sampled_from(s.KINDS),
@@ -89,13 +90,13 @@ infos = st.builds(
     st.booleans(),
     st.dictionaries(names, names, max_size=3),
 )
-scale_changes = st.builds(s.ScaleChange, st.integers(0), st.none() | floats)
+scale_changes = st.builds(s.ScaleChange, steps, st.none() | floats)
 progresses = st.builds(
     s.Progress,
-    st.integers(0),
-    st.integers(0),
-    st.integers(0),
-    st.integers(0),
+    steps,
+    steps,
+    steps,
+    steps,
     st.booleans(),
     st.booleans(),
     names,

@@ -18,9 +18,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "formats": set(),
     "exponents": {"formats"},
-    "session": {"exponents", "formats", "session_file", "tensor_columns"},
+    "decoding": set(),
+    "appending": set(),
+    "session": {"decoding", "exponents", "formats", "session_file", "tensor_columns"},
     "tensor_columns": {"exponents", "session"},
-    "session_file": {"session", "exponents", "formats", "tensor_columns"},
+    "session_file": {"appending", "decoding", "session", "exponents", "formats", "tensor_columns"},
     "background": set(),
     "garbage_collection": set(),
     "gpus": set(),
@@ -32,7 +34,10 @@ ALLOWED = {
         *("session", "exponents", "formats", "gpus", "matmuls", "kernels", "matmul_ops", "reports"),
         "garbage_collection",
     },
-    "reports": {"analysis", "background", "session", "exponents", "formats", "matmuls", "tensor_columns", "version"},
+    "reports": {
+        *("analysis", "appending", "background", "session", "exponents", "formats", "matmuls", "streams"),
+        *("tensor_columns", "version"),
+    },
     "user_line": set(),
     "workers": set(),
     "wrappers": set(),
@@ -40,7 +45,7 @@ ALLOWED = {
     "emulation": {"workers"},
     "capture": {
         *("background", "counting", "emulation", "session", "exponents", "formats", "matmuls", "matmul_ops"),
-        *("tensor_columns", "user_line", "wrappers"),
+        *("appending", "streams", "tensor_columns", "user_line", "wrappers"),
     },
     "training": {"emulation", "formats", "user_line"},
     "auto_scale": {"analysis", "inspector", "training"},
@@ -51,9 +56,19 @@ ALLOWED = {
     "recorder": {"analysis", "capture", "last_words", "session", "session_sinks", "version"},
     "inspector": {"analysis", "capture", "last_words", "session", "session_sinks", "version", "wrappers"},
     "integrations": {"analysis", "capture", "inspector", "last_words", "session"},
-    "run_directory": {"analysis", "kernel_profile", "launch", "session_file", "trace_file"},
+    "run_directory": {"analysis", "decoding", "kernel_profile", "launch", "session_file", "trace_file"},
     "launch": {
-        *("analysis", "capture", "inspector", "kernel_profile", "matmuls", "reports", "session", "session_file"),
+        *(
+            "analysis",
+            "capture",
+            "decoding",
+            "inspector",
+            "kernel_profile",
+            "matmuls",
+            "reports",
+            "session",
+            "session_file",
+        ),
         *("shape_lint", "streams", "version", "wrappers"),
     },
     "shape_lint": {"analysis", "capture", "gpus"},
@@ -69,7 +84,7 @@ LAZY_ONLY = {
 
 #: Rooms that work on saved sessions, on machines without torch.
 CORE = (
-    *("formats", "exponents", "session", "tensor_columns", "session_file", "analysis"),
+    *("decoding", "formats", "exponents", "session", "tensor_columns", "session_file", "analysis"),
     *("gpus", "matmuls", "kernels", "matmul_ops", "trace_file"),
 )
 HEAVY = ("torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton")

@@ -72,8 +72,9 @@ def test_every_session_into_tensorboard(name, tmp_path):
 @pytest.mark.parametrize("name", SESSIONS)
 def test_no_layer_name_is_cut_from_text(name):
     """Folded over lines at most: with the white space taken out every shown name is there in full."""
-    from mpinspect.reports.table import printable, seen_layers, worst
+    from mpinspect.reports.table import seen_layers, worst
     from mpinspect.reports.text_layers import MAX_LAYERS
+    from mpinspect.streams import printable
 
     for width in (60, 90, 140):
         lines = text.render(REPORTS[name], width).splitlines()

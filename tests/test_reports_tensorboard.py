@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards_crc32c
 
 from mpinspect.analysis import recommend_loss_scale
+from mpinspect.appending import AppendedFile
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16
 from mpinspect.reports.crc32c import crc32c
@@ -184,7 +185,7 @@ def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
     log = TensorBoardLog(tmp_path)
     log._file.close()
     with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(log._file, "_file", full)
+        monkeypatch.setattr(log._file, "_file", AppendedFile(full))
         with pytest.raises(OSError, match="No space left"):
             log.write(windows({KEY: sessions.bell(-5)}, 1)[0])
     log.close()

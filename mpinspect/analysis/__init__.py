@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpinspect.analysis.coverage import coverage
 from mpinspect.analysis.evidence import evidence
 from mpinspect.analysis.findings import findings
@@ -26,6 +28,7 @@ def analyse(session: Session, format: FormatLike = FLOAT16) -> RangeReport:
         ValueError: ``format`` names none that is known.
     """
     format = as_format(format)
+    session = replace(session, progress=session.reached())
     totals = session.totals()
     infos = tensor_infos(session, totals)
     seen = evidence(session)

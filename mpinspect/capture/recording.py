@@ -22,6 +22,7 @@ from mpinspect.session import (
     merge_windows,
     window_limit,
 )
+from mpinspect.streams import printable
 from mpinspect.tensor_columns import TensorColumns
 from mpinspect.user_line import warn_user
 
@@ -49,7 +50,7 @@ class MpinspectWarning(UserWarning):
 def warn(sentence: str) -> None:
     """Say it as a MpinspectWarning, of the user's line. Where warnings are errors the training still goes on."""
     with contextlib.suppress(MpinspectWarning):
-        warn_user(sentence, MpinspectWarning)
+        warn_user(printable(sentence), MpinspectWarning)
 
 
 class Recording:

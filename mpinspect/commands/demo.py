@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpinspect.commands.outcome import INTERRUPTED, UnusableError, status
 from mpinspect.commands.output import add_output_options, positive, range_finding, save_to
+from mpinspect.streams import say
 
 if TYPE_CHECKING:
     from mpinspect.analysis.report import RangeReport
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UnusableError(f"the demo can't run: {error}") from error
     except KeyboardInterrupt as stop:
-        print(f"mpinspect: stopped{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        say(sys.stderr, f"stopped{f': {stop}' if str(stop) else ''}")
         return INTERRUPTED
     save_to(report, options.png, options.md)
     return status(report.findings, options.fail_on)

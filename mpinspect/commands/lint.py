@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mpinspect.commands.lint_inputs import build_inputs, input_spec
 from mpinspect.commands.outcome import UnusableError, status
 from mpinspect.commands.output import add_output_options, finding_named, print_text, save_to
+from mpinspect.streams import printable, say
 
 if TYPE_CHECKING:
     from mpinspect.analysis.shapes import ShapeReport
@@ -123,24 +124,21 @@ def _warn_of_gaps(report: ShapeReport) -> None:
 
 
 def _warn(sentence: str) -> None:
-    from mpinspect.reports.table import printable
-
-    print(f"mpinspect lint: {printable(sentence)}", file=sys.stderr)
+    say(sys.stderr, sentence, "mpinspect lint")
 
 
 def _print_comparison(comparison: Comparison, other: str, options: argparse.Namespace) -> None:
     """What is new and what is gone; on stderr where stdout holds JSON."""
     from mpinspect.commands.lint_baseline import key_of
-    from mpinspect.reports.table import printable
 
     lines = [
-        f"\nAgainst {options.baseline}: {len(comparison.new)} new, {comparison.known} known, {len(comparison.gone)} gone"
+        f"Against {options.baseline}: {len(comparison.new)} new, {comparison.known} known, {len(comparison.gone)} gone"
     ]
     lines += [f"  new   {finding.severity}  {key_of(finding)}" for finding in comparison.new]
     lines += [f"  gone  {key}" for key in comparison.gone]
     # On stderr it stands already.
     lines += [f"  {other}"] if other and not options.json else []
-    print("\n".join([lines[0], *map(printable, lines[1:])]), file=sys.stderr if options.json else sys.stdout)
+    print("", *map(printable, lines), sep="\n", file=sys.stderr if options.json else sys.stdout)
 
 
 def _shape_finding(text: str) -> str:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from mpinspect.commands.outcome import UnusableError
+from mpinspect.decoding import Between, DecodingError, json_of, typed
 
 if TYPE_CHECKING:
     from mpinspect.analysis.finding import Finding
@@ -24,10 +25,19 @@ class Key:
 
     id: str
     layer: str
-    size: int
+    size: Annotated[int, Between(-(1 << 63), (1 << 63) - 1)]
 
     def __str__(self) -> str:
         return " ".join([self.id, *([self.layer] if self.layer else []), *([str(self.size)] if self.size else [])])
+
+
+@dataclass(frozen=True)
+class _Document:
+    """What a file holds beside its schema."""
+
+    findings: tuple[Key, ...]
+    gpu: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,29 +87,24 @@ def read_baseline(path: str) -> Baseline:
         UnusableError: it is missing, or no such file.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json_of(Path(path))
     except FileNotFoundError as error:
         raise UnusableError(f"there is no baseline {path}: write it with --write-baseline {path}") from error
-    except (OSError, ValueError) as error:
-        raise UnusableError(f"the baseline {path} can't be read: {error}") from error
+    except OSError as error:
+        raise UnusableError(f"the baseline {path} can't be read: {error.strerror or error}") from error
+    except DecodingError as error:
+        raise UnusableError(
+            f"the baseline {path} can't be read: it {error}. Write it anew with --write-baseline"
+        ) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise UnusableError(f"{path} is no baseline of mpinspect lint: write one with --write-baseline")
     if document.get("schema_version") != SCHEMA_VERSION:
-        raise UnusableError(
-            f"{path} is a baseline of another version ({document.get('schema_version')!r}): write it anew"
-        )
-    listed = document.get("findings")
-    if not isinstance(listed, list):
-        raise UnusableError(
-            f"the baseline {path} is damaged (it has no list of findings): write it anew with --write-baseline"
-        )
-    made_for = (str(document.get(name) or "") for name in ("gpu", "dtype"))
+        raise UnusableError(f"{path} is a baseline of another version than {SCHEMA_VERSION}: write it anew")
     try:
-        return Baseline(
-            frozenset(Key(str(key["id"]), str(key["layer"]), int(key["size"])) for key in listed), *made_for
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        read = typed(_Document, document)
+    except DecodingError as error:
         raise UnusableError(f"the baseline {path} is damaged ({error}): write it anew with --write-baseline") from error
+    return Baseline(frozenset(read.findings), read.gpu, read.dtype)
 
 
 def write_baseline(path: str, report: ShapeReport) -> None:

@@ -78,7 +78,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
 
 def _is_foreign(base: Path, rank: Rank) -> bool:
     """Whether the ranks of another job are in there, or a run without ranks where this one has some."""
-    jobs = [job_of(path) for path in base.glob(f"rank*/{FILE_NAME}")]
+    jobs = [job_of(path.parent) for path in base.glob(f"rank*/{FILE_NAME}")]
     if rank.of < 2:
         return bool(jobs)
     return (base / FILE_NAME).exists() or any(job is not None and job != rank.job for job in jobs)

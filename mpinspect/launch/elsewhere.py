@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpinspect.launch.record import FILE_NAME
+from mpinspect.decoding import DecodingError
+from mpinspect.launch.record import load_record
 
 if TYPE_CHECKING:
     from mpinspect.analysis.run import RunReport
@@ -101,8 +101,8 @@ def _theirs(others: Iterable[Path]) -> Iterator[_Break]:
 
 def _error(directory: Path) -> str:
     """The exception that ended a process; "" where none did, or it goes on."""
-    with suppress(OSError, ValueError, AttributeError):
-        record = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
+    with suppress(OSError, DecodingError):
+        record = load_record(directory)
         if record.get("by_error") is True:
             return str(record.get("outcome") or "an exception")
     return ""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mpinspect.decoding import DecodingError, json_of
 from mpinspect.launch.options import LaunchOptions
 from mpinspect.launch.rank import Rank
 from mpinspect.version import __version__
@@ -68,10 +69,23 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
             beside.unlink()
 
 
-def job_of(path: Path) -> str | None:
-    """The job of a run.json; None where it can't be told, as while another rank writes it."""
-    with suppress(OSError, ValueError, AttributeError):
-        job = json.loads(path.read_text(encoding="utf-8")).get("job")
+def load_record(directory: Path) -> dict[str, Any]:
+    """The fields of a directory's run.json, unchecked.
+
+    Raises:
+        DecodingError: it holds no JSON object.
+        OSError: it can't be read.
+    """
+    record = json_of(directory / FILE_NAME)
+    if not isinstance(record, dict):
+        raise DecodingError("holds no record")
+    return record
+
+
+def job_of(directory: Path) -> str | None:
+    """The job of a directory's run.json; None where it can't be told, as while another rank writes it."""
+    with suppress(OSError, DecodingError):
+        job = load_record(directory).get("job")
         return job if isinstance(job, str) else None
     return None
 

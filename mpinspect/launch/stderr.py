@@ -9,7 +9,7 @@ from mpinspect import streams
 
 def say(sentence: str) -> None:
     """One line of ours. Nobody may be listening: a closed stderr is no fault."""
-    write(f"mpinspect: {' '.join(sentence.splitlines())}\n")
+    streams.say(sys.__stderr__, " ".join(sentence.splitlines()))
 
 
 def write(text: str) -> None:

@@ -8,7 +8,7 @@ from mpinspect.analysis.tensor_cores.records import Loss
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.reports import kernels_rows as rows
-from mpinspect.reports.markdown_page import escape, section, table
+from mpinspect.reports.markdown_page import escape, page, section, table
 
 #: Rows of tables; GitHub cuts a comment at 65,536 characters.
 MAX_ROWS = 50
@@ -18,7 +18,7 @@ _NAME = 100
 
 def render(report: KernelReport) -> str:
     """The report as GitHub-flavoured Markdown; names are escaped, tables' pipes included."""
-    return "\n".join(_lines(report)) + "\n"
+    return page(_lines, report)
 
 
 def _lines(report: KernelReport) -> Iterator[str]:

@@ -14,7 +14,7 @@ from mpinspect.analysis.tensor_cores.rows import PRODUCTS, VERDICTS
 from mpinspect.analysis.tensor_cores.shares import Shares
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.analysis.wording import format_name
-from mpinspect.reports.table import UNKNOWN, percent, printable
+from mpinspect.reports.table import UNKNOWN, percent
 
 #: What each verdict says, for legends.
 MEANINGS = {
@@ -39,7 +39,7 @@ def rate(tflops: float | None) -> str:
 
 def short_name(name: str, length: int) -> str:
     """A kernel's name without its parameters and torch's namespaces, at most ``length`` long: the middle gives way."""
-    text = printable(name).replace(_ANONYMOUS, "").removeprefix("void ")
+    text = name.replace(_ANONYMOUS, "").removeprefix("void ")
     text = _without_parameters(text).replace("at::native::", "").replace("pytorch_flash::", "")
     # CUTLASS's kernels name themselves inside Kernel<...>, and once more among the parameters.
     wrapped = re.fullmatch(r"cutlass\w*::Kernel2?<(\w+)>?", text)
@@ -62,7 +62,7 @@ def _without_parameters(text: str) -> str:
 
 def short_module(module: str, length: int) -> str:
     """A module's path; its end tells most."""
-    text = printable(module) or "(unknown)"
+    text = module or "(unknown)"
     return text if len(text) <= length else f"...{text[3 - length :]}"
 
 
@@ -70,7 +70,7 @@ def product(loss: Loss) -> str:
     """ "addmm 128 x 30522 x 512 bfloat16": M x N x K, as far as known."""
     sizes = "" if loss.m is None else f"{loss.m} x {loss.n} x {loss.k}"
     batch = f"{loss.batch} x " if loss.batch is not None and loss.batch > 1 else ""
-    op = printable(loss.op.removeprefix("aten::")) or loss.kind
+    op = loss.op.removeprefix("aten::") or loss.kind
     return " ".join(filter(None, (op, f"{batch}{sizes}" if sizes else "", loss.dtype and format_name(loss.dtype))))
 
 
@@ -90,7 +90,7 @@ def modules(loss: Loss, length: int) -> str:
 def headline(report: KernelReport) -> str:
     files = [rank.source for rank in report.ranks if rank.source]
     if len(report.ranks) == 1:
-        return printable(report.ranks[0].label)
+        return report.ranks[0].label
     return f"{len(report.ranks)} traces" if files or not report.ranks else f"{len(report.ranks)} profiles"
 
 
@@ -101,7 +101,7 @@ def gpus(report: KernelReport) -> str:
         known = (
             f" ({gpu.architecture.title()})" if gpu.architecture and gpu.architecture not in gpu.name.lower() else ""
         )
-        words.append(f"{printable(gpu.name) or 'a GPU that the trace does not name'}{known}")
+        words.append(f"{gpu.name or 'a GPU that the trace does not name'}{known}")
     return ", ".join(words)
 
 
@@ -163,7 +163,7 @@ def has_modules(report: KernelReport) -> bool:
 def rank_cells(rank: RankReport) -> list[str]:
     shares, idle = rank.shares, [device.idle_fraction for device in rank.devices]
     return [
-        printable(rank.label),
+        rank.label,
         f"{shares.calls:,}",
         duration(shares.kernel_time_us),
         share(shares.tensor_core_fraction),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -14,7 +13,6 @@ from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.reports import kernels_rows as rows
 from mpinspect.reports.page import findings, html, plain_text, ruled_table, titled, to_console
-from mpinspect.reports.table import printable
 
 #: Rows of tables: about as many as one looks through; JSON has all.
 MAX_NAMES, MAX_MODULES, MAX_LOSSES, MAX_RANKS = 15, 15, 8, 32
@@ -24,17 +22,17 @@ _VERDICT_STYLES = {"native": "green", "degraded": "yellow", "off": "red", "unkno
 
 def render(report: KernelReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    return plain_text(partial(_sections, report), width)
+    return plain_text(_sections, report, width)
 
 
 def render_html(report: KernelReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours, for notebooks; everything in it is escaped."""
-    return html(partial(_sections, report), width)
+    return html(_sections, report, width)
 
 
 def render_console(report: KernelReport, console: Console) -> None:
     """Print the report to a rich console, in colour if that has any."""
-    to_console(partial(_sections, report), console)
+    to_console(_sections, report, console)
 
 
 def _sections(report: KernelReport, width: int) -> Iterator[RenderableType]:
@@ -89,7 +87,7 @@ def _losses(losses: tuple[Loss, ...]) -> Iterator[RenderableType]:
         yield Text(f"{rows.product(loss)}: {times}, {rows.rate(loss.tflops)} TFLOP/s", style="bold")
         where = rows.modules(loss, 100)
         details = [f"in {where}"] if where else []
-        details += [rows.short_name(loss.kernel, 90), printable(loss.cause), *map(rows.saving, loss.savings)]
+        details += [rows.short_name(loss.kernel, 90), loss.cause, *map(rows.saving, loss.savings)]
         for detail in details:
             yield Padding(Text(detail), (0, 0, 0, 2))
     yield from _more(len(losses) - MAX_LOSSES)
@@ -103,7 +101,7 @@ def _names(names: tuple[NameRow, ...], width: int) -> Iterator[RenderableType]:
         cells = rows.name_cells(row)
         name = Text(rows.short_name(row.name, room))
         if row.verdict in ("degraded", "off", "unknown"):
-            name.append(f"\n  {printable(row.reason)}", style="dim")
+            name.append(f"\n  {row.reason}", style="dim")
         table.add_row(Text(cells[0], style=_VERDICT_STYLES.get(cells[0], "")), *cells[1:], name)
     yield table
     yield from _more(len(names) - MAX_NAMES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.overhead import overhead_line
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.reports.markdown_page import escape, section, table
+from mpinspect.reports.markdown_page import escape, page, section, table
 from mpinspect.reports.scale_line import scale_line
 from mpinspect.reports.table import (
     LayerRow,
@@ -28,7 +28,7 @@ MAX_NEVER_FIRED = 50
 
 def render(report: RangeReport) -> str:
     """The report as GitHub-flavoured Markdown; names are escaped, tables' pipes included."""
-    return "\n".join(_lines(report)) + "\n"
+    return page(_lines, report)
 
 
 def _lines(report: RangeReport) -> Iterator[str]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from mpinspect.reports.table import printable
+from mpinspect.reports.escaping import Report, escaped
 
 #: What Markdown could take for a mark.
 _MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
 
 
+def page(lines: Callable[[Report], Iterable[str]], report: Report) -> str:
+    """A whole report as Markdown; its lines are made of the report escaped, as ``escaping`` has it."""
+    return "\n".join(lines(escaped(report))) + "\n"
+
+
 def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is, on one line."""
-    return _MARKS.sub(r"\\\1", html.escape(printable(text), quote=False))
+    """Text that Markdown and HTML show as it is. Knows that it is printable."""
+    return _MARKS.sub(r"\\\1", html.escape(text, quote=False))
 
 
 def section(title: str, lines: Iterable[str]) -> Iterator[str]:

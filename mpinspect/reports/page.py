@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mpinspect.analysis.finding import SEVERITIES, Finding
-from mpinspect.reports.table import printable
+from mpinspect.reports.escaping import Report, escaped
 
-#: A report's sections for a page so many columns wide.
-Sections = Callable[[int], Iterable[RenderableType]]
+#: A report's sections for a page so many columns wide. The report comes escaped.
+Sections = Callable[[Report, int], Iterable[RenderableType]]
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -29,7 +29,7 @@ _HEIGHT = 24
 _RULE = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
-def plain_text(sections: Sections, width: int | None = None) -> str:
+def plain_text(sections: Sections[Report], report: Report, width: int | None = None) -> str:
     """Text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
     file = io.StringIO()
     console = Console(
@@ -41,11 +41,11 @@ def plain_text(sections: Sections, width: int | None = None) -> str:
         force_jupyter=False,
         legacy_windows=False,
     )
-    to_console(sections, console)
+    to_console(sections, report, console)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n")) + "\n"
 
 
-def html(sections: Sections, width: int = 110) -> str:
+def html(sections: Sections[Report], report: Report, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours; everything in it is escaped."""
     console = Console(
         file=io.StringIO(),
@@ -56,13 +56,13 @@ def html(sections: Sections, width: int = 110) -> str:
         force_jupyter=False,
         legacy_windows=False,
     )
-    to_console(sections, console)
+    to_console(sections, report, console)
     return console.export_html(inline_styles=True, code_format=_HTML)
 
 
-def to_console(sections: Sections, console: Console) -> None:
+def to_console(sections: Sections[Report], report: Report, console: Console) -> None:
     """Print to a rich console, in colour if that has any."""
-    for section in sections(console.width):
+    for section in sections(escaped(report), console.width):
         console.print(section, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 
@@ -93,18 +93,25 @@ def findings(found: Iterable[Finding]) -> Iterator[Text]:
     for finding in sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)):
         text = Text(f"{finding.severity}  ", style=STYLES[finding.severity])
         text.append(finding.id, style="bold")
-        text.append(f"  {printable(finding.message)}", style="default")
+        text.append(f"  {finding.message}", style="default")
         yield text
         if finding.fix:
-            yield Text(f"  fix: {printable(finding.fix)}")
+            yield Text(f"  fix: {finding.fix}")
 
 
 def ruled_table(*headings: str, left: int) -> Table:
     """A table with a rule of hyphens under its headings: the first ``left`` columns to the left, the others to the right."""
-    table = Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = _Table(box=_RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < left else "right", overflow="fold")
     return table
+
+
+class _Table(Table):
+    """A table in which a name in brackets is no markup, which rich looks for in cells that are plain strings."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def _terminal_width() -> int:

@@ -17,6 +17,7 @@ from matplotlib.text import Text
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.reports import kernels_rows as rows
+from mpinspect.reports.escaping import escaped
 from mpinspect.reports.plot_style import DPI, RC, drawn, percent_axis, shortened
 
 #: Bars of modules or kernels.
@@ -61,6 +62,7 @@ def save(report: KernelReport, path: str | Path) -> Path:
     Raises:
         OSError: the file can't be written.
     """
+    report = escaped(report)
     with matplotlib.rc_context(RC):
         kernels(report).savefig(path, format="png", dpi=DPI)
     return Path(path)

@@ -14,8 +14,9 @@ from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS, FloatFormat
 from mpinspect.reports.plot_style import COLOURS, SHORT_NAMES, draw_regions, exponent_axis, percent_axis
 from mpinspect.reports.scale_line import scale_line
-from mpinspect.reports.table import log2_recommended, percent, power_of_two, printable, seen_layers
+from mpinspect.reports.table import log2_recommended, percent, power_of_two, seen_layers
 from mpinspect.session import GRADIENT_KINDS
+from mpinspect.streams import printable
 
 _LABELS = dict(zip(GRADIENT_KINDS, ("weight gradients", "activation gradients"), strict=True))
 #: Powers of two shown at least below and above the format's range; values farther off gather in the outermost bar.

@@ -16,8 +16,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from mpinspect.formats import FloatFormat
-from mpinspect.reports.table import printable
 from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.streams import printable
 
 FONT = "DejaVu Sans"
 

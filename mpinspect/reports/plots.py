@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from mpinspect.analysis.report import RangeReport
 from mpinspect.reports import plot_heat_map, plot_range_offset
+from mpinspect.reports.escaping import escaped
 from mpinspect.reports.plot_style import DPI, RC, drawn
 from mpinspect.reports.table import log2_recommended
 
@@ -30,6 +31,7 @@ def save(report: RangeReport, path: str | Path) -> Path:
     Raises:
         OSError: the file can't be written.
     """
+    report = escaped(report)
     upper, lower = _range_offset_height(report), _heat_map_height(report)
 
     def draw(figure: Figure) -> None:

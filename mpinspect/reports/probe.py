@@ -38,12 +38,12 @@ _LEGEND = (
 
 def render(report: ProbeReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    return plain_text(lambda columns: _sections(report), width)
+    return plain_text(lambda report, width: _sections(report), report, width)
 
 
 def render_html(report: ProbeReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours; everything in it is escaped."""
-    return html(lambda columns: _sections(report), width)
+    return html(lambda report, width: _sections(report), report, width)
 
 
 def render_json(report: ProbeReport) -> str:
@@ -89,11 +89,11 @@ def _sections(report: ProbeReport) -> Iterator[RenderableType]:
     if report.without_gradient or report.notes:
         yield Text("\nNotes", style="bold")
     if report.without_gradient:
-        names = ", ".join(map(_printable, report.without_gradient[:12]))
+        names = ", ".join(report.without_gradient[:12])
         more = len(report.without_gradient) - 12
         yield _indented(f"- got no gradient: {names}" + (f" and {more} more" if more > 0 else ""))
     for note in report.notes:
-        yield _indented(f"- {_printable(note)}")
+        yield _indented(f"- {note}")
 
 
 def _headline(report: ProbeReport) -> Iterator[RenderableType]:
@@ -107,7 +107,7 @@ def _headline(report: ProbeReport) -> Iterator[RenderableType]:
     yield Text(f"FP16 is {how}.")
     yield Text(_verdict(report))
     yield from _explanation(report)
-    yield Text(f"Loss scale, from the FP32 pass: {_printable(report.loss_scale.reason)}")
+    yield Text(f"Loss scale, from the FP32 pass: {report.loss_scale.reason}")
 
 
 def _verdict(report: ProbeReport) -> str:
@@ -115,7 +115,7 @@ def _verdict(report: ProbeReport) -> str:
     if worst is None:
         return "No weight gradient was in FP16: there is nothing to hold a prediction against."
     predicted, measured = worst.unscaled.predicted_flushed_fraction, worst.unscaled.measured_flushed_fraction
-    figures = f"{_printable(worst.name)}: predicted {percent(predicted)}, measured {percent(measured)}"
+    figures = f"{worst.name}: predicted {percent(predicted)}, measured {percent(measured)}"
     return (
         "Flushed weight gradients at scale 1, predicted and measured: they differ by at most "
         f"{report.largest_difference:.4f} of a layer's non-zero elements ({figures})."
@@ -146,7 +146,7 @@ def _differs(layer: LayerProbe) -> bool:
 
 def _names(layers: list[LayerProbe], limit: int = 5) -> str:
     more = len(layers) - limit
-    return ", ".join(_printable(layer.name) for layer in layers[:limit]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(layer.name for layer in layers[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def _table(title: str, rows: list[tuple[LayerProbe, GradientAgreement]]) -> Iterator[RenderableType]:
@@ -155,7 +155,7 @@ def _table(title: str, rows: list[tuple[LayerProbe, GradientAgreement]]) -> Iter
     table.add_column("remark", overflow="fold")
     for layer, found in rows:
         table.add_row(
-            Text(_printable(layer.name)),
+            Text(layer.name),
             percent(found.predicted_flushed_fraction),
             percent(found.measured_flushed_fraction),
             percent(found.lost_upstream_fraction),
@@ -214,8 +214,3 @@ def _scale(scale: float | None) -> str:
 
 def _indented(text: str) -> Padding:
     return Padding(Text(text), (0, 0, 0, 2))
-
-
-def _printable(name: str) -> str:
-    """A name in which nothing can end a line or steer a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)

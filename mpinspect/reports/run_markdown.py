@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mpinspect.analysis.rendering import RendersItself
 from mpinspect.analysis.run import RunReport
 from mpinspect.reports import form
-from mpinspect.reports.markdown_page import escape, section, table
+from mpinspect.reports.markdown_page import escape, page, section, table
 from mpinspect.reports.run_words import brief, module_table
 
 _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
@@ -16,7 +16,7 @@ _HEADING = re.compile(r"^(#+ )", re.MULTILINE)
 
 def render(report: RunReport) -> str:
     """The report as GitHub-flavoured Markdown; names are escaped, tables' pipes included."""
-    return "\n".join(_lines(report)) + "\n"
+    return page(_lines, report)
 
 
 def _lines(report: RunReport) -> Iterator[str]:

@@ -12,9 +12,9 @@ from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.rendering import RendersItself
 from mpinspect.analysis.run import ModelPart, RunReport
 from mpinspect.reports import form
-from mpinspect.reports.page import Sections, html, plain_text, ruled_table, titled, to_console
+from mpinspect.reports.escaping import escaped
+from mpinspect.reports.page import html, plain_text, ruled_table, titled, to_console
 from mpinspect.reports.run_words import brief, module_table
-from mpinspect.reports.table import printable
 
 #: Models shown in full; of a sweep's many the others have a line each, and report.md has all.
 MAX_MODELS = 4
@@ -23,51 +23,51 @@ MAX_MODELS = 4
 def render(report: RunReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
     blocks = []
-    for block in _blocks(report):
+    for block in _blocks(escaped(report)):
         if isinstance(block, RendersItself):
             blocks.append(form(block.kind, ".txt").render(block, width))
         else:
-            blocks.append(plain_text(_page(block), width))
+            blocks.append(plain_text(_page, block, width))
     return "\n".join(blocks)
 
 
 def render_html(report: RunReport, width: int = 110) -> str:
     """The same in ``<pre>`` elements with colours, for notebooks; everything in it is escaped."""
     blocks = []
-    for block in _blocks(report):
+    for block in _blocks(escaped(report)):
         if isinstance(block, RendersItself):
             blocks.append(form(block.kind, ".txt").render_html(block, width))
         else:
-            blocks.append(html(_page(block), width))
+            blocks.append(html(_page, block, width))
     return "\n".join(blocks)
 
 
 def render_console(report: RunReport, console: Console) -> None:
     """Print the report to a rich console, in colour if that has any."""
-    for block in _blocks(report):
+    for block in _blocks(escaped(report)):
         if isinstance(block, RendersItself):
             form(block.kind, ".txt").render_console(block, console)
         else:
-            to_console(_page(block), console)
+            to_console(_page, block, console)
 
 
 def _blocks(report: RunReport) -> Iterator[RendersItself | list[RenderableType]]:
     """What the report consists of, from top to bottom: reports that render themselves, and lines of its own."""
     if report.first_line:
-        yield [Text(printable(report.first_line), style="bold red")]
+        yield [Text(report.first_line, style="bold red")]
     for title, part in _parts(report):
         yield [_rule(title)]
         yield part
     yield list(_closing(report))
 
 
-def _page(lines: list[RenderableType]) -> Sections:
-    return lambda width: lines
+def _page(lines: list[RenderableType], width: int) -> list[RenderableType]:
+    return lines
 
 
 def _parts(report: RunReport) -> Iterator[tuple[str, RendersItself]]:
     for part in _shown(report):
-        yield f"ranges: {printable(part.name)}", part.ranges
+        yield f"ranges: {part.name}", part.ranges
     if report.shapes is not None:
         yield "shapes of one step's matrix products", report.shapes
     if report.kernels is not None:
@@ -99,11 +99,11 @@ def _closing(report: RunReport) -> Iterator[RenderableType]:
         more = [Text(f"... and {modules.more:,} more", style="dim")] if modules.more else []
         yield from titled("Module by module", [table, *more])
     if report.saw:
-        yield from titled("What was seen, and what was not", [Text(f"- {printable(words)}") for words in report.saw])
+        yield from titled("What was seen, and what was not", [Text(f"- {words}") for words in report.saw])
     left = len(report.parts) - len(_shown(report))
     if left:
         yield Text(f"\n{left} more {'model' if left == 1 else 'models'}: below in brief; in full in report.md")
     lines = [Text.assemble((f"{subject}  ", "bold"), words) for subject, words in brief(report)]
     if report.log_dir:
-        lines.append(Text.assemble(("files  ", "bold"), printable(report.log_dir)))
+        lines.append(Text.assemble(("files  ", "bold"), report.log_dir))
     yield from titled("In brief", lines)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpinspect.analysis.run import ModuleRow, RunReport, by_module
 from mpinspect.analysis.tensor_cores.words import duration
 from mpinspect.reports.scale_line import scale_line, steps_and_samples
-from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent, printable, share
+from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent, share
 
 #: Rows of the table of modules: those with most FLOPs; JSON has all.
 MAX_MODULES = 25
@@ -25,13 +25,13 @@ class ModuleTable:
 
 def brief(report: RunReport) -> Iterator[tuple[str, str]]:
     """What the run came to, a line a subject: (subject, words)."""
-    yield "script", f"{printable(report.command)}: {printable(report.outcome)}"
+    yield "script", f"{report.command}: {report.outcome}"
     if report.first_line:
         # It heads the report, and has scrolled away by now.
-        yield "broke", printable(report.first_line)
+        yield "broke", report.first_line
     for part in report.parts:
         counted = steps_and_samples(part.ranges.session.progress)
-        yield printable(part.name), f"{counted}. {scale_line(part.ranges.loss_scale)}"
+        yield part.name, f"{counted}. {scale_line(part.ranges.loss_scale)}"
     if report.shapes is not None:
         yield "shapes", _shapes(report)
     if report.kernels is not None:
@@ -57,9 +57,9 @@ def module_table(report: RunReport) -> ModuleTable | None:
 
 
 def _cells(row: ModuleRow, names: list[str]) -> list[str]:
-    name = printable(row.module) or "(outside of modules)"
+    name = row.module or "(outside of modules)"
     cells = {
-        "module": f"{name} {printable(row.module_type)}".strip(),
+        "module": f"{name} {row.module_type}".strip(),
         "FLOPs": NOT_APPLICABLE if row.flops_fraction is None else percent(row.flops_fraction),
         "shapes": row.shape_verdict or NOT_APPLICABLE,
         "L1 lost at 1": share(row.lost_l1_share, is_estimate=True) if row.lost_l1_share else UNKNOWN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.analysis.shapes.report import ShapeReport
-from mpinspect.reports.markdown_page import escape, section, table
+from mpinspect.reports.markdown_page import escape, page, section, table
 from mpinspect.reports.shapes_table import (
     LEGEND,
     PADDING_HEADINGS,
@@ -24,7 +24,7 @@ MAX_NOTES = 30
 
 def render(report: ShapeReport) -> str:
     """The report as GitHub-flavoured Markdown; names are escaped, tables' pipes included."""
-    return "\n".join(_lines(report)) + "\n"
+    return page(_lines, report)
 
 
 def _lines(report: ShapeReport) -> Iterator[str]:

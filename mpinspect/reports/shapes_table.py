@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpinspect.analysis.shapes.report import Padding, ShapeReport, ShapeRow
 from mpinspect.analysis.shapes.verdict import VERDICTS
 from mpinspect.analysis.shapes.wording import count, dtype_name, members
-from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent, printable
+from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent
 
 #: Worst first.
 _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
@@ -64,7 +64,7 @@ def _by_pattern(rows: list[ShapeRow]) -> Iterable[ProductRow]:
 def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
     first = rows[0]
     return ProductRow(
-        module=printable(pattern) or "(the model)",
+        module=pattern or "(the model)",
         role=first.role,
         sizes=sizes(first),
         dtype=dtype_name(first.dtype),
@@ -72,7 +72,7 @@ def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
         share=sum(row.share for row in rows),
         talk=_TALK[first.multiples_of_8],
         verdict=first.verdict,
-        reason=printable(first.reason),
+        reason=first.reason,
     )
 
 
@@ -96,8 +96,8 @@ def headline(report: ShapeReport) -> str:
     dtype = dtype_name(report.dtype) or "no dtype"
     cast = f" under {dtype_name(report.autocast_dtype)} autocast" if report.autocast_dtype else ""
     what = "forward and backward" if report.backward else "forward only"
-    gpu = printable(report.gpu.name) + (f" ({report.gpu.architecture})" if report.gpu.architecture else "")
-    return f"{printable(report.model) or 'A model'} on {gpu}: {dtype}{cast}, {what}"
+    gpu = report.gpu.name + (f" ({report.gpu.architecture})" if report.gpu.architecture else "")
+    return f"{report.model or 'A model'} on {gpu}: {dtype}{cast}, {what}"
 
 
 def totals(report: ShapeReport) -> list[str]:
@@ -133,7 +133,7 @@ def clean_sentence(report: ShapeReport) -> str:
     if report.gpu.has_tensor_cores is not True:
         return ""
     if is_clean(report):
-        return f"Nothing to mend: the shapes suit the Tensor Cores of {printable(report.gpu.name)}."
+        return f"Nothing to mend: the shapes suit the Tensor Cores of {report.gpu.name}."
     shares = [
         f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
         for verdict, words in _SHORT_OF_NATIVE.items()
@@ -153,7 +153,7 @@ def is_clean(report: ShapeReport) -> bool:
 
 def padding_cells(padding: Padding) -> list[str]:
     """One row of the table of padded sizes: what, its names, from, to, preferred, share."""
-    names = [printable(name) for name in padding.names[:3]]
+    names = padding.names[:3]
     more = f" and {len(padding.names) - 3} more" if len(padding.names) > 3 else ""
     return [
         padding.what,

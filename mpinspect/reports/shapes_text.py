@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -21,7 +20,7 @@ from mpinspect.reports.shapes_table import (
     product_rows,
     totals,
 )
-from mpinspect.reports.table import percent, printable
+from mpinspect.reports.table import percent
 
 #: Rows of products shown, and notes.
 MAX_PRODUCTS = 20
@@ -34,22 +33,22 @@ _VERDICT_STYLES = {"off": "red", "degraded": "yellow", "unknown": "dim", "native
 
 def render(report: ShapeReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    return plain_text(partial(_sections, report), width)
+    return plain_text(_sections, report, width)
 
 
 def render_html(report: ShapeReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours, for notebooks; everything in it is escaped."""
-    return html(partial(_sections, report), width)
+    return html(_sections, report, width)
 
 
 def render_console(report: ShapeReport, console: Console) -> None:
     """Print the report to a rich console, in colour if that has any."""
-    to_console(partial(_sections, report), console)
+    to_console(_sections, report, console)
 
 
 def render_padding(report: ShapeReport, width: int = 100) -> str:
     """The table of padded sizes alone; a sentence where there are none."""
-    return plain_text(lambda columns: _padding(report), width)
+    return plain_text(lambda report, width: _padding(report), report, width)
 
 
 def _sections(report: ShapeReport, width: int) -> Iterator[RenderableType]:
@@ -110,6 +109,6 @@ def _products(rows: list[ProductRow], width: int) -> Iterator[RenderableType]:
 
 def _notes(notes: tuple[str, ...]) -> Iterator[Text]:
     for note in notes[:MAX_NOTES]:
-        yield Text(f"- {printable(note)}")
+        yield Text(f"- {note}")
     if len(notes) > MAX_NOTES:
         yield Text(f"... and {len(notes) - MAX_NOTES:,} more", style="dim")

@@ -43,7 +43,7 @@ class LayerRow:
 def layer_row(layer: LayerReport, report: RangeReport) -> LayerRow:
     """The figures of one layer at scale 1 and, for gradients, at the recommended scale."""
     return LayerRow(
-        name=printable(layer.name) or "(the model)",
+        name=layer.name or "(the model)",
         kind=layer.kind,
         range_offset=UNKNOWN if layer.range_offset is None else str(layer.range_offset),
         flushed=share(layer.flushed_fraction),
@@ -133,11 +133,6 @@ def power_of_two(scale: float | None) -> str:
     if mantissa != 0.5:
         return f"{scale:g}"
     return f"{scale:.0f} (2^{exponent - 1})" if 1 <= exponent <= 25 else f"2^{exponent - 1}"
-
-
-def printable(name: str) -> str:
-    """A name in which nothing can end a line or steer a terminal: such characters as Python writes them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
 def _remarks(layer: LayerReport) -> Iterable[str]:

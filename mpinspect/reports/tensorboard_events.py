@@ -1,8 +1,8 @@
 """A TensorBoard events file that is written in the calling thread.
 
 torch's SummaryWriter writes in a thread of its own: when the disk fails there, it prints a traceback, and later calls may
-wait for it for ever. Here every call has written when it returns, or raises OSError. Nothing is buffered, so a forked child
-has nothing to write a second time.
+wait for it for ever. Here every call has written when it returns, or raises OSError and has written nothing. Nothing is
+buffered, so a forked child has nothing to write a second time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from mpinspect.appending import AppendedFile
 from mpinspect.reports.crc32c import crc32c
 
 #: Added to a checksum that itself stands in checksummed data, as TFRecord files have it.
@@ -39,7 +40,7 @@ class EventFile:
         directory = Path(log_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self._event: Any = Event
-        self._file = _new_file(directory)
+        self._file = AppendedFile(_new_file(directory))
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add(self, values: Iterable[Any], step: int) -> None:
@@ -51,14 +52,11 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file; twice does nothing."""
-        self._file.close()
+        self._file.file.close()
 
     def _append(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))
-        rest = memoryview(b"".join([length, _masked(length), data, _masked(data)]))
-        # An unbuffered write may take only a part.
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        self._file.append(b"".join([length, _masked(length), data, _masked(data)]))
 
 
 def _masked(data: bytes) -> bytes:

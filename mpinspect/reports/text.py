@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import groupby
 
 from rich.console import Console, RenderableType
@@ -18,7 +17,7 @@ from mpinspect.analysis.report import (
 )
 from mpinspect.reports.page import findings, html, plain_text, titled, to_console
 from mpinspect.reports.scale_line import scale_line, steps_and_samples
-from mpinspect.reports.table import percent, power_of_two, printable
+from mpinspect.reports.table import percent, power_of_two
 from mpinspect.reports.text_layers import layer_tables
 from mpinspect.session import END, Event, Session
 
@@ -30,17 +29,17 @@ MAX_NOTES = 20
 
 def render(report: RangeReport, width: int | None = None) -> str:
     """The report as text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
-    return plain_text(partial(_sections, report), width)
+    return plain_text(_sections, report, width)
 
 
 def render_html(report: RangeReport, width: int = 110) -> str:
     """The same in a ``<pre>`` with colours, for notebooks; everything in it is escaped."""
-    return html(partial(_sections, report), width)
+    return html(_sections, report, width)
 
 
 def render_console(report: RangeReport, console: Console) -> None:
     """Print the report to a rich console, in colour if that has any."""
-    to_console(partial(_sections, report), console)
+    to_console(_sections, report, console)
 
 
 def _sections(report: RangeReport, width: int) -> Iterator[RenderableType]:
@@ -55,7 +54,7 @@ def _sections(report: RangeReport, width: int) -> Iterator[RenderableType]:
         yield from titled("Other formats", _formats(report.formats))
     yield from titled("Coverage", _coverage(report))
     if report.session.notes:
-        yield from titled("Notes", _capped([Text(f"- {printable(note)}") for note in report.session.notes], MAX_NOTES))
+        yield from titled("Notes", _capped([Text(f"- {note}") for note in report.session.notes], MAX_NOTES))
 
 
 def _capped(lines: list[Text], limit: int) -> list[Text]:
@@ -65,7 +64,7 @@ def _capped(lines: list[Text], limit: int) -> list[Text]:
 
 def _headline(report: RangeReport) -> Iterator[Text]:
     session, progress = report.session, report.session.progress
-    yield Text(f"{printable(session.info.model) or 'A model'} against {report.format}", style="bold")
+    yield Text(f"{session.info.model or 'A model'} against {report.format}", style="bold")
     state = "" if progress.ended else " so far"
     yield Text(f"{steps_and_samples(progress, state)}{_computed_in(session)}")
     overhead = overhead_line(session)
@@ -102,15 +101,15 @@ def _events(events: tuple[Event, ...]) -> Iterator[Text]:
             "largest magnitudes before, oldest first: " + ", ".join(f"{value:.3g}" for value in first.last_maxima)
         )
     if first.explanation:
-        yield Text(printable(first.explanation))
+        yield Text(first.explanation)
     yield from _capped([Text(_where(event)) for event in events[1:]], MAX_EVENTS)
 
 
 def _where(event: Event) -> str:
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
-    tensor = f" of {printable(event.tensor)}" if event.tensor not in ("", event.module) else ""
+    tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
     what = event.what.replace("_", " ")
-    return f"step {event.step}{batch}, {event.phase}, {printable(event.place)}: {event.value} in the {what}{tensor}"
+    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} in the {what}{tensor}"
 
 
 # -- the loss scale -------------------------------------------------------------------------------------------------
@@ -119,17 +118,17 @@ def _where(event: Event) -> str:
 def _loss_scale(advice: LossScaleAdvice) -> Iterator[Text]:
     if not advice.available:
         yield Text("No loss scale can be suggested.", style="bold")
-        yield Text(printable(advice.reason))
+        yield Text(advice.reason)
         return
     yield Text(scale_line(advice), style="bold")
-    yield Text(printable(advice.reason))
+    yield Text(advice.reason)
     if advice.dynamic is not None and advice.needed is not False:
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
         role = "The same" if start == advice.static_scale else "Where no fixed scale will do, the first steps' scale"
         scaler = f"torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})"
         yield Text(f"{role} as the start of a dynamic one: {scaler}")
     for pair in advice.conflicts[1:]:
-        needs, limit = printable(pair.needs_large), printable(pair.needs_small)
+        needs, limit = pair.needs_large, pair.needs_small
         yield Text(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
@@ -177,16 +176,16 @@ def _format_name(verdict: FormatVerdict) -> str:
 
 def _why_not(verdict: FormatVerdict) -> str:
     why = "values overflow in" if verdict.overflows else f"~{percent(verdict.worst_lost_l1_share)} of L1 lost in"
-    return f"{why} {printable(verdict.worst_layer) or 'the model'}"
+    return f"{why} {verdict.worst_layer or 'the model'}"
 
 
 def _coverage(report: RangeReport) -> Iterator[Text]:
     yield Text(str(report.coverage))
     groups: dict[tuple[str, str], list[str]] = {}
     for name, kind, reason in report.coverage.never_fired:
-        groups.setdefault((kind, reason or "reason unknown"), []).append(printable(name) or "(the model)")
+        groups.setdefault((kind, reason or "reason unknown"), []).append(name or "(the model)")
     lines = []
     for (kind, reason), names in groups.items():
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        lines.append(Text(f"no {kind.replace('_', ' ')} ({printable(reason)}): {', '.join(names[:MAX_NAMES])}{more}"))
+        lines.append(Text(f"no {kind.replace('_', ' ')} ({reason}): {', '.join(names[:MAX_NAMES])}{more}"))
     yield from _capped(lines, MAX_NOTES)

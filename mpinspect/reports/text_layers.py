@@ -20,7 +20,6 @@ from mpinspect.reports.table import (
     layer_row,
     log2_recommended,
     percent,
-    printable,
     seen_layers,
     worst,
 )
@@ -121,7 +120,7 @@ def _update_table(layers: list[LayerReport]) -> Table:
     storages = sorted({storage for layer in layers for storage in layer.lost_updates or {}})
     table = ruled_table("layer", *(f"lost in\n{storage}" for storage in storages), left=1)
     for layer in layers:
-        row = [_name(printable(layer.name), ())]
+        row = [_name(layer.name, ())]
         for storage in storages:
             lost = (layer.lost_updates or {}).get(storage)
             how = "" if lost is None else " measured" if lost.measured else " if stored so"

@@ -41,11 +41,4 @@ def _describe(file: Path) -> str:
         return f"a {file.name} that can't be read"
     model = f" of {session.info.model}" if session.info.model else ""
     started = f", started {session.info.started}" if session.info.started else ""
-    return f"another run ({session.progress.steps:,} steps{model}{started})"
-
-
-def write_all(file: FileIO, data: bytes) -> None:
-    """An unbuffered write may take only a part (a full disk, a signal)."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+    return f"another run ({session.reached().steps:,} steps{model}{started})"

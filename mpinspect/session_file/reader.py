@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import struct
-import zlib
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mpinspect.session import Event, Progress, RunInfo, Session, TensorInfo, TensorKey, Window
-from mpinspect.session_file import frames, records, windows
+from mpinspect.decoding import DecodingError, bytes_of, parsed, typed
+from mpinspect.session import Count, Event, Progress, RunInfo, Session, TensorInfo, TensorKey, Window
+from mpinspect.session_file import frames, windows
+from mpinspect.session_file.counts import MOST_TENSORS
 from mpinspect.session_file.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
 
-#: What decoding a payload raises that is not what it should be.
-_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error, zlib.error)
-
+#: Bytes of a file: twice what 65,536 tensors in 32 windows take.
+LARGEST_FILE = 512 << 20
 #: On NFS a compaction on another machine may take the file away under a reader; the next try sees the new one.
 _STALE_RETRIES = 5
 
@@ -37,10 +38,10 @@ def read_session(path: str | PathLike[str]) -> Session:
     for start, kind, payload in frames.frames(data, notes):
         try:
             contents.add(kind, payload)
-        except _UNREADABLE as error:
+        except ValueError as error:
             notes.append(
-                f"The session file is damaged at byte {start}: the record there can't be decoded ({error!r}). "
-                + frames.left_out(data, start)
+                f"The session file is damaged at byte {start}, or a newer mpinspect wrote it: the record there "
+                f"can't be decoded ({kind.decode('ascii', 'backslashreplace')} {error}). {frames.left_out(data, start)}"
             )
             break
     return contents.session(notes)
@@ -57,24 +58,24 @@ class _Contents:
         self.events: list[Event] = []
         self.notes: list[str] = []
         self.progress = Progress()
-        self.dropped: dict[str, int] = {}
+        self.dropped: Mapping[str, int] = {}
         self._decoder = windows.Decoder()
-        self._take = {
+        self._take: dict[bytes, Callable[[Any], None]] = {
             frames.INFO: self._info,
             frames.WATCHED: self._watched,
-            frames.KEYS: lambda value: self.keys.extend(map(records.tensor_key, value)),
-            frames.EVENT: lambda value: self.events.append(records.event(value)),
-            frames.NOTE: lambda value: self.notes.append(str(value)),
+            frames.KEYS: self._keys,
+            frames.EVENT: lambda value: self.events.append(typed(Event, value)),
+            frames.NOTE: lambda value: self.notes.append(typed(str, value)),
             frames.PROGRESS: self._progress,
             frames.DROPPED: self._dropped,
         }
 
     def add(self, kind: bytes, payload: bytes) -> None:
-        """Take in one record; a type that is not known (a later addition) is skipped."""
+        """Take in one record; a type that is not known (a later addition) is skipped. Raises ValueError where it is damaged."""
         if kind == frames.WINDOW:
             self.windows.append(self._decoder.decode(payload, self.keys))
         elif kind in self._take:
-            self._take[kind](records.decode(payload))
+            self._take[kind](parsed(payload))
 
     def session(self, notes: list[str]) -> Session:
         """All of it; ``notes``, the reader's own, come after those of the run."""
@@ -92,24 +93,36 @@ class _Contents:
         )
 
     def _info(self, value: Any) -> None:
-        self.info = records.run_info(value)
+        self.info = typed(RunInfo, value)
 
     def _watched(self, value: Any) -> None:
-        self.watched.update((info.key, info) for info in map(records.tensor_info, value))
+        self.watched.update((info.key, info) for info in typed(tuple[TensorInfo, ...], value))
+        _no_more(len(self.watched))
+
+    def _keys(self, value: Any) -> None:
+        self.keys.extend(typed(tuple[TensorKey, ...], value))
+        _no_more(len(self.keys))
 
     def _progress(self, value: Any) -> None:
-        self.progress = records.progress(value)
+        self.progress = typed(Progress, value)
 
     def _dropped(self, value: Any) -> None:
-        self.dropped = {str(what): int(count) for what, count in value.items()}
+        self.dropped = typed(Mapping[str, Count], value)  # type: ignore[type-abstract]
+
+
+def _no_more(tensors: int) -> None:
+    if tensors > MOST_TENSORS:
+        raise DecodingError(f"are more than {MOST_TENSORS:,} tensors")
 
 
 def _read_bytes(file: Path) -> bytes:
     for _ in range(_STALE_RETRIES):
         try:
-            return file.read_bytes()
+            return bytes_of(file, LARGEST_FILE)
         except FileNotFoundError:
             raise SessionError(_nothing_there(file)) from None
+        except DecodingError as error:
+            raise SessionError(f"{file} {error}: no run leaves so much. Give the session file of a run.") from None
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise SessionError(f"{file} can't be read: {frames.reason(error)}.") from error

@@ -1,7 +1,8 @@
 """The small records of a session file as JSON: run, watched tensors, events, progress.
 
-A field that a reader does not know is skipped, one that a file does not have takes its default, so fields can be
-added without a new schema version. A float that is not finite, which JSON can't hold, is written as "inf", "-inf" or "nan".
+``decoding.typed`` reads them: a field that it does not know is skipped, one that a file does not have takes its default, so
+fields can be added without a new schema version. A float that is not finite, which JSON can't hold, is written as "inf",
+"-inf" or "nan".
 """
 
 from __future__ import annotations
@@ -10,13 +11,9 @@ import dataclasses
 import json
 import math
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-
-from mpinspect.session import Event, Progress, RunInfo, ScaleChange, TensorInfo, TensorKey
-
-_Record = TypeVar("_Record", RunInfo, TensorInfo, Event, Progress)
 
 
 def encode(value: object) -> bytes:
@@ -26,49 +23,6 @@ def encode(value: object) -> bytes:
         "utf-8",
         "surrogatepass",
     )
-
-
-def decode(payload: bytes) -> Any:
-    """What ``encode`` was given, as plain dicts and lists. Raises ValueError if it is no JSON."""
-    return json.loads(payload.decode("utf-8", "surrogatepass"))
-
-
-def run_info(fields: dict[str, Any]) -> RunInfo:
-    record = _build(RunInfo, fields)
-    return dataclasses.replace(record, kinds=tuple(record.kinds), versions=MappingProxyType(dict(record.versions)))
-
-
-def tensor_info(fields: dict[str, Any]) -> TensorInfo:
-    record = _build(TensorInfo, fields)
-    return dataclasses.replace(record, shape=tuple(record.shape))
-
-
-def event(fields: dict[str, Any]) -> Event:
-    record = _build(Event, fields)
-    return dataclasses.replace(
-        record, loss_scale=_number(record.loss_scale), last_maxima=tuple(float(value) for value in record.last_maxima)
-    )
-
-
-def progress(fields: dict[str, Any]) -> Progress:
-    record = _build(Progress, fields)
-    return dataclasses.replace(
-        record, scales=tuple(ScaleChange(int(step), _number(scale)) for step, scale in record.scales)
-    )
-
-
-def tensor_key(pair: list[str]) -> TensorKey:
-    name, kind = pair
-    return TensorKey(str(name), str(kind))
-
-
-def _build(record: type[_Record], fields: dict[str, Any]) -> _Record:
-    known = {field.name for field in dataclasses.fields(record)}
-    return record(**{name: value for name, value in fields.items() if name in known})
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _plain(value: Any) -> Any:

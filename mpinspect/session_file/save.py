@@ -5,9 +5,10 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
+from mpinspect.appending import write_all
 from mpinspect.session import Session, TensorKey
 from mpinspect.session_file import frames, records, windows
-from mpinspect.session_file.files import cannot_write, claim, write_all
+from mpinspect.session_file.files import cannot_write, claim
 from mpinspect.session_file.frames import HEADER, frame
 
 

@@ -9,19 +9,24 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.session import TensorKey, Window
+from mpinspect.decoding import Between, DecodingError, OneOf, inflated, parsed, typed
+from mpinspect.session import Count, Exponent, TensorKey, Window
 from mpinspect.session_file import records
+from mpinspect.session_file.counts import Limits, check_counts
 from mpinspect.tensor_columns import PER_BIN, PER_PEAK, PER_TENSOR, SIGNIFICANDS, Context, Lost, TensorColumns, narrowed
 
 #: zlib's fastest level: 1 ms for 100 tensors; higher levels save a tenth of the size for several times the time.
 COMPRESSION_LEVEL = 1
 
 _HEADER = struct.Struct("<I")
+#: The types of columns, as NumPy names them.
+_INTEGERS, _FLOAT = ("|i1", "<i2", "<i4", "<i8"), "<f8"
 
 
 def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
@@ -46,50 +51,76 @@ def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
     return zlib.compress(body, COMPRESSION_LEVEL)
 
 
+class _Column(NamedTuple):
+    """What stands where behind the header."""
+
+    name: str
+    type: Annotated[str, OneOf((*_INTEGERS, _FLOAT))]
+    entries: Count
+
+
+class _Peak(NamedTuple):
+    exponent: Exponent
+    steps: Annotated[int, Between(1, (1 << 63) - 1)]
+
+
+@dataclass(frozen=True)
+class _Header:
+    first_step: Count
+    last_step: Count
+    sampled_steps: Count
+    gradient_peaks: tuple[_Peak, ...]
+    contexts: tuple[Context, ...]
+    lost_updates: tuple[Lost, ...]
+    columns: tuple[_Column, ...]
+
+
 class Decoder:
     """Decodes the windows of one file; those of the same tensors share one tuple of keys."""
 
     def __init__(self) -> None:
         self._orders: dict[tuple[bytes, str], tuple[TensorKey, ...]] = {}
+        self._limits = Limits()
 
     def decode(self, payload: bytes, keys: Sequence[TensorKey]) -> Window:
         """The window that ``encode`` was given, as columns. ``keys``: by number; more may follow for later windows.
 
-        Raises ValueError, KeyError, IndexError or zlib.error if it is none.
+        Raises ValueError if it is none, or if it is too much together with those before it.
         """
-        body = zlib.decompress(payload)
-        (header_size,) = _HEADER.unpack_from(body)
+        body = inflated(payload, self._limits.bytes_left)
+        header_size = _HEADER.unpack_from(body)[0] if len(body) >= _HEADER.size else 0
         start = _HEADER.size + header_size
-        header = records.decode(body[_HEADER.size : start])
-        return Window(
-            header["first_step"],
-            header["last_step"],
-            header["sampled_steps"],
-            self._tensors(_columns(body, start, header["columns"]), header, keys),
-            dict(header["gradient_peaks"]),
-        )
-
-    def _tensors(
-        self, columns: dict[str, npt.NDArray[Any]], header: dict[str, Any], keys: Sequence[TensorKey]
-    ) -> TensorColumns:
-        contexts = tuple(
-            Context(tuple(context["dtypes"]), context["passed_through"], context["floor_exponent"])
-            for context in header["contexts"]
-        )
-        lost = tuple(Lost(*entry) for entry in header["lost_updates"])
-        return TensorColumns(self._order(columns["key"], keys), columns, contexts, columns["context"], lost)
+        header = typed(_Header, parsed(body[_HEADER.size : start]))
+        columns = _columns(body, start, header.columns)
+        order = self._order(columns["key"], keys)
+        tensors = TensorColumns(order, columns, header.contexts, columns["context"], header.lost_updates)
+        check_counts(tensors)
+        self._limits.take(columns["key"], tensors, len(body))
+        return Window(header.first_step, header.last_step, header.sampled_steps, tensors, dict(header.gradient_peaks))
 
     def _order(self, numbers: npt.NDArray[Any], keys: Sequence[TensorKey]) -> tuple[TensorKey, ...]:
         written = numbers.tobytes(), numbers.dtype.str
         if written not in self._orders:
-            self._orders[written] = tuple(keys[number] for number in numbers.tolist())
+            self._orders[written] = _named(numbers.tolist(), keys)
         return self._orders[written]
 
 
-def _columns(body: bytes, start: int, listed: list[tuple[str, str, int]]) -> dict[str, npt.NDArray[Any]]:
-    """Views into ``body``."""
+def _named(numbers: list[int], keys: Sequence[TensorKey]) -> tuple[TensorKey, ...]:
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(keys):
+        raise DecodingError("has a tensor that has no name")
+    order = tuple(keys[number] for number in numbers)
+    if len(set(order)) < len(order):
+        raise DecodingError("has a tensor twice")
+    return order
+
+
+def _columns(body: bytes, start: int, listed: Sequence[_Column]) -> dict[str, npt.NDArray[Any]]:
+    """Views into ``body``. Columns that this version does not know are among them."""
     columns: dict[str, npt.NDArray[Any]] = {}
     for name, dtype, length in listed:
         columns[name] = np.frombuffer(body, dtype=dtype, count=length, offset=start)
         start += columns[name].nbytes
+    for name in ("key", "context", *PER_TENSOR, *PER_PEAK, *PER_BIN, *SIGNIFICANDS):
+        if name not in columns or (columns[name].dtype == _FLOAT) != (name in SIGNIFICANDS):
+            raise DecodingError(f"has no column {name!r}, or one of a wrong type")
     return columns

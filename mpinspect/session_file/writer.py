@@ -11,6 +11,8 @@ from os import PathLike
 from pathlib import Path
 from types import TracebackType
 
+from mpinspect.appending import AppendedFile, write_all
+from mpinspect.decoding import DecodingError
 from mpinspect.session import (
     Event,
     Progress,
@@ -23,7 +25,7 @@ from mpinspect.session import (
     window_limit,
 )
 from mpinspect.session_file import frames, records, windows
-from mpinspect.session_file.files import cannot_write, claim, write_all
+from mpinspect.session_file.files import cannot_write, claim
 from mpinspect.session_file.frames import FILE_NAME, HEADER, frame
 
 #: Events and notes kept, each: more than anyone reads, and 0.5 MB at most.
@@ -77,9 +79,7 @@ class SessionWriter:
         self._sync_every = SYNC_INTERVAL_S
         self._closed = False
         self._process = os.getpid()
-        self._torn = False
-        self._size = 0
-        self._file = claim(self.path)
+        self._log = AppendedFile(claim(self.path))
         self._begin()
 
     def watched(self, infos: Iterable[TensorInfo]) -> None:
@@ -99,13 +99,12 @@ class SessionWriter:
 
     def event(self, event: Event) -> None:
         """Add an event; beyond the first 1,000 they are only counted."""
-        if self._is_kept("events"):
-            self._append_fixed(frames.EVENT, records.encode(event))
+        self._append_kept("events", frames.EVENT, records.encode(event))
 
     def note(self, sentence: str) -> None:
         """Add a sentence, once however often it comes."""
-        if sentence not in self._notes and self._is_kept("notes"):
-            self._append_fixed(frames.NOTE, records.encode(sentence))
+        if sentence not in self._notes:
+            self._append_kept("notes", frames.NOTE, records.encode(sentence))
             self._notes.add(sentence)
 
     def progress(self, progress: Progress) -> None:
@@ -114,7 +113,7 @@ class SessionWriter:
         Raises:
             FileNotFoundError: somebody has deleted the file: what is written to it from then on nobody could read.
         """
-        if not self._closed and os.fstat(self._file.fileno()).st_nlink == 0 and not self.path.exists():
+        if not self._closed and os.fstat(self._log.file.fileno()).st_nlink == 0 and not self.path.exists():
             raise FileNotFoundError(f"{self.path} was deleted while the run went on")
         if len(progress.scales) > SCALE_LIMIT:
             half = SCALE_LIMIT // 2
@@ -133,9 +132,9 @@ class SessionWriter:
             if self._process == os.getpid():
                 if self._dropped:
                     self._supersede(frames.DROPPED, records.encode(self._dropped))
-                os.fsync(self._file.fileno())
+                os.fsync(self._log.file.fileno())
         with contextlib.suppress(OSError):
-            self._file.close()
+            self._log.file.close()
         self._closed = True
 
     def __enter__(self) -> SessionWriter:
@@ -148,7 +147,7 @@ class SessionWriter:
 
     def __del__(self) -> None:
         # Let go without close: an inspector that was never attached, say. Not made at all, it has no file.
-        if hasattr(self, "_file"):
+        if hasattr(self, "_log"):
             self.close()
 
     # -- appending --------------------------------------------------------------------------------------------
@@ -165,21 +164,16 @@ class SessionWriter:
         """All of ``data`` or nothing of it: half a record would hide all that follows from readers."""
         if self._closed:
             raise ValueError(f"{self.path} is closed: nothing can be added to it")
-        if self._torn:
-            self._mend()
+        if self._log.file.closed:
+            self._reopen()
         self._sync_when_due()
-        self._torn = True
-        write_all(self._file, data)
-        self._torn = False
-        self._size += len(data)
+        self._log.append(data)
 
-    def _mend(self) -> None:
-        """After a write that failed: back to the end of the last complete record."""
-        if self._file.closed:
-            self._file = self.path.open("r+b", buffering=0)
-        self._file.truncate(self._size)
-        self._file.seek(self._size)
-        self._torn = False
+    def _reopen(self) -> None:
+        """After a rewriting."""
+        file = self.path.open("r+b", buffering=0)
+        file.seek(self._log.size)
+        self._log = AppendedFile(file, self._log.size)
 
     def _sync_when_due(self) -> None:
         """To disk at intervals only: the data survive the death of the process without, and fsync takes milliseconds."""
@@ -187,7 +181,7 @@ class SessionWriter:
         if began - self._synced_at < self._sync_every:
             return
         self._synced_at = began
-        os.fsync(self._file.fileno())
+        os.fsync(self._log.file.fileno())
         self._sync_every = max(SYNC_INTERVAL_S, (time.monotonic() - began) / SYNC_SHARE)
 
     def _append_fixed(self, kind: bytes, payload: bytes) -> None:
@@ -202,7 +196,7 @@ class SessionWriter:
         self._append(framed)
         self._stale_bytes += len(self._latest.get(kind, b""))
         self._latest[kind] = framed
-        if self._stale_bytes > max(STALE_BYTES, self._size // 2):
+        if self._stale_bytes > max(STALE_BYTES, self._log.size // 2):
             self._compact()
 
     def _number_keys(self, window: Window) -> None:
@@ -212,11 +206,13 @@ class SessionWriter:
             self._append_fixed(frames.KEYS, records.encode(new))
             self._keys.update(zip(new, range(len(self._keys), len(self._keys) + len(new)), strict=True))
 
-    def _is_kept(self, what: str) -> bool:
-        self._kept[what] = self._kept.get(what, 0) + 1
-        if self._kept[what] > RECORD_LIMIT:
-            self._dropped[what] = self._kept[what] - RECORD_LIMIT
-        return self._kept[what] <= RECORD_LIMIT
+    def _append_kept(self, what: str, kind: bytes, payload: bytes) -> None:
+        kept = self._kept.get(what, 0) + 1
+        if kept > RECORD_LIMIT:
+            self._dropped[what] = kept - RECORD_LIMIT
+        else:
+            self._append_fixed(kind, payload)
+        self._kept[what] = kept
 
     @property
     def _limit(self) -> int:
@@ -237,21 +233,20 @@ class SessionWriter:
                 write_all(out, data)
                 os.fsync(out.fileno())
             # Windows replaces no file that is open; if opening it again fails, the next append tries once more.
-            self._torn = True
-            self._file.close()
+            self._log.file.close()
             rewritten.replace(self.path)
-        except OSError:
+        except (OSError, DecodingError):
             with contextlib.suppress(OSError):
                 rewritten.unlink(missing_ok=True)
             self._patience = len(self._windows)
             self._stale_bytes = 0
             return
-        self._size = len(data)
+        self._log.size = len(data)
         self._windows = [sampled for _, sampled in framed]
         self._patience = 0
         self._stale_bytes = 0
         with contextlib.suppress(OSError):
-            self._mend()
+            self._reopen()
 
     def _coarsened(self) -> list[tuple[bytes, int]]:
         """The windows' records and sampled steps after merging; those that stay alone are copied as they are."""

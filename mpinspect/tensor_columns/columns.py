@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import LostUpdates, TensorKey, TensorWindow, narrowest
+from mpinspect.session import Count, Exponent, LostUpdates, TensorKey, TensorWindow, narrowest
 
 Column = npt.NDArray[Any]
 
@@ -37,7 +37,7 @@ class Context(NamedTuple):
 
     dtypes: tuple[str, ...]
     passed_through: str
-    floor_exponent: int | None
+    floor_exponent: Exponent | None
 
     @classmethod
     def of(cls, tensor: TensorWindow) -> Context:
@@ -55,10 +55,10 @@ class Context(NamedTuple):
 class Lost(NamedTuple):
     """The lost updates of one tensor in one format; ``position`` is the tensor's, from 0."""
 
-    position: int
+    position: Count
     format: str
-    lost: int
-    nonzero: int
+    lost: Count
+    nonzero: Count
     measured: bool
 
 

@@ -1,0 +1,358 @@
+"""Bytes of files as Python objects: bounded in memory, strict, and typed by the annotations of the records.
+
+Sessions, baselines and run records travel between people, and may be damaged or made to do harm. Every reader decodes here:
+``inflated`` and ``parsed`` bound what a few bytes can become, ``typed`` checks each value against the annotation of its
+field, with ``Annotated`` bounds, so that the code behind a reader never meets a value that its types exclude.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+#: Bytes of JSON that are parsed at once: a list of a million empty lists takes 24 times as much memory as its text.
+LARGEST_JSON = 32 << 20
+#: Characters of a value that an error quotes.
+_QUOTED = 40
+
+Kind = TypeVar("Kind")
+
+
+class DecodingError(ValueError):
+    """Something read is not what it should be. The message is a phrase: which field, what is wrong with it.
+
+    Args:
+        phrase: what is wrong, to stand behind the name of what was read.
+        field: dotted path of the field; "" for the whole.
+    """
+
+    def __init__(self, phrase: str, field: str = "") -> None:
+        super().__init__(f"{field} {phrase}" if field else phrase)
+        self.phrase = phrase
+        self.field = field
+
+    def below(self, name: str) -> DecodingError:
+        """The same, seen from the record in which the field ``name`` holds what was read."""
+        return DecodingError(self.phrase, f"{name}.{self.field}" if self.field else name)
+
+
+class Between(typing.NamedTuple):
+    """A bound for numbers, in an ``Annotated``: ``low`` <= number <= ``high``."""
+
+    low: float
+    high: float
+
+
+class OneOf(typing.NamedTuple):
+    """The strings that a field may hold, in an ``Annotated``."""
+
+    words: tuple[str, ...]
+
+
+# -- bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(path: Path, most: int) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have; no more than that are read.
+
+    Raises:
+        DecodingError: it is larger.
+        OSError: it can't be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DecodingError(f"is larger than {most:,} bytes")
+    return data
+
+
+def inflated(data: bytes, most: int) -> bytes:
+    """What a zlib stream unpacks to. Bytes behind its end are ignored.
+
+    Args:
+        data: the whole stream.
+        most: bytes that it may unpack to; no more than that are unpacked.
+
+    Raises:
+        DecodingError: it is none, it is cut short, or it unpacks to more.
+    """
+    stream = zlib.decompressobj()
+    try:
+        unpacked = stream.decompress(data, most + 1)
+    except zlib.error as error:
+        raise DecodingError(f"is no zlib stream ({error})") from None
+    if len(unpacked) > most:
+        raise DecodingError(f"unpacks to more than {most:,} bytes")
+    if not stream.eof:
+        raise DecodingError("is a zlib stream that is cut short")
+    return unpacked
+
+
+# -- JSON -----------------------------------------------------------------------------------------------------------------
+
+
+def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
+    """The value that JSON text stands for: strict JSON, so no NaN and no infinity, and no key twice in an object.
+
+    Args:
+        text: if bytes, in UTF-8, in which a lone surrogate may be encoded like any other code point.
+        most: characters or bytes that it may have.
+
+    Raises:
+        DecodingError: it is larger, nested too deeply to be parsed (by the interpreter's recursion limit), or no JSON.
+    """
+    if len(text) > most:
+        raise DecodingError(f"has {len(text):,} bytes of JSON, more than {most:,}")
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "surrogatepass")
+        return _JSON.decode(text)
+    except RecursionError:
+        raise DecodingError("is nested too deeply") from None
+    except DecodingError:
+        raise
+    except ValueError as error:
+        # A decoding error of UTF-8 quotes all of the text.
+        why = error.reason if isinstance(error, UnicodeDecodeError) else error
+        raise DecodingError(f"is no valid JSON ({why})") from None
+
+
+def json_of(path: Path, most: int = LARGEST_JSON) -> Any:
+    """The value that a file of JSON holds.
+
+    Raises:
+        DecodingError: as ``parsed`` does.
+        OSError: it can't be read.
+    """
+    return parsed(bytes_of(path, most), most)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise DecodingError("has a key twice in one JSON object")
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise DecodingError(f"holds {name}, which is no JSON")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)
+
+
+# -- types ----------------------------------------------------------------------------------------------------------------
+
+#: Many values of one annotation at once, checked and made what the annotation says: a check of a column is a few calls of
+#: built-in functions, however long it is.
+_Reader = Callable[[list[Any]], list[Any]]
+
+
+def typed(kind: type[Kind], value: Any) -> Kind:
+    """A parsed JSON value as an instance of ``kind``; see ``each``."""
+    (found,) = each(kind, [value])
+    return found
+
+
+def each(kind: type[Kind], values: list[Any]) -> list[Kind]:
+    """Parsed JSON values, each as an instance of ``kind``.
+
+    Args:
+        kind: a dataclass or NamedTuple (from an object: a field that it does not know is skipped, one that is not there takes
+            its default; a NamedTuple also from an array), or what their fields may be annotated with: str, int, float (also
+            of the strings "inf", "-inf" and "nan"), bool, tuple[X, ...], Mapping[str, X], X | None, and Annotated with
+            Between or OneOf.
+        values: of ``parsed``.
+
+    Raises:
+        DecodingError: one of them is none.
+    """
+    found: list[Kind] = _reader(typing.cast(Hashable, kind))(values)
+    return found
+
+
+@cache
+def _reader(kind: Hashable) -> _Reader:
+    origin = typing.get_origin(kind)
+    if origin is typing.Annotated:
+        base, *bounds = typing.get_args(kind)
+        return _bounded(_reader(base), bounds)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+        return _optional(_reader(inner))
+    if origin is tuple:
+        return _several(_reader(typing.get_args(kind)[0]))
+    if origin is Mapping:
+        return _mapping(_reader(typing.get_args(kind)[1]))
+    if kind is float:
+        return _floats
+    if kind in _NAMES:
+        return _plain(kind)
+    return _record(kind)
+
+
+#: What a JSON value is called in an error.
+_NAMES: dict[type, str] = {
+    str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "an array", dict: "an object",
+    types.NoneType: "null",
+}  # fmt: skip
+
+
+def _plain(kind: type) -> _Reader:
+    def read(values: list[Any]) -> list[Any]:
+        _require(kind, values)
+        return values
+
+    return read
+
+
+def _require(kind: type, values: list[Any]) -> None:
+    """Raises DecodingError where a value is of another type; True is no whole number."""
+    if not set(map(type, values)) <= {kind}:
+        wrong = next(value for value in values if type(value) is not kind)
+        raise DecodingError(f"is {_shown(wrong)}, not {_NAMES[kind]}")
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: short, and of a container only what it is, which may be nested deeply."""
+    if isinstance(value, (list, dict)) or value is None:
+        return _NAMES[type(value)]
+    text = repr(value[:_QUOTED] if isinstance(value, str) else value)
+    return text if len(text) <= _QUOTED + 2 else f"{text[:_QUOTED]}..."
+
+
+def _floats(values: list[Any]) -> list[Any]:
+    return values if set(map(type, values)) <= {float} and all(map(math.isfinite, values)) else [*map(_float, values)]
+
+
+def _float(value: Any) -> float:
+    if type(value) is float or type(value) is int:
+        # A number that is too large is not an infinity that was meant.
+        if abs(value) <= _LARGEST_FLOAT:
+            return float(value)
+        raise DecodingError(f"is {_shown(value)}, beyond float64")
+    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    raise DecodingError(f"is {_shown(value)}, not {_NAMES[float]}")
+
+
+_LARGEST_FLOAT = (2.0 - 2.0**-52) * 2.0**1023
+
+
+def _bounded(read: _Reader, bounds: list[Between | OneOf]) -> _Reader:
+    def read_bounded(values: list[Any]) -> list[Any]:
+        found = read(values)
+        for bound in bounds if found else ():
+            if isinstance(bound, OneOf):
+                if not set(found) <= set(bound.words):
+                    wrong = next(value for value in found if value not in bound.words)
+                    raise DecodingError(f"is {_shown(wrong)}, none of {', '.join(bound.words)}")
+            # Written so that it does not hold of a NaN.
+            elif not (bound.low <= min(found) and max(found) <= bound.high and not any(map(math.isnan, found))):
+                wrong = next(value for value in found if not bound.low <= value <= bound.high)
+                raise DecodingError(f"is {_shown(wrong)}, not within {bound.low:,} .. {bound.high:,}")
+        return found
+
+    return read_bounded
+
+
+def _optional(read: _Reader) -> _Reader:
+    def read_optional(values: list[Any]) -> list[Any]:
+        found = iter(read([value for value in values if value is not None]))
+        return [None if value is None else next(found) for value in values]
+
+    return read_optional
+
+
+def _several(read: _Reader) -> _Reader:
+    def read_several(values: list[Any]) -> list[Any]:
+        _require(list, values)
+        if len(values) == 1:
+            return [tuple(read(values[0]))]
+        found = iter(read(list(chain.from_iterable(values))))
+        return [tuple(islice(found, len(value))) for value in values]
+
+    return read_several
+
+
+def _mapping(read: _Reader) -> _Reader:
+    def read_mapping(values: list[Any]) -> list[Any]:
+        _require(dict, values)
+        found = iter(read([item for value in values for item in value.values()]))
+        return [types.MappingProxyType({key: next(found) for key in value}) for value in values]
+
+    return read_mapping
+
+
+def _record(kind: Any) -> _Reader:
+    """Of a dataclass or a NamedTuple."""
+    annotations = typing.get_type_hints(kind, include_extras=True)
+    names = _field_names(kind)
+    readers = {name: _reader(annotations[name]) for name in names}
+    defaults = _defaults(kind)
+    is_tuple = issubclass(kind, tuple)
+
+    def read(values: list[Any]) -> list[Any]:
+        if is_tuple and set(map(type, values)) <= {list}:
+            columns = _transposed(values, len(names))
+        else:
+            _require(dict, values)
+            columns = [[value.get(name, _MISSING) for value in values] for name in names]
+        read_columns = []
+        for name, column in zip(names, columns, strict=True):
+            try:
+                read_columns.append(_present(readers[name], list(column), defaults.get(name, _MISSING)))
+            except DecodingError as error:
+                raise error.below(name) from None
+        return [*map(kind, *read_columns)]
+
+    return read
+
+
+_MISSING: Any = object()
+
+
+def _field_names(kind: Any) -> tuple[str, ...]:
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    names: tuple[str, ...] = kind._fields
+    return names
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(kind):
+        return dict(kind._field_defaults)
+    fields = dataclasses.fields(kind)
+    made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    return made | {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+
+
+def _transposed(rows: list[list[Any]], width: int) -> Iterable[Iterable[Any]]:
+    if not set(map(len, rows)) <= {width}:
+        wrong = next(row for row in rows if len(row) != width)
+        raise DecodingError(f"is an array of {len(wrong):,}, not of {width}")
+    return zip(*rows, strict=True) if rows else [()] * width
+
+
+def _present(read: _Reader, values: list[Any], default: Any) -> list[Any]:
+    """A column in which a field that is not there takes its default."""
+    missing = [value is _MISSING for value in values]
+    if not any(missing):
+        return read(values)
+    if default is _MISSING:
+        raise DecodingError("is missing")
+    found = iter(read([value for value in values if value is not _MISSING]))
+    return [default if gone else next(found) for gone in missing]
