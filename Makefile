@@ -31,8 +31,16 @@ demo: $(VENV)/.package ## train a small language model with the inspector on, th
 test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+# torch and oneDNN choose their kernels by the processor, and nothing here may rest on one.
+ARITHMETIC := $(addprefix tests/test_,emulation.py emulation_autocast.py bit_identity.py counting.py probe.py master_weights.py)
+
+.PHONY: test-processors
+test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q $(ARITHMETIC)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n $(JOBS) -q $(ARITHMETIC)
+
 .PHONY: check
-check: lint test ## all that CI runs: lint, then test
+check: lint test test-processors ## all that CI runs: lint, test, test-processors
 
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff (rules and format) and mypy --strict
