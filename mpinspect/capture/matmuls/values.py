@@ -103,7 +103,7 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() > MOST_BYTES:
         forget(tensor, TOO_LARGE)
-    elif tensor.numel() * tensor.element_size() == storage.nbytes():
+    elif _is_whole(tensor):
         beside = _memory(storage)
         _shown(beside, tensor).copy_(value)
         setattr(storage, _BESIDE, beside)
@@ -232,7 +232,7 @@ class Values:
         tensors = list(_tensors((*args, *kwargs.values())))
         here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
         written = targets(func, args, kwargs) if rule.writes else []
-        read = [one for one in tensors if not _is_overwritten(rule, one, written)] if written else tensors
+        read = tensors[1:] if rule.name in _OVERWRITES and _is_whole(tensors[0]) else tensors
         if here:
             return self._here(rule, func, args, kwargs, _worst(read))
         lack = rule.lack or _worst(read)
@@ -288,14 +288,12 @@ def _worst(tensors: Iterable[torch.Tensor]) -> Lack | None:
     return worst
 
 
-def _is_overwritten(rule: _Rule, tensor: torch.Tensor, written: list[torch.Tensor]) -> bool:
-    """Whether an operator writes every element of its target's memory, whatever that held."""
-    return (
-        rule.name in _OVERWRITES
-        and tensor is written[0]
-        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        and tensor.untyped_storage().nbytes() <= MOST_BYTES
-    )
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows all of its memory, so that writing each of its elements leaves nothing of what was there."""
+    memory = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.element_size() != memory or memory > MOST_BYTES:
+        return False
+    return bool(aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _write(
