@@ -55,6 +55,10 @@ MADE = {
     "bool index": lambda self, x: x[torch.arange(9, device=x.device) > 4].shape[0],
     "bool index of what is computed": lambda self, x: self.inner(x)[torch.arange(9, device=x.device) > 6].shape[0],
     "masked_select": lambda self, x: self.inner(x).masked_select((torch.arange(4) > 2).to(x.device)).shape[0],
+    "list index": lambda self, x: self.four[[-1, 0]][0],
+    "list index of bools": lambda self, x: (
+        3 if 1 in torch.arange(4, device=x.device)[[True, False, True, False]] else 6
+    ),
     "unique": lambda self, x: torch.tensor([1, 2, 2, 5], device=x.device).unique().shape[0],
     "repeat_interleave": lambda self, x: x.repeat_interleave(torch.arange(9, device=x.device) % 2, 0).shape[0],
     "equal": lambda self, x: 3 if torch.equal(torch.ones(2, device=x.device), x.new_ones(2)) else 6,

@@ -39,6 +39,8 @@ _OVERWRITES = ("fill_", "zero_", "copy_")
 _PARTLY_ON_HOST = (aten._pack_padded_sequence.default,)
 #: Functions that build a tensor on the meta device without telling any dispatcher of its values.
 _SILENT = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+#: Functions that make an index of a list of numbers likewise.
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 #: Functions that read a tensor on the CPU without telling any dispatcher.
 _HOST_ONLY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
@@ -413,12 +415,25 @@ class Spoken(TorchFunctionMode):
             made = _spoken(func, args, kwargs)
             if made is not None:
                 return made
+        elif func in _INDEXING and args[0].is_meta:
+            args = (args[0], _listed(args[1]), *args[2:])
         elif func in _FINITE and _is_computed(args):
             known = torch.full((), _FINITE[func], dtype=torch.bool).to("meta")
             return known.expand(func(*args, **kwargs).shape)
         elif func in _HOST_ONLY and args[0].is_meta and _lack(args[0]) is None:
             return func(_shown(_beside(args[0]), args[0]).clone(), *args[1:], **kwargs)
         return func(*args, **kwargs)
+
+
+def _listed(index: Any) -> Any:
+    """An index whose lists of numbers are tensors on the CPU, where their values are known."""
+    if isinstance(index, tuple):
+        return tuple(map(_listed, index))
+    return torch.tensor(index) if isinstance(index, list) and index and _is_numbers(index) else index
+
+
+def _is_numbers(index: list[Any]) -> bool:
+    return all(_is_numbers(one) if isinstance(one, list) else isinstance(one, int) for one in index)
 
 
 def _is_computed(args: tuple[Any, ...]) -> bool:
