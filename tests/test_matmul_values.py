@@ -66,6 +66,10 @@ MADE = {
     "to the host": lambda self, x: self.four.cpu().numpy()[1],
     "in": lambda self, x: 2 if 3 in torch.arange(4, device=x.device) else 7,
     "a fill of empty": lambda self, x: changed(torch.empty(3, device=x.device), lambda one: one.fill_(2)).sum(),
+    "an empty one, element by element": lambda self, x: changed(
+        torch.empty(2, 2, dtype=torch.int64, device=x.device),
+        lambda t: [t.__setitem__((i, j), i + 1) for i in (0, 1) for j in (0, 1)],
+    ).sum(),
     "a change seen by a view": lambda self, x: changed(torch.zeros(4, device=x.device), lambda t: t[1:3].add_(2)).sum(),
     "a copy is another's": lambda self, x: changed(self.four.clone(), lambda t: t.clone().zero_())[1],
     "isfinite of what is computed": lambda self, x: 3 if self.inner(x).isfinite().all() else 6,
@@ -87,7 +91,6 @@ def ones(like):
 UNKNOWN = {
     "computed": lambda self, x: self.inner(x).sum(),
     "random": lambda self, x: torch.rand(3, device=x.device).sum() * 0 + 3,
-    "uninitialised": lambda self, x: torch.empty(3, device=x.device)[0],
     "written to a view": lambda self, x: changed(ones(x), lambda t: t[:2].copy_(self.inner(x)[0, :2])).sum(),
     "written to the base of a view": lambda self, x: changed(ones(x), lambda t: t.view(2, 2).mul_(self.inner(x)[0, 0]))[3],
     "filled at random": lambda self, x: changed(ones(x), lambda t: t.uniform_()).sum(),

@@ -24,17 +24,15 @@ aten = torch.ops.aten
 MOST_BYTES = 1 << 24
 #: On the storage of a meta tensor: its values, or why it has none. Storages keep their attributes as long as they live.
 _BESIDE = "_mpinspect_values"
-#: Leave memory as they find it.
-_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
-#: Functions of a shape alone, though they take a tensor: how the value is found among the arguments.
+#: Leave memory as they find it. Nobody may rely on what is there, so that zeros are as good as anything.
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+#: Functions of a shape alone, though they may take a tensor: how the value is found among the arguments.
 _FILLED: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("zeros_like", "new_zeros"), lambda args: 0),
+    **dict.fromkeys(("zeros_like", "new_zeros", *_EMPTY), lambda args: 0),
     **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1),
     "full_like": lambda args: args[1],
     "new_full": lambda args: args[2],
 }
-#: Write every element of their first argument.
-_OVERWRITES = ("fill_", "zero_", "copy_")
 #: Some of whose results are on the CPU, wherever the operands are.
 _PARTLY_ON_HOST = (aten._pack_padded_sequence.default,)
 #: Functions that build a tensor on the meta device without telling any dispatcher of its values.
@@ -105,8 +103,8 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() > MOST_BYTES:
         forget(tensor, TOO_LARGE)
-    elif _is_whole(tensor):
-        beside = _memory(storage)
+    elif tensor.numel() * tensor.element_size() == storage.nbytes():
+        beside = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
         _shown(beside, tensor).copy_(value)
         setattr(storage, _BESIDE, beside)
 
@@ -159,10 +157,6 @@ def _lack(tensor: torch.Tensor) -> Lack | None:
     return None if beside.nbytes() >= storage.nbytes() and _is_plain(tensor) else COMPUTED
 
 
-def _memory(of: torch.UntypedStorage) -> torch.UntypedStorage:
-    return torch.UntypedStorage(of.nbytes())  # type: ignore[no-untyped-call]
-
-
 def _shown(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     made = torch.empty(0, dtype=like.dtype)
     return made.set_(storage, like.storage_offset(), like.size(), like.stride())
@@ -194,7 +188,7 @@ class _Rule:
         schema, tags = func._schema, func.tags
         name = schema.name.partition("::")[2]
         random = torch.Tag.nondeterministic_seeded in tags
-        computes = not (random or name in _EMPTY or product_name(schema.name))
+        computes = not (random or product_name(schema.name))
         return cls(
             name,
             None if computes else COMPUTED,
@@ -234,10 +228,9 @@ class Values:
         tensors = list(_tensors((*args, *kwargs.values())))
         here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
         written = targets(func, args, kwargs) if rule.writes else []
-        read = tensors[1:] if rule.name in _OVERWRITES and _is_whole(tensors[0]) else tensors
         if here:
-            return self._here(rule, func, args, kwargs, _worst(read))
-        lack = rule.lack or _worst(read)
+            return self._here(rule, func, args, kwargs, _worst(tensors))
+        lack = rule.lack or _worst(tensors)
         if lack is None and any(not one.is_meta for one in written):
             return _computed(func, args, kwargs)
         try:
@@ -290,22 +283,11 @@ def _worst(tensors: Iterable[torch.Tensor]) -> Lack | None:
     return worst
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shows all of its memory, so that writing each of its elements leaves nothing of what was there."""
-    memory = tensor.untyped_storage().nbytes()
-    if tensor.numel() * tensor.element_size() != memory or memory > MOST_BYTES:
-        return False
-    return bool(aten.is_non_overlapping_and_dense.default(tensor))
-
-
 def _write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor], lack: Lack | None
 ) -> None:
     """To the values of what an operator writes to; they are forgotten where what is written is not known."""
     if lack is None:
-        for one in written:
-            if one.is_meta and _lack(one) is not None:
-                setattr(one.untyped_storage(), _BESIDE, _memory(one.untyped_storage()))
         try:
             _computed(func, args, kwargs)
         except Exception:
