@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import hashlib
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 WORDS = Path(__file__).parents[1] / "examples" / "unmodified" / "words.py"
 THREADS = "2"
@@ -56,19 +57,39 @@ def train(indexed: bool) -> None:
     print(digest.hexdigest()[:16])
 
 
-def run(script: list[str], *, inspected: bool, cache: str | None = None) -> tuple[float, str]:
-    """Seconds that a script takes in a process of its own, and the first line that it prints."""
+class Run(NamedTuple):
+    """A script's run in a process of its own.
+
+    Args:
+        seconds: from its start to its end.
+        processor_seconds: its own, which other work on the machine changes less.
+        line: the first that it printed.
+    """
+
+    seconds: float
+    processor_seconds: float
+    line: str
+
+
+def run(script: list[str], *, inspected: bool, cache: str | None = None) -> Run:
+    """Run a script bare, or with ``mpinspect run`` in front."""
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, **({"NUMBA_CACHE_DIR": cache} if cache else {})}
     with tempfile.TemporaryDirectory() as folder:
         way = ["-m", "mpinspect", "run", "--log-dir", folder + "/run"] if inspected else []
-        began = time.perf_counter()
+        began, used = time.perf_counter(), _processor_seconds()
         done = subprocess.run(
             [sys.executable, *way, *script], env=environment, capture_output=True, text=True, check=True
         )
-        return time.perf_counter() - began, done.stdout.partition("\n")[0]
+        return Run(time.perf_counter() - began, _processor_seconds() - used, done.stdout.partition("\n")[0])
 
 
-def run_cold(script: list[str]) -> tuple[float, str]:
+def _processor_seconds() -> float:
+    """Of all processes started here that have ended; the one that compiles is no child."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run_cold(script: list[str]) -> Run:
     """The same under the inspector with an empty cache."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         try:
@@ -98,19 +119,27 @@ def load() -> Iterator[None]:
 
 
 def starts(rounds: int) -> list[dict[str, Any]]:
-    """Seconds of the whole example, bare, with the kernels on disk, and with an empty cache, in turns."""
+    """The whole example bare, with the kernels on disk, and with an empty cache, in turns: medians."""
     script = [str(WORDS)]
     ways = {
         "bare": lambda: run(script, inspected=False),
         "kernels on disk": lambda: run(script, inspected=True),
         "empty cache": lambda: run_cold(script),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[Run]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            seconds[name].append(way()[0])
-            print(f"{name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
-    return [{"run": name, "seconds": statistics.median(found), "rounds": rounds} for name, found in seconds.items()]
+            found[name].append(way())
+            print(name, *found[name][-1][:2], file=sys.stderr, flush=True)
+    return [
+        {
+            "run": name,
+            "seconds": statistics.median(each.seconds for each in runs),
+            "processor seconds": statistics.median(each.processor_seconds for each in runs),
+            "rounds": rounds,
+        }
+        for name, runs in found.items()
+    ]
 
 
 def comparisons(runs: int) -> list[dict[str, Any]]:
@@ -128,7 +157,7 @@ def comparisons(runs: int) -> list[dict[str, Any]]:
         for name, times, way in ways:
             weights: Counter[str] = Counter()
             for _ in range(times):
-                weights[way()[1]] += 1
+                weights[way().line] += 1
                 print(f"{name}: {weights.most_common()}", file=sys.stderr, flush=True)
             usually = usual.setdefault(name.partition(",")[0], weights.most_common(1)[0][0])
             rows.append({"run under load": name, "runs": times, "other weights": times - weights[usually]})
@@ -155,7 +184,7 @@ def main() -> None:
     fastest.warm_up(compile_here=True)
     rows = starts(2 if options.quick else options.starts)
     print(*rows, sep="\n", flush=True)
-    seconds = {row["run"]: row["seconds"] for row in rows}
+    seconds: dict[str, float] = {row["run"]: row["seconds"] for row in rows}
     promises = [checked("cold_starts.added", seconds["empty cache"] - seconds["kernels on disk"])]
     results = {"starts": rows, "under load": comparisons(2 if options.quick else options.runs), "checked": promises}
     print(verdicts(promises))

@@ -32,13 +32,14 @@ def lint_shapes(
 
     Args:
         model: as it would be trained; it is not changed. On the meta device or with real weights.
-        args, kwargs: what its forward is called with; only shapes and dtypes matter on the meta device.
+        args, kwargs: what its forward is called with; on the meta device shapes and dtypes matter, and values (of tensors that
+            have some) only where the model asks for one.
         dtype: of the autocast around the model: torch.float16, torch.bfloat16 or such a name; None: the model as it is.
         gpu: "auto" (the CUDA device at hand, else Ampere, which the report says), an architecture ("volta", "turing",
             "ampere", "ada", "hopper", "blackwell"), a card ("H100 PCIe"), or a Gpu.
         backward: whether a backward is recorded too.
         device: "meta" (nothing is computed), or "real": on the tensors as they are, wherever they are, for models whose shapes
-            depend on their data.
+            depend on what they compute.
 
     Where the model could not be run to its end the report has the finding ``recording-incomplete``, an error that says where and
     why, ``complete`` is False, and what had run is in it.

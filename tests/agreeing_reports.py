@@ -25,7 +25,8 @@ _ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-wind
 def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
     """``mpinspect.analysis.analyse``, of which every report must agree with itself."""
     report = analysis.analyse(session, format)
-    assert contradictions(report) == []
+    found = contradictions(report)
+    assert not found, "\n".join(found)
     return report
 
 
@@ -57,7 +58,7 @@ def _contradictions(report: RangeReport) -> Iterator[str]:
     assert advice.lowest is not None
     assert advice.highest is not None
     assert advice.recommended is not None
-    empty = advice.lowest > advice.highest
+    empty = "scale-window-empty" in findings
     flushed, overflow = findings.get("gradients-flushed"), findings.get("gradients-overflow")
     if advice.needed is False:
         if advice.recommended != 1 or not advice.lowest <= 1 <= advice.highest:
@@ -87,7 +88,7 @@ def _contradictions(report: RangeReport) -> Iterator[str]:
         yield f"two windows: {serves[0]}, and {advice.lowest} .. {advice.highest}"
     if empty and (serves or "Suggested" in page or "Multiply the loss" in said):
         yield "no scale serves every layer, and a sentence suggests one"
-    if empty != ("scale-window-empty" in findings):
+    if empty != (advice.lowest > advice.highest):
         yield "the window is empty in the advice or in the findings, not in both"
     if not empty and told - {advice.recommended}:
         yield f"several scales: {sorted(told)}, and {advice.recommended} is recommended"

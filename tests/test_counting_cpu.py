@@ -299,7 +299,7 @@ def test_a_missing_numba_is_nothing_to_speak_of(tmp_path: Path) -> None:
 
 
 def test_the_compiled_loops_are_kept_and_found_again(tmp_path: Path) -> None:
-    """A second process loads them, compiles nothing and adds nothing to the cache; what other sources left there is gone."""
+    """A second process loads them, compiles nothing and adds nothing to the cache."""
     assert (
         told(COUNT_AND_TELL.replace("warm_up()", "warm_up(compile_here=True)"), NUMBA_CACHE_DIR=str(tmp_path))
         == "True []"
@@ -309,6 +309,17 @@ def test_the_compiled_loops_are_kept_and_found_again(tmp_path: Path) -> None:
     assert told(loaded, NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == first
     assert any(name.endswith(".nbc") for name in first)
+
+
+def test_what_other_sources_left_in_the_cache_is_removed(tmp_path: Path) -> None:
+    today, before, other = (
+        tmp_path / name
+        for name in (f"a.b_{compiling._DIGEST}-1.py312.nbi", "a.b_000000000000-1.py312.1.nbc", "a.b.pyc")
+    )
+    for path in (today, before, other):
+        path.touch()
+    compiling.remove_others(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([today, other])
 
 
 def test_where_nothing_can_be_kept_torch_counts_and_it_is_said() -> None:

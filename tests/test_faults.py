@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mpinspect import Inspector, Session
-from mpinspect.capture import broken_weights, host_copy, optimizers, watch
+from mpinspect.capture import broken_weights, host_copy, optimizers, tally, watch
 from mpinspect.capture.host_rows import HostRows
 from mpinspect.counting import fastest
 from mpinspect.counting.cpu import counter
@@ -342,7 +342,7 @@ def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch:
                 raise RuntimeError("planted")
             return super().values()
 
-    monkeypatch.setattr(host_copy, "HostCopy", Failing)
+    monkeypatch.setattr(tally, "HostCopy", Failing)
     session, after = _train(_network(), True)
     assert all(torch.equal(here, there) for here, there in zip(weights, after, strict=True))
     assert len(_different(session, sound)) == 1

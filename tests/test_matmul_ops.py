@@ -293,6 +293,23 @@ def test_an_lstm_as_cudnn_computes_it():
     assert len(found) == 8
 
 
+@pytest.mark.parametrize(
+    ("mask", "steps", "roles"),
+    [
+        ([True, True, True, True], 5, ["dgrad", "dgrad", "wgrad", "wgrad"]),
+        ([True, False, False, False], 4, ["dgrad", "dgrad"]),
+        ([False, True, True, True], 5, ["dgrad", "wgrad", "wgrad"]),
+        ([False, False, False, True], 4, ["dgrad", "wgrad", "wgrad"]),
+    ],
+)
+def test_the_backward_of_a_recurrent_layer_gives_what_it_was_asked_for(mask, steps, roles):
+    scalars = [None] * 10 + [3, 16, 0, 1, False, 0.0, True, False, [], None, None, mask]
+    found = matmuls_of("aten::_cudnn_rnn_backward", [Operand((5, 3, 8), None, "float16")], scalars=scalars)
+    assert [record.role for record in found] == roles
+    assert (sizes(found[0]), found[0].calls) == ((1, 3, 16, 48), steps)
+    assert ((1, 15, 8, 48) in map(sizes, found)) == mask[0]
+
+
 def test_packed_sequences_have_one_product_a_size_of_the_steps():
     scalars = [None] * 6 + [3, 16, 0, 1, False, 0.0, True, False, [4, 4, 2], None]
     found = matmuls_of("aten::_cudnn_rnn", [Operand((10, 8), None, "float16")], scalars=scalars)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpinspect.analysis.shapes import analyse_shapes
 from mpinspect.capture.matmuls.failures import RecordingError
@@ -355,14 +356,65 @@ def test_recurrent_layers_as_cudnn_computes_them(kind, gates, dtype):
     assert lines(recording, "role", "parameter", "m", "n", "k", "calls") == [
         ("forward", "rnn.weight_ih_l0", 15, gates * 16, 12, 1),
         ("forward", "rnn.weight_hh_l0", 3, gates * 16, 16, 5),
-        ("dgrad", "rnn.weight_hh_l0", 3, 16, gates * 16, 5),
-        ("dgrad", "rnn.weight_ih_l0", 15, 12, gates * 16, 1),
+        # Nobody asks for the gradient of the input, nor of the state that the first of five steps begins with.
+        ("dgrad", "rnn.weight_hh_l0", 3, 16, gates * 16, 4),
         ("wgrad", "rnn.weight_ih_l0", gates * 16, 12, 15, 1),
         ("wgrad", "rnn.weight_hh_l0", gates * 16, 16, 15, 1),
     ]
     assert {(record.kind, record.dtype) for record in recording.matmuls} == {
         ("recurrent", "float16" if dtype else "float32")
     }
+
+
+def flops(recording):
+    return sum(record.flops * record.calls for record in recording.matmuls)
+
+
+def flops_taken_apart(model, *args):
+    """By torch's counter, of the products that the layer is made of where no library computes it as a whole."""
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        model(*args).sum().backward()
+    return counter.get_total_flops()
+
+
+RECURRENT = {"lstm": (nn.LSTM, {}), "projected": (nn.LSTM, {"proj_size": 8}), "gru": (nn.GRU, {}), "rnn": (nn.RNN, {})}
+STACKED = [(1, False), (2, False), (1, True), (3, True)]
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration", "ignore:LSTM with projections is not supported")
+@pytest.mark.parametrize("device", ["meta", "real"])
+@pytest.mark.parametrize(("layers", "bidirectional"), STACKED)
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_recurrent_layers_gradients_are_those_that_are_asked_for(kind, layers, bidirectional, device):
+    make, options = RECURRENT[kind]
+    layer = make(12, 16, layers, bidirectional=bidirectional, **options)
+    model = Of(lambda self, x, *state: self.rnn(x, *state)[0], rnn=layer)
+    directions = 2 if bidirectional else 1
+    states = [torch.randn(layers * directions, 3, options.get("proj_size", 16), requires_grad=True)]
+    if make is nn.LSTM:
+        states = [(*states, torch.randn(layers * directions, 3, 16))]
+    needs_none, needs_one = torch.randn(5, 3, 12), torch.randn(5, 3, 12, requires_grad=True)
+    for args in ((needs_none,), (needs_one,), (needs_none, *states), (needs_one, *states)):
+        assert flops(record_matmuls(model, args, device=device)) == flops_taken_apart(model, *args)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    frozen = record_matmuls(model, (needs_one,), device=device)
+    assert by_role(frozen, "wgrad") == []
+    assert flops(frozen) == flops_taken_apart(model, needs_one)
+    layer.weight_hh_l0.requires_grad_(True)
+    thawed = record_matmuls(model, (needs_one,), device=device)
+    assert {record.parameter for record in by_role(thawed, "wgrad")} == {"rnn.weight_hh_l0"}
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("layers", "bidirectional"), STACKED)
+def test_gradients_of_packed_sequences_are_those_that_are_asked_for(kind, layers, bidirectional):
+    model = Of(lambda self, x: self.rnn(x)[0].data, rnn=kind(12, 16, layers, bidirectional=bidirectional))
+    for needs in (False, True):
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 4, 12), torch.tensor([5, 3, 3, 1]))
+        packed = packed._replace(data=packed.data.requires_grad_(needs))
+        assert flops(record_matmuls(model, packed)) == flops_taken_apart(model, packed)
 
 
 def test_packed_sequences():
@@ -626,10 +678,14 @@ def test_values_of_small_buffers_are_kept_where_the_forward_needs_them():
 
 
 def test_shapes_that_depend_on_values():
-    model = Of(lambda self, x: self.second(self.first(x)[x[:, 0] > 0]), first=nn.Linear(8, 8), second=nn.Linear(8, 8))
-    recording = record_matmuls(model, torch.randn(3, 8))
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y[y[:, 0] > 0])
+
+    recording = record_matmuls(Of(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8)), torch.randn(3, 8))
     assert [record.module for record in recording.matmuls] == ["first"]
     assert "depends on values" in recording.stopped
+    assert "computed by the model" in recording.stopped
 
 
 def test_numpy_in_a_forward():

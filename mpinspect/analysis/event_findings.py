@@ -184,7 +184,7 @@ def _take(advice: LossScaleAdvice) -> str:
         return "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
     if advice.needed is False:
         return "Train without a loss scale (1): none is needed."
-    return f"Take a loss scale of {advice.recommended:.15g}, or begin with it in a scaler that skips such steps."
+    return f"Take a loss scale of {advice.recommended:.17g}, or begin with it in a scaler that skips such steps."
 
 
 def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:

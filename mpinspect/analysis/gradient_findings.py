@@ -76,7 +76,7 @@ def _scale_fix(decision: Decision) -> str:
     if decision.window.is_empty:
         return _ways_out(decision)
     return (
-        f"Multiply the loss by {scale_of(decision.log2_scale):.15g}, or begin with that in a dynamic scaler. The batch size is "
+        f"Multiply the loss by {scale_of(decision.log2_scale):.17g}, or begin with that in a dynamic scaler. The batch size is "
         "part of it: a mean over twice as many samples needs twice the scale."
     )
 
@@ -181,7 +181,7 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         fix = _ways_out(decision)
     else:
         fix = (
-            f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.15g} (no floor of 1 must stand in its "
+            f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (no floor of 1 must stand in its "
             "way), or use BF16."
         )
     return Finding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, divergence, time_blocks
@@ -12,7 +12,7 @@ from mpinspect.analysis.noise import is_rounding_noise, rounding_noise_ceilings
 from mpinspect.analysis.overflow_odds import Ceiling, log2_highest, overflowed_at
 from mpinspect.analysis.ranges import tensor_infos
 from mpinspect.analysis.report import LossScaleAdvice
-from mpinspect.analysis.scale_advice import Advised, Block, ScaleRules, decide, no_advice, scale_advice
+from mpinspect.analysis.scale_advice import Advised, Block, Decision, ScaleRules, decide, no_advice, scale_advice
 from mpinspect.analysis.scale_window import HEADROOM, GradientRange, gradient_ranges, scale_window
 from mpinspect.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
@@ -22,6 +22,8 @@ from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
 from mpinspect.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 
+#: Powers of two within which FP32 holds a scale and its inverse.
+FARTHEST = 126
 #: The kind of a gradient that is given as a bare histogram.
 _GRADIENT = "gradient"
 
@@ -65,7 +67,7 @@ def recommend_loss_scale(
     if window is None:
         return no_advice(nothing_to_serve(gradients))
     decision = decide(gradients, window, Ceiling(window.log2_highest), {}, (), rules)
-    return scale_advice(decision, (), advice_reason(decision, gradients))
+    return _advised(decision, (), gradients).advice
 
 
 def noise_of(totals: Mapping[TensorKey, TensorWindow], ceilings: Mapping[TensorKey, float]) -> frozenset[TensorKey]:
@@ -119,7 +121,18 @@ def advise(
             Block(first, last, found, scale_window(found, top.log2_highest if top else None, format, rules.tolerance))
         )
     decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules)
-    return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, seen.left_out)), decision)
+    return _advised(decision, blocks, gradients, seen.left_out)
+
+
+def _advised(
+    decision: Decision, blocks: Sequence[Block], gradients: Sequence[GradientRange], left_out: str = ""
+) -> Advised:
+    window = decision.window
+    if window.log2_highest < -FARTHEST or window.log2_lowest > FARTHEST:
+        return Advised(
+            no_advice("No advice: no scale that FP32 holds would bring these gradients into the format's range.")
+        )
+    return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, left_out)), decision)
 
 
 def _without_overflows(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:

@@ -39,23 +39,23 @@ class HostCopy:
 
 
 def copy_groups(
-    groups: Iterable[list[int]], stacked: Callable[[list[int]], torch.Tensor], failed: Callable[[int, Exception], None]
+    groups: Iterable[list[int]], copy: Callable[[list[int]], HostCopy], failed: Callable[[int, Exception], None]
 ) -> list[tuple[list[int], HostCopy]]:
     """Copy each group of tensors at once, with their places; where that fails, each alone, so that no other is lost with one.
 
     Args:
         groups: places of tensors that can be stacked.
-        stacked: the tensors at some places as one, its first dimension theirs.
+        copy: copies the tensors at some places, as one whose first dimension is theirs.
         failed: called with the place of a tensor that can't be copied, and the error.
     """
     copies = []
     for places in groups:
         try:
-            copies.append((places, HostCopy(stacked(places))))
+            copies.append((places, copy(places)))
         except Exception:
             for place in places:
                 try:
-                    copies.append(([place], HostCopy(stacked([place]))))
+                    copies.append(([place], copy([place])))
                 except Exception as error:
                     failed(place, error)
     return copies

@@ -297,7 +297,9 @@ def _copy_alike(
         if tensor is not None:
             groups.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
     given: Any = tensors
-    return copy_groups(groups.values(), lambda places: torch.stack([given[place] for place in places]), failed)
+    return copy_groups(
+        groups.values(), lambda places: HostCopy(torch.stack([given[place] for place in places])), failed
+    )
 
 
 def _arrived_scales(step: _Step) -> list[StepScale]:

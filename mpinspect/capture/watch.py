@@ -324,7 +324,9 @@ class Watch:
             lost.add(index)
             self.unread.failed(TensorKey(log.looks[index].name, log.looks[index].what), error)
 
-        copies = copy_groups(groups.values(), lambda places: _stacked([values[index] for index in places]), failed)
+        copies = copy_groups(
+            groups.values(), lambda places: HostCopy(_stacked([values[index] for index in places])), failed
+        )
         if not lost:
             return copies
         log.looks = [look for index, look in enumerate(log.looks) if index not in lost]

@@ -1,7 +1,8 @@
 """Recurrent layers, as cuDNN computes them: for each layer and direction one product of all steps' inputs with the input
 weights, and one a step of the hidden state with the hidden weights.
 
-"Optimizing Performance of Recurrent Neural Networks on GPUs" (arXiv 1604.01946, section 3) is the source of that order.
+"Optimizing Performance of Recurrent Neural Networks on GPUs" (arXiv 1604.01946, section 3) is the source of that order. Of a
+backward only the gradients that are asked for are counted: none of an input or of a first state that requires none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,23 @@ class _Network:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What gradients a backward is asked for."""
+
+    input: bool
+    state: bool
+    weights: bool
+
+    @classmethod
+    def told(cls, mask: object) -> _Wanted:
+        """From cuDNN's output_mask (input, hx, cx, weights); everything where it was not written down."""
+        if not isinstance(mask, (list, tuple)) or len(mask) < 4:
+            return cls(True, True, True)
+        # cx meets no product.
+        return cls(bool(mask[0]), bool(mask[1]), bool(mask[3]))
+
+
 def cudnn_rnn(call: Call) -> tuple[Matmul, ...]:
     """_cudnn_rnn(input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, ...)."""
     return tuple(_forward(call.op, _of_cudnn(call, first=6)))
@@ -39,9 +57,7 @@ def cudnn_rnn(call: Call) -> tuple[Matmul, ...]:
 
 def cudnn_rnn_backward(call: Call) -> tuple[Matmul, ...]:
     """_cudnn_rnn_backward(input, weight, ..., mode at 10, ..., output_mask at 21): dgrad of all steps, then wgrad."""
-    wanted = call.value(21)
-    weights = not isinstance(wanted, (list, tuple)) or len(wanted) < 4 or bool(wanted[3])
-    return tuple(_backward(call.op, _of_cudnn(call, first=10), weights))
+    return tuple(_backward(call.op, _of_cudnn(call, first=10), _Wanted.told(call.value(21))))
 
 
 def miopen_rnn(call: Call) -> tuple[Matmul, ...]:
@@ -59,8 +75,10 @@ def mkldnn_layer(call: Call) -> tuple[Matmul, ...]:
 
 
 def mkldnn_layer_backward(call: Call) -> tuple[Matmul, ...]:
-    """mkldnn_rnn_layer_backward(input, weight1, weight2, ...)."""
-    return tuple(_backward(call.op, _of_mkldnn(call), True))
+    """mkldnn_rnn_layer_backward(input, weight1, weight2, ..., reverse at 13, ...), without a mask of its own: a recorder that
+    knows what requires a gradient puts one of cuDNN's kind behind the arguments."""
+    wanted = _Wanted.told(call.value(23))
+    return tuple(_backward(call.op, _of_mkldnn(call), wanted, reverse=call.flag(13)))
 
 
 def layers(call: Call) -> tuple[Matmul, ...]:
@@ -167,16 +185,27 @@ def _forward(op: str, net: _Network) -> Iterator[Matmul]:
                 yield _product(op, net, "forward", (rows, state, net.hidden), f"weight_hr_{place}", steps)
 
 
-def _backward(op: str, net: _Network, weights: bool) -> Iterator[Matmul]:
-    """The gradients of each step's state one by one, those of the inputs and of the weights over all steps at once."""
+def _backward(op: str, net: _Network, wanted: _Wanted, reverse: bool = False) -> Iterator[Matmul]:
+    """The gradients of each step's state one by one, those of the inputs and of the weights over all steps at once.
+
+    Args:
+        reverse: whether a single direction is the one that begins with the last step.
+    """
     width, state, total = net.gates * net.hidden, net.projection or net.hidden, sum(net.rows)
     for inputs, place in _layers(net, state):
+        # The first step's state is hx; the reverse direction begins with the last step.
+        begins = len(net.rows) - 1 if reverse or place.endswith("_reverse") else 0
+        rest = Counter(net.rows)
+        if not wanted.state and net.rows:
+            rest[net.rows[begins]] -= 1
         for rows, steps in Counter(net.rows).items():
-            yield _product(op, net, "dgrad", (rows, state, width), f"weight_hh_{place}", steps)
+            if rest[rows]:
+                yield _product(op, net, "dgrad", (rows, state, width), f"weight_hh_{place}", rest[rows])
             if net.projection:
                 yield _product(op, net, "dgrad", (rows, net.hidden, state), f"weight_hr_{place}", steps)
-        yield _product(op, net, "dgrad", (total, inputs, width), f"weight_ih_{place}")
-        if weights:
+        if wanted.input or not place.startswith("l0"):
+            yield _product(op, net, "dgrad", (total, inputs, width), f"weight_ih_{place}")
+        if wanted.weights:
             yield _product(op, net, "wgrad", (width, inputs, total), f"weight_ih_{place}")
             yield _product(op, net, "wgrad", (width, state, total), f"weight_hh_{place}")
             if net.projection:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-#: Parts of torch's messages, in small letters, and what they mean on meta tensors.
+from mpinspect.capture.matmuls.values import Lack
+
+_NO_KERNEL = "the operator has no meta kernel, as custom C++ and CUDA operators often do not"
+#: Parts of torch's messages, in small letters, and what they mean on meta tensors, which have no values.
 _CAUSES = (
     (
         (
@@ -14,19 +17,19 @@ _CAUSES = (
             "data dependent",
             "boolean value of tensor",
         ),
-        "it reads a value of a tensor on the host (.item(), an if on a tensor), and meta tensors have none",
+        "it reads a value of a tensor on the host (.item(), an if on a tensor)",
     ),
     (
         ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "multinomial"),
-        "the shape of its result depends on values, and meta tensors have none",
+        "the shape of its result depends on values",
     ),
     (
         ("meta kernel", "'meta' backend", "meta backend", "fake impl", "register_fake"),
-        "the operator has no meta kernel, as custom C++ and CUDA operators often do not",
+        _NO_KERNEL,
     ),
     (
         ("numpy", " meta ", "=meta", "meta device", "meta tensor", "device meta"),
-        "it needs the values of a tensor, and meta tensors have none",
+        "it needs the values of a tensor",
     ),
 )
 
@@ -46,9 +49,17 @@ def meta_cause(error: BaseException, operator: str = "") -> str:
     return next((cause for parts, cause in _CAUSES if any(part in text for part in parts)), "")
 
 
-def reason(error: BaseException, phase: str, where: str | None, operator: str, device: str) -> str:
-    """Where a run stopped and why, without a full stop."""
+def reason(
+    error: BaseException, phase: str, where: str | None, operator: str, device: str, lack: Lack | None = None
+) -> str:
+    """Where a run stopped and why, without a full stop.
+
+    Args:
+        lack: why the tensor has no values that the operator needs; None where that is not known.
+    """
     cause = meta_cause(error, operator) if device == "meta" else ""
+    if cause and cause is not _NO_KERNEL:
+        cause += f", and that tensor {lack.why}; {lack.give}" if lack else ", and meta tensors have none"
     place = "" if where is None else f" in {where}" if where else " in the model itself"
     called = f" at {operator}" if operator else ""
     why = f"{cause} ({first_line(error)})" if cause else first_line(error)

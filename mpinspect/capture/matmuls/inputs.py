@@ -76,13 +76,6 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def keeping_values(tensor: torch.Tensor) -> torch.Tensor:
-    """``on_meta`` but for integers, bools and single values, whose own copies stay on the host."""
-    if tensor.is_floating_point() and tensor.numel() > 1:
-        return on_meta(tensor)
-    return on_meta(tensor) if tensor.is_meta else tensor.detach().cpu().clone()
-
-
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where it is, since a model may change its input in place."""
     made = tensor.detach().clone()

@@ -125,7 +125,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
         # A device's own autocast says nothing of the single call: 16-bit products are taken as its work.
-        super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False, keeps_values=False)
+        super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
         self.in_optimizer = False
         self.notes: list[str] = []

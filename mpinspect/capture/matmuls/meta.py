@@ -1,4 +1,4 @@
-"""Meta tensors beside others: results that torch has no meta kernel for, tensors of other devices, values that are kept."""
+"""Meta tensors beside others: results that torch has no meta kernel for, tensors of other devices."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from mpinspect.capture.matmuls.inputs import on_meta
 
 aten = torch.ops.aten
-
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 class Pointwise:
@@ -59,19 +57,6 @@ def _told(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         else:
             return None
     return tuple(key)
-
-
-def stays_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is about to be moved to, or made on, the meta device that has or could have values: masks, indices."""
-    if getattr(kwargs["device"], "type", "") != "meta":
-        return False
-    tensors = [value for value in args if isinstance(value, torch.Tensor)]
-    if tensors:
-        return func is aten._to_copy.default and not tensors[0].is_meta
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        return func._schema.name == "aten::arange" and all(isinstance(value, int) for value in args)
-    return dtype in _WHOLE
 
 
 def all_on_meta(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:

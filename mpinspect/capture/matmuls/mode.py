@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.capture.matmuls.failures import first_line
 from mpinspect.capture.matmuls.fused import math_path, sdpa_backend
-from mpinspect.capture.matmuls.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise, stays_on_host
+from mpinspect.capture.matmuls.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise
 from mpinspect.capture.matmuls.modules import ModuleCalls
 from mpinspect.capture.matmuls.parameters import Parameters
 from mpinspect.capture.matmuls.refused import mixed_dtypes, result_of_refused
 from mpinspect.capture.matmuls.roles import Forward, Forwards, role_and_parameter
+from mpinspect.capture.matmuls.values import Values, targets
 from mpinspect.matmul_ops import matmuls_of, product_name
 from mpinspect.matmuls import ITEM_SIZES, LayoutCopy, Matmul, Operand
 
@@ -41,7 +43,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         autocast: whether autocast is around the model.
         lowers: tells whether autocast applies to the operator that is running.
         meta: whether the model runs on meta tensors, so that others are taken along as such.
-        keeps_values: whether integers and bools stay on the host, with their values.
+        values: those that are kept beside meta tensors; None: none are.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         autocast: bool,
         lowers: Callable[[], bool],
         meta: bool,
-        keeps_values: bool,
+        values: Values | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls
@@ -60,7 +62,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.autocast = autocast
         self.lowers = lowers
         self.meta = meta
-        self.keeps_values = keeps_values
+        self.values = values
         #: Set while the backward runs: a forward within it is a recomputation.
         self.in_backward = False
         self.unreadable: Counter[str] = Counter()
@@ -123,8 +125,19 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: int) -> Any:
-        if self.keeps_values and "device" in kwargs and stays_on_host(func, args, kwargs):
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        schema = getattr(func, "_schema", None)
+        if self.values is None or schema is None:
+            if self.meta and schema is not None and schema.is_mutable and _makes_stale(func, args, kwargs):
+                raise RuntimeError("a result of meta tensors is written to a tensor that has values")
+            return self._run_bare(kind, func, args, kwargs)
+        try:
+            return self.values.run(func, args, kwargs, partial(self._run_bare, kind))
+        except Exception as error:
+            self.failed = (error, str(func))
+            raise
+
+    def _run_bare(self, kind: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Whatever values are known; meta tensors beside others are enough."""
         try:
             if kind == _POINTWISE and self.meta:
                 return self._pointwise.run(func, args, kwargs)
@@ -145,7 +158,11 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _records(self, func: Any, args: tuple[Any, ...], output: Operand | None) -> tuple[Matmul, ...]:
         inputs = [_input(value) for value in args]
-        return matmuls_of(func._schema.name, inputs, scalars=_scalars(args), output=output)
+        scalars = _scalars(args)
+        if func is aten.mkldnn_rnn_layer_backward.default:
+            x, hx, cx = args[0], args[5], args[6]
+            scalars.append([x.requires_grad, hx.requires_grad, cx.requires_grad, True])
+        return matmuls_of(func._schema.name, inputs, scalars=scalars, output=output)
 
     def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
         first = result[0] if isinstance(result, (tuple, list)) and result else result
@@ -230,16 +247,18 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add_recurrent(
         self, module: int, args: tuple[Any, ...], records: tuple[Matmul, ...], applied: bool | None
     ) -> None:
-        """Their ``parameter`` is the weight's name within its layer."""
+        """Their ``parameter`` is the weight's name within its layer. Of frozen weights there is no wgrad."""
         for record in records:
-            name = self._recurrent_weight(module, record, args)
+            if record.op.startswith("aten::mkldnn"):  # of one layer and direction, which its weights tell
+                weight = args[1 if record.parameter.startswith("weight_ih") else 2]
+                name = self.parameters.name(weight, module)
+            else:
+                weight = self.calls.module(module)._parameters.get(record.parameter)
+                name = self.parameters.local(module, record.parameter)
+            if record.role == "wgrad" and weight is not None and not weight.requires_grad:
+                continue
             again = self.in_backward and record.role == "forward"
             self._add(module, replace(record, parameter=name, autocast=applied, recomputed=again))
-
-    def _recurrent_weight(self, module: int, record: Matmul, args: tuple[Any, ...]) -> str:
-        if record.op.startswith("aten::mkldnn"):  # of one layer and direction, which its weights tell
-            return self.parameters.name(args[1 if record.parameter.startswith("weight_ih") else 2], module)
-        return self.parameters.local(module, record.parameter)
 
     def _add(self, module: int, record: Matmul) -> None:
         key = (module, _aligned(record))
@@ -293,6 +312,13 @@ def _kind(func: Any) -> int:
     if product_name(schema.name):
         return _PRODUCT
     return _POINTWISE if is_pointwise(func) else _PLAIN
+
+
+def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor with values is to be changed by one without: what is asked of it later would be what it held before."""
+    if all(one.is_meta for one in targets(func, args, kwargs)):
+        return False
+    return any(isinstance(one, torch.Tensor) and one.is_meta for one in (*args, *kwargs.values()))
 
 
 def _is_composite(func: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,12 +13,23 @@ import torch
 
 from mpinspect.capture.matmuls.autocast import as_on_cuda, autocast_around, lowering
 from mpinspect.capture.matmuls.failures import RecordingError, first_line, meta_cause, reason
-from mpinspect.capture.matmuls.inputs import keeping_values, losses, on_meta, own_copy, replaced
+from mpinspect.capture.matmuls.inputs import losses, on_meta, own_copy, replaced
 from mpinspect.capture.matmuls.mode import MatmulMode
 from mpinspect.capture.matmuls.modules import ModuleCalls
 from mpinspect.capture.matmuls.parameters import Parameters
 from mpinspect.capture.matmuls.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.capture.matmuls.state import LazyModelError, standing_in
+from mpinspect.capture.matmuls.values import (
+    COMPUTED,
+    Lack,
+    Spoken,
+    Values,
+    argument_without_values,
+    buffer_without_values,
+    forget,
+    of,
+    stand_in,
+)
 from mpinspect.emulation import half_arithmetic
 from mpinspect.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.matmuls import MatmulRecording
@@ -47,8 +59,8 @@ def record_matmuls(
         dtype: the dtype of a ``torch.autocast("cuda", dtype)`` around the forward: float16 or bfloat16. None or float32: none,
             products have the dtypes of the model's tensors.
         backward: also run the backward, from the output's ``loss`` or else from all its tensors that require a gradient.
-        device: "meta": on meta tensors, which need neither memory nor a GPU; "real": on the tensors as they are, wherever they
-            are, for models whose shapes depend on values.
+        device: "meta": on meta tensors, which need neither memory nor a GPU, with values beside them if the model asks for one;
+            "real": on the tensors as they are, wherever they are, for models whose shapes depend on what they compute.
 
     Returns:
         The recording. Where the model could not be run to its end ``stopped`` says where and why; what had run
@@ -69,10 +81,10 @@ def record_matmuls(
     positional, named = _arguments(args, kwargs)
     run = _Run(inner, positional, named, lower, backward, _kind_of_device(inner, device))
     try:
-        attempt = run.attempt(on_meta if run.device == "meta" else own_copy)
+        attempt = run.attempt()
         if attempt.lacks_values and run.device == "meta":
-            # Masks and indices are small: with their values most such models run, and weights still cost nothing.
-            second = run.attempt(keeping_values)
+            # Keeping values takes time: few models ask for any.
+            second = run.attempt(Values())
             attempt = second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
     except LazyModelError as error:
         raise RecordingError(str(error)) from None
@@ -117,15 +129,30 @@ class _Run:
     wants_backward: bool
     device: str
 
-    def attempt(self, change: Callable[[torch.Tensor], torch.Tensor]) -> _Attempt:
-        """Run the model on stand-ins; ``change`` makes the arguments and buffers."""
+    def attempt(self, values: Values | None = None) -> _Attempt:
+        """Run the model on stand-ins: of its parameters, its buffers and its arguments.
+
+        Args:
+            values: keeps values beside meta tensors; None: none are kept.
+        """
         calls = ModuleCalls(self.model)
 
-        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-            return _parameter_on_meta(tensor) if self.device == "meta" else tensor
+        def change(tensor: torch.Tensor, lack: Lack = COMPUTED) -> torch.Tensor:
+            if self.device != "meta":
+                return own_copy(tensor)
+            return on_meta(tensor) if values is None else stand_in(tensor, lack)
 
-        with _eager(), _grad_mode(self.wants_backward), standing_in(self.model, stand_in, change) as stand_ins:
+        def parameter(tensor: torch.Tensor) -> torch.Tensor:
+            if self.device != "meta":
+                return tensor
+            return stand_in(tensor, COMPUTED) if values and tensor.numel() == 1 else _parameter_on_meta(tensor)
+
+        with _eager(), _grad_mode(self.wants_backward), standing_in(self.model, parameter, change) as stand_ins:
             parameters = Parameters(self.model, stand_ins)
+            if values is not None:
+                for name, buffer in self.model.named_buffers():
+                    if of(buffer) is None:
+                        forget(buffer, buffer_without_values(name))
             mode = MatmulMode(
                 calls,
                 parameters,
@@ -133,15 +160,25 @@ class _Run:
                 # A GPU's own autocast says nothing of the single call: 16-bit products are taken as its work.
                 lowers=_always if self.device == "cuda" else lowering,
                 meta=self.device == "meta",
-                keeps_values=change is keeping_values,
+                values=values,
             )
             attempt = _Attempt(mode, [])
-            args, kwargs = replaced(self.args, change), replaced(self.kwargs, change)
+            args, kwargs = self._given(change)
             with self._surroundings(calls, mode):
                 output = self._forward(attempt, args, kwargs)
                 if attempt.error is None and self.wants_backward:
                     self._backward(attempt, output)
         return attempt
+
+    def _given(self, change: Callable[[torch.Tensor, Lack], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the forward, changed; each by its name."""
+        names = _names(self.model, len(self.args))
+
+        def changed(name: str, value: Any) -> Any:
+            return replaced(value, lambda tensor: change(tensor, argument_without_values(name)))
+
+        args = [changed(name, value) for name, value in zip(names, self.args, strict=True)]
+        return args, {name: changed(name, value) for name, value in self.kwargs.items()}
 
     @contextmanager
     def _surroundings(self, calls: ModuleCalls, mode: MatmulMode) -> Iterator[None]:
@@ -154,9 +191,11 @@ class _Run:
             if self.device == "cpu" and self.dtype is not None:
                 stack.enter_context(half_arithmetic())
             stack.enter_context(mode)
+            if mode.values is not None:
+                stack.enter_context(Spoken())
             yield
 
-    def _forward(self, attempt: _Attempt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(self, attempt: _Attempt, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             with autocast_around(self.dtype, "cpu"):
                 return self.model(*args, **kwargs)
@@ -185,7 +224,9 @@ class _Run:
         where = attempt.mode.calls.where_failed(error)
         attempt.error = error
         attempt.lacks_values = self.device == "meta" and bool(meta_cause(error, operator))
-        attempt.stopped = reason(error, phase, where, operator, self.device)
+        values = attempt.mode.values
+        lack = values.lacked[1] if values and values.lacked and values.lacked[0] is error else None
+        attempt.stopped = reason(error, phase, where, operator, self.device, lack)
 
 
 # -- what is given ---------------------------------------------------------------------------------------------------------
@@ -206,6 +247,16 @@ def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, 
         return (), {str(name): value for name, value in args.items()}
     several = isinstance(args, (tuple, list)) and not hasattr(args, "_fields")  # a packed sequence is one argument
     return tuple(args) if several else (args,), dict(kwargs or {})
+
+
+def _names(model: torch.nn.Module, count: int) -> list[str]:
+    """Of a forward's first positional arguments; their places, from 1, where it does not name them."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return [named[place] if place < len(named) else f"argument {place + 1}" for place in range(count)]
 
 
 def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
