@@ -316,3 +316,17 @@ def test_a_fault_in_the_report_does_not_hide_the_users_exception(
     with pytest.raises(ValueError, match="theirs"), Inspector(nn.Linear(1, 1)):
         raise ValueError("theirs")
     assert "could not print its report" in capsys.readouterr().err
+
+
+def test_an_inspector_that_was_never_attached_says_so() -> None:
+    model = nn.Linear(2, 2)
+    inspector = Inspector(model)
+    model(torch.ones(1, 2)).sum().backward()
+    for text in (str(inspector.report()), inspector.report().to_json()):
+        assert "the inspector was never attached" in " ".join(text.split())
+    with inspector:
+        model(torch.ones(1, 2)).sum().backward()
+        assert not inspector.session().notes
+    assert "never attached" not in str(inspector.report())
+    inspector.detach()
+    assert not inspector.session().notes
