@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,6 +92,14 @@ def deterministic_torch() -> Iterator[int]:
     yield 0
     torch.use_deterministic_algorithms(before)
     torch.set_rng_state(state)
+
+
+@pytest.fixture
+def peak_mb() -> Iterator[Callable[[], float]]:
+    """``peak_mb()``: the most memory that Python's objects and NumPy's arrays have taken since the test began, in MB."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[1] / 1e6
+    tracemalloc.stop()
 
 
 def _why_no_gpu() -> str:

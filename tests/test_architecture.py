@@ -29,7 +29,7 @@ ALLOWED = {
     "matmuls": set(),
     "kernels": set(),
     "matmul_ops": {"matmuls"},
-    "trace_file": {"garbage_collection", "kernels", "matmul_ops"},
+    "trace_file": {"decoding", "garbage_collection", "kernels", "matmul_ops"},
     "analysis": {
         *("session", "exponents", "formats", "gpus", "matmuls", "kernels", "matmul_ops", "reports"),
         "garbage_collection",

@@ -264,27 +264,31 @@ def test_the_hint_for_a_pattern_that_matches_nothing_names_what_there_is(option,
     given = {"include": ["head", pattern]} if option == "include" and pattern != "encoder" else {"exclude": pattern}
     with pytest.warns(MpinspectWarning, match="matches no module") as told:
         inspector = Inspector(model, **given)
-    (note,) = inspector.session().notes
+    (note,) = _notes_on_patterns(inspector)
     assert str(told[0].message) == note
     hint = note.partition("; patterns go over")[2]
     assert suggested in hint
     assert repr(pattern) not in hint
     for name in re.findall(r"'([^']+)'", hint):
-        assert not Inspector(model, include=name).session().notes
+        assert not _notes_on_patterns(Inspector(model, include=name))
+
+
+def _notes_on_patterns(inspector: Inspector) -> list[str]:
+    return [note for note in inspector.session().notes if "never attached" not in note]
 
 
 def test_the_hint_never_repeats_the_pattern() -> None:
     """Not the usual example either, "encoder.*", where a model has no encoder."""
     model = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(4, 4))})
     with pytest.warns(MpinspectWarning, match="matches no module"):
-        (note,) = Inspector(model, exclude="encoder.*").session().notes
+        (note,) = _notes_on_patterns(Inspector(model, exclude="encoder.*"))
     assert note.count("encoder") == 1
     assert "'backbone.*'" in note
 
 
 def test_a_container_that_is_named_is_no_pattern_that_matches_nothing() -> None:
     inspector = Inspector(_encoder(), include="encoder")
-    assert not inspector.session().notes
+    assert not _notes_on_patterns(inspector)
     assert [info.name for info in inspector.session().watched] == ["encoder"]
 
 
@@ -452,3 +456,17 @@ def test_a_fault_in_the_report_does_not_hide_the_users_exception(
     with pytest.raises(ValueError, match="theirs"), Inspector(nn.Linear(1, 1)):
         raise ValueError("theirs")
     assert "could not print its report" in capsys.readouterr().err
+
+
+def test_an_inspector_that_was_never_attached_says_so() -> None:
+    model = nn.Linear(2, 2)
+    inspector = Inspector(model)
+    model(torch.ones(1, 2)).sum().backward()
+    for text in (str(inspector.report()), inspector.report().to_json()):
+        assert "the inspector was never attached" in " ".join(text.split())
+    with inspector:
+        model(torch.ones(1, 2)).sum().backward()
+        assert not inspector.session().notes
+    assert "never attached" not in str(inspector.report())
+    inspector.detach()
+    assert not inspector.session().notes

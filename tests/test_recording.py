@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from mpinspect import session as s
 from mpinspect.capture import recording as recordings
 from mpinspect.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording
+from mpinspect.capture.sinks import MOST_TOLD, WAITING_LIMIT
 from mpinspect.capture.window_list import WindowList
 from mpinspect.session_file import SessionWriter, read_session
 from mpinspect.tensor_columns import TensorColumns
@@ -263,3 +266,123 @@ def test_a_run_of_many_tensors_is_kept_as_columns_and_says_the_same() -> None:
     assert all(isinstance(window.tensors, TensorColumns) for window in held.windows)
     assert held.windows == tuple(windows)
     assert held.totals() == s.Session(windows=tuple(windows)).totals()
+
+
+# -- a disk that is full for a while ------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """No file of this process may exceed so many bytes: a write beyond is cut short, then refused, as on a full disk."""
+
+    def __init__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(self, limit: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, self._before[1]))
+
+    def make_room(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    disk = Disk()
+    yield disk
+    disk.make_room()
+
+
+def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(tmp_path: Path, disk: Disk) -> None:
+    told: list[str] = []
+    recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())], tell=told.append)
+
+    def steps(numbers: range) -> None:
+        for number in numbers:
+            step(recording, number)
+            recording.flush()
+
+    steps(range(5))
+    before = read_session(tmp_path)
+    disk.fill((tmp_path / "session.mpinspect").stat().st_size + 40)
+    recording.event(event(5))
+    steps(range(5, 60))
+    recording.note("something else")
+    # Not even half a record: whoever reads meanwhile finds what was there.
+    assert read_session(tmp_path) == before
+    (full,) = (note for note in told if "no room" in note)
+    assert full.startswith("SessionWriter has had no room to write since step 5 (")
+    assert "waits in memory" in full
+    assert len(recording._sinks._keepers[0]._windows) <= WAITING_LIMIT
+    disk.make_room()
+    steps(range(60, 63))
+    recording.close()
+    read = read_session(tmp_path)
+    assert read.totals() == recording.session().totals()
+    assert sum(window.sampled_steps for window in read.windows) == 63
+    assert read.events == (event(5),)
+    assert read.progress == recording.progress
+    (again,) = (note for note in read.notes if "has room again" in note)
+    assert "goes on from step 60: what was counted since step 5 has been written too" in again
+    assert {full, again, "something else"} <= set(read.notes)
+    assert not any("damaged" in note or "within a record" in note for note in read.notes)
+
+
+def test_a_disk_that_stays_full_is_told_of_at_the_end(tmp_path: Path, disk: Disk) -> None:
+    told: list[str] = []
+    recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())], tell=told.append)
+    disk.fill(1)
+    for number in range(4):
+        step(recording, number)
+        recording.flush()
+    recording.close()
+    assert [" ".join(note.split()[:4]) for note in told] == ["SessionWriter has had no", "SessionWriter had no room"]
+    assert "what was counted since step 1 is not in the log_dir; the report is still complete" in told[1]
+    assert recording.session().progress.steps == 4
+    assert read_session(tmp_path).windows == ()
+
+
+def test_the_tensorboard_log_goes_on_too_and_has_no_torn_record(tmp_path: Path, disk: Disk) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    from mpinspect.reports.tensorboard import TensorBoardSink
+
+    recording = Recording(s.RunInfo(), [TensorBoardSink(tmp_path)], tell=lambda note: None)
+    (file,) = tmp_path.iterdir()
+    for number in range(9):
+        if number == 3:
+            disk.fill(file.stat().st_size + 17)
+        if number == 6:
+            disk.make_room()
+        step(recording, number)
+        recording.flush()
+    recording.close()
+    steps = {found.step for found in EventFileLoader(str(file)).Load()}
+    # Those that waited are in one window or in their own.
+    assert {0, 1, 2, 6, 7, 8} <= steps
+
+
+def test_a_disk_that_is_full_again_and_again_does_not_fill_the_notes(tmp_path: Path, disk: Disk) -> None:
+    told: list[str] = []
+    recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())], tell=told.append)
+    for number in range(40):
+        (disk.make_room if number % 2 else lambda: disk.fill(1))()
+        step(recording, number)
+        recording.flush()
+    disk.make_room()
+    recording.close()
+    assert len(told) == 2 * MOST_TOLD
+    assert read_session(tmp_path).totals() == recording.session().totals()
+
+
+def test_events_that_the_disk_refused_are_no_further_ones(tmp_path: Path, disk: Disk) -> None:
+    """The writer counts what it has beyond its limit, and not each try."""
+    with SessionWriter(tmp_path, s.RunInfo()) as writer:
+        disk.fill(writer.path.stat().st_size)
+        for _ in range(1500):
+            with pytest.raises(OSError, match="too large"):
+                writer.event(event())
+        disk.make_room()
+        writer.event(event())
+        writer.progress(s.Progress(1))
+    read = read_session(tmp_path)
+    assert (read.events, read.notes) == ((event(),), ())

@@ -30,8 +30,8 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_header(name):
 
 
 def test_names_are_shown_as_they_are():
-    escaped = markdown_page.escape("a|b *c* <script> _d_ [e](f) `g`\n# h @i")
-    assert escaped == r"a\|b \*c\* &lt;script&gt; \_d\_ \[e\](f) \`g\`\\n\# h \@i"
+    escaped = markdown_page.escape("a|b *c* <script> _d_ [e](f) `g` # h @i")
+    assert escaped == r"a\|b \*c\* &lt;script&gt; \_d\_ \[e\](f) \`g\` \# h \@i"
 
 
 def test_a_dataframe_has_a_row_a_layer_and_every_figure():

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import platform
 import subprocess
 import sys
 
+import made_sessions as made
 import pytest
 import sessions
 
+from mpinspect import session as s
 from mpinspect.analysis import analyse
 from mpinspect.cli import main
 from mpinspect.run_directory import is_run_directory, read_run
 from mpinspect.session import Session
-from mpinspect.session_file import FILE_NAME, SessionError
+from mpinspect.session_file import FILE_NAME, SessionError, read_session
 
 
 def make_run(place, *models: str, **record):
@@ -198,3 +202,23 @@ def test_a_picture_of_several_models_or_none_is_refused_and_says_what_to_give(tm
     assert main(["report", str(make_run(tmp_path / "other")), "--png", str(tmp_path / "a.png")]) == 2
     assert "this run has none" in capsys.readouterr().err
     assert not (tmp_path / "a.png").exists()
+
+
+def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(tmp_path):
+    run = make_run(tmp_path / "run" / "rank0", "Net")
+    session = made.full_session()
+    rank = tmp_path / "run" / "rank1" / "Net"
+    dataclasses.replace(session, progress=s.Progress()).save(rank)
+    assert read_session(rank).progress == s.Progress()
+    report = read_run(run.parent)
+    told = {part.name: part.ranges.session.progress for part in report.parts}["rank1/Net"]
+    assert (told.steps, told.sampled_steps) == (91, 9)
+    for form in ("run_text", "run_markdown"):
+        text = importlib.import_module(f"mpinspect.reports.{form}").render(report)
+        assert "0 steps" not in text.replace("100 steps", "")
+        assert "91 steps" in text
+    # A killed run's progress may be behind its windows, too.
+    behind = dataclasses.replace(session, progress=s.Progress(60, 5, 1))
+    assert (behind.reached().steps, behind.reached().sampled_steps, behind.reached().skipped_steps) == (91, 9, 1)
+    assert session.reached() == session.progress
+    assert s.Session().reached() == s.Progress()

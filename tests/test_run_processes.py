@@ -86,7 +86,7 @@ def test_output_and_status_are_pythons(name, tmp_path):
 
 
 TRAINS = """
-import os, sys, torch
+import os, pathlib, sys, time, torch
 class Net(torch.nn.Linear): ...
 def train(rank, steps=3):
     torch.manual_seed(rank)
@@ -97,7 +97,12 @@ def train(rank, steps=3):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
     print(rank, model.weight.sum().item(), flush=True)
-    if "raise" in sys.argv and rank: raise ValueError(rank)
+    if "raise" in sys.argv:
+        # The first that raises ends the others: not before they have printed.
+        printed = pathlib.Path(f"printed-{os.getppid()}")
+        if not rank: printed.touch()
+        while not printed.exists(): time.sleep(0.01)
+        if rank: raise ValueError(rank)
 def quiet(rank): torch.zeros(1)
 if __name__ == "__main__":
 """

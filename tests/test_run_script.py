@@ -293,7 +293,7 @@ def test_options_reach_the_launch(monkeypatch, tmp_path):
         steps=7,
         lint=True,
         kernels=True,
-        gpu="hopper",
+        gpu="Hopper",
         watch=False,
     )
 

@@ -8,7 +8,9 @@ from mpinspect.decoding import DecodingError
 from mpinspect.session import LARGEST_EXPONENT
 from mpinspect.tensor_columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
 
-#: Bytes that the windows of one file may unpack to: four times what 65,536 tensors in 16 windows take, 40 exponents each.
+#: Bytes that a window may unpack to: a kilobyte, three times what 40 exponents take, for each of the most tensors.
+LARGEST_WINDOW = 256 << 20
+#: Bytes that the windows of one file may unpack to: as much as 65,536 tensors in 32 windows take, 40 exponents each.
 LARGEST_WINDOWS = 1 << 30
 #: Bins of all tensors over the whole run, which analysis holds as three int64 each: 128 exponents of 262,144 tensors.
 MOST_BINS = 1 << 25
@@ -63,10 +65,15 @@ class Limits:
     """What the windows of one file have taken so far, in memory and in number."""
 
     def __init__(self) -> None:
-        self.bytes_left = LARGEST_WINDOWS
+        self._bytes_left = LARGEST_WINDOWS
         self._elements = 0.0
         #: Lowest and one past the highest exponent by the tensor's number. Merged windows have every bin between them.
         self._low, self._high = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+    @property
+    def largest(self) -> int:
+        """Bytes that the next window may unpack to."""
+        return min(LARGEST_WINDOW, self._bytes_left)
 
     def take(self, numbers: Column, tensors: TensorColumns, bytes_taken: int) -> None:
         """Raises DecodingError where the windows so far, with this one, are more than a run has.
@@ -76,7 +83,7 @@ class Limits:
             tensors: checked by ``check_counts``.
             bytes_taken: that the window's payload unpacked to.
         """
-        self.bytes_left -= bytes_taken
+        self._bytes_left -= bytes_taken
         self._elements += sum(_sum(tensors.columns[name]) for name in (*_SUMMED, PER_BIN[0]))
         _require(self._elements < MOST_ELEMENTS, "counts more elements than an int64 can, with the windows before it")
         used = np.flatnonzero(tensors.columns["bins"])

@@ -87,7 +87,7 @@ class Decoder:
 
         Raises ValueError if it is none, or if it is too much together with those before it.
         """
-        body = inflated(payload, self._limits.bytes_left)
+        body = inflated(payload, self._limits.largest)
         header_size = _HEADER.unpack_from(body)[0] if len(body) >= _HEADER.size else 0
         start = _HEADER.size + header_size
         header = typed(_Header, parsed(body[_HEADER.size : start]))

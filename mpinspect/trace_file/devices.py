@@ -10,7 +10,7 @@ import numpy as np
 from mpinspect.kernels import Device
 from mpinspect.trace_file.columns import Floats, integer
 from mpinspect.trace_file.recording import Recording
-from mpinspect.trace_file.top_level import structure
+from mpinspect.trace_file.top_level import structure, word
 
 #: Threads that AMD's data-centre GPUs run in lockstep; NVIDIA's are 32.
 _AMD_WAVEFRONT = 64
@@ -33,7 +33,7 @@ def devices(recording: Recording, top_level: dict[str, Any]) -> tuple[Device, ..
 def _device(number: int, properties: dict[str, Any] | None, hip: bool) -> Device:
     if properties is None:
         return Device(number, "", "AMD" if hip else "")
-    name = str(properties.get("name") or "")
+    name = word(properties.get("name") or "")
     known = {
         key: found if (found := integer(properties.get(key))) >= 0 else None
         for key in ("computeMajor", "computeMinor", "numSms")

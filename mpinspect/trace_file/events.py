@@ -18,6 +18,8 @@ from mpinspect.trace_file.error import TraceError
 from mpinspect.trace_file.json_text import JSON, LONGEST_VALUE, IncompleteError, JsonText, MalformedError
 from mpinspect.trace_file.unneeded import not_needed
 
+#: Characters of values beside the events that are kept: what ten thousand ranks say of their groups.
+_LARGEST_TOP_LEVEL = 4 << 20
 _SEPARATOR = re.compile(r"[ \t\r\n,]*")
 #: From the end of an event to the first key of the next.
 _NEXT_EVENT = re.compile(r'\}[ \t\r\n]*,?[ \t\r\n]*(?=\{[ \t\r\n]*")')
@@ -35,7 +37,7 @@ class EventStream:
         chunks: the text.
 
     Attributes:
-        top_level: key -> value beside "traceEvents"; complete after the last batch.
+        top_level: key -> value beside "traceEvents", up to the first 4 million characters of them; complete after the last batch.
         events: how many were read, those that are not needed among them.
         damaged: how many were no valid JSON and are left out.
         problem: sentence about where the text is cut off or damaged; "" if nowhere.
@@ -54,6 +56,7 @@ class EventStream:
         self._text = JsonText(chunks)
         self._separator = ""
         self._seen_events = False
+        self._kept = 0
 
     def batches(self) -> Iterator[list[Any]]:
         """Lists of events, in the file's order (usually dicts: whatever stands in the array).
@@ -105,13 +108,21 @@ class EventStream:
                 if text.peek() == "[" and key == "traceEvents":
                     yield from self._array()
                 else:
-                    self.top_level[key] = text.value()
+                    self._keep(key)
             except MalformedError:
                 if self._seen_events or not text.find(_EVENTS_KEY):
                     raise
                 self.header_problem = "What stands before the events is damaged: the GPU's description may be missing."
                 yield from self._array()
         text.at += 1
+
+    def _keep(self, key: str) -> None:
+        """Read a value of the top level; those that are read and not kept are not asked for in any trace."""
+        before = self._text.position
+        value = self._text.value()
+        self._kept += self._text.position - before
+        if self._kept <= _LARGEST_TOP_LEVEL:
+            self.top_level[key] = value
 
     def _array(self) -> Iterator[list[Any]]:
         self._seen_events = True

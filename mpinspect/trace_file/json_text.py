@@ -9,8 +9,8 @@ from typing import Any
 
 from mpinspect.trace_file.chunks import TextChunks
 
-#: Characters that one value may have; more is taken for damage rather than read into memory.
-LONGEST_VALUE = 64 << 20
+#: Characters that one value may have; more is taken for damage rather than read into memory, where it may take 24 times as much.
+LONGEST_VALUE = 16 << 20
 #: A decoding error this near the end of the text may be for want of the rest (the longest token that is no string: a number).
 _NEAR_END = 64
 #: Characters that a pattern searched for may match.
@@ -42,6 +42,7 @@ class JsonText:
         self.text = ""
         self.at = 0
         self.ended = False
+        self._gone = 0
         self._source = chunks
         self._chunks = iter(chunks)
 
@@ -105,6 +106,7 @@ class JsonText:
     def more(self, characters: int = 1) -> bool:
         """Append that many characters or somewhat more; False at the end. Positions before ``at`` are gone."""
         pieces = [self.text[self.at :]]
+        self._gone += self.at
         wanted = max(characters, 1)
         while wanted > 0 and not self.ended:
             piece = next(self._chunks, None)
@@ -115,6 +117,11 @@ class JsonText:
                 wanted -= len(piece)
         self.text, self.at = "".join(pieces), 0
         return any(pieces[1:])
+
+    @property
+    def position(self) -> int:
+        """Characters before this place."""
+        return self._gone + self.at
 
     def byte(self, at: int | None = None) -> int:
         """Where in the (uncompressed) file a position of the text is, by default this one."""

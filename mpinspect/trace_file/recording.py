@@ -10,6 +10,7 @@ from typing import Any
 from mpinspect.trace_file import categories
 from mpinspect.trace_file.categories import Takers
 from mpinspect.trace_file.columns import LONGEST, Columns, Numbering, integer, number
+from mpinspect.trace_file.top_level import word
 
 #: What this package's own profiles mark: a module's forward, and the backward of its output.
 MODULE_RANGE, BACKWARD_RANGE = "mpinspect::module::", "mpinspect::backward::"
@@ -191,7 +192,7 @@ class Recording:
     def _mark(self, event: dict[str, Any]) -> None:
         """Kineto's instants at the beginning and the end of what it recorded; the rest is names of processes and threads."""
         if event.get("ph") in ("i", "I"):
-            name, time = str(event.get("name")), number(event.get("ts"))
+            name, time = word(event.get("name")), number(event.get("ts"))
             if time is not None and name.startswith(("Iteration Start", "Record Window End")):
                 self.window = (min(self.window[0], time), max(self.window[1], time))
         elif "ph" not in event:

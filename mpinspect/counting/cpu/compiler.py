@@ -29,7 +29,7 @@ import os, sys
 if hasattr(os, "fork"):
     if os.fork():
         os._exit(0)
-    os.nice(19)
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
 sys.path[:] = {path!r}
 from mpinspect.counting.cpu.compiler import give_way
 give_way()

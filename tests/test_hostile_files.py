@@ -1,0 +1,439 @@
+"""Files made to do harm: each is a report or one sentence, in bounded memory, and nothing in it reaches a terminal raw."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hostile
+import made_sessions as made
+import numpy as np
+import pytest
+from hostile import NEW_LINE, STEERING
+
+from mpinspect import session as s
+from mpinspect.cli import main
+from mpinspect.exponents import ExponentHistogram
+from mpinspect.session_file import FILE_NAME, SessionError, counts, frames, read_session, save_session
+from mpinspect.trace_file import TraceError, read_trace_file
+from mpinspect.trace_file.chunks import TextChunks
+from mpinspect.trace_file.events import EventStream
+
+#: The most memory that a file of a few megabytes may take.
+MOST_MB = 1000
+
+
+def test_thousands_of_inputs_give_a_report_or_the_one_error(tmp_path: Path) -> None:
+    """The short form; ``python tests/hostile.py`` is the long one."""
+    ended = hostile.run(400, 0, tmp_path)
+    assert ended["session: reported"] > 100
+    assert ended["baseline: refused"] > 50
+    # Most of what is read of a file as such needs no report.
+    fuzzed = hostile.Hostile(1, tmp_path)
+    file, loaded = tmp_path / FILE_NAME, 0
+    for _ in range(2000):
+        file.write_bytes(fuzzed.session())
+        try:
+            loaded += isinstance(read_session(file), s.Session)
+        except SessionError:
+            continue
+    assert loaded > 1000
+
+
+def test_the_fuzz_draws_the_same_inputs_from_a_seed(tmp_path: Path) -> None:
+    first, second = (hostile.Hostile(7, tmp_path / name) for name in ("a", "b"))
+    for _ in range(50):
+        assert first.session() == second.session()
+        assert first.trace() == second.trace()
+
+
+# -- sessions -------------------------------------------------------------------------------------------------------------
+
+
+def session_of(folder: Path, *records: tuple[bytes, Any]) -> Path:
+    """A session file of these records behind its first; a payload that is not bytes becomes JSON."""
+    payloads = [(kind, value if isinstance(value, bytes) else json.dumps(value).encode()) for kind, value in records]
+    file = folder / FILE_NAME
+    framed = [frames.frame(kind, payload) for kind, payload in ((frames.INFO, b'{"model": "Net"}'), *payloads)]
+    file.write_bytes(frames.HEADER + b"".join(framed))
+    return file
+
+
+EVENT = {"step": 1, "micro_batch": 0, "phase": "forward", "module": "", "what": "weight", "tensor": "", "value": "inf"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "says"),
+    [
+        (frames.PROGRESS, {"steps": "x"}, "steps is 'x', not a whole number"),
+        (frames.PROGRESS, {"steps": 10**30}, "steps is 1000000000000000000000000000000, not within"),
+        (frames.PROGRESS, {"steps": -1}, "steps is -1, not within"),
+        (frames.PROGRESS, b'{"own_s": 1e400}', "own_s is inf, beyond float64"),
+        (frames.PROGRESS, b'{"scales": [[1, 1' + b"0" * 400 + b"]]}", "beyond float64"),
+        (frames.PROGRESS, b'{"own_s": Infinity}', "holds Infinity, which is no JSON"),
+        (frames.PROGRESS, b'{"steps": 1' + b', "steps": 1' * 100_000 + b"}", "has a key twice"),
+        (frames.NOTE, b"[" * 1_000_000, "is nested too deeply"),
+        (frames.NOTE, {"a": 1}, "is an object, not text"),
+        (frames.INFO, {"kinds": ["gradients"]}, "kinds is 'gradients', none of weight_gradient"),
+        (frames.KEYS, [["a", "tensor"]], "kind is 'tensor', none of"),
+        (frames.WATCHED, [{"name": "a", "kind": "weight"}], "module is missing"),
+        (frames.EVENT, EVENT | {"phase": "sideways"}, "phase is 'sideways', none of forward, backward, end"),
+        (frames.EVENT, EVENT | {"what": 3}, "what is 3, not text"),
+        (frames.EVENT, EVENT | {"value": "\x1b[2J"}, r"value is '\x1b[2J', none of inf, nan"),
+        (frames.DROPPED, {"events": "many"}, "is 'many', not a whole number"),
+    ],
+)
+def test_a_field_of_a_wrong_kind_ends_the_reading_with_a_sentence(
+    kind: bytes, payload: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = session_of(tmp_path, (frames.NOTE, "before"), (kind, payload), (frames.NOTE, "after"))
+    read = read_session(file)
+    assert read.notes[0] == "before"
+    assert "after" not in read.notes
+    assert says in read.notes[-1]
+    assert f"({kind.decode()} " in read.notes[-1]
+    assert "or a newer mpinspect wrote it" in read.notes[-1]
+    assert main(["report", str(file), "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    assert main(["report", str(file)]) == 0
+
+
+def changed_window(change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> bytes:
+    """The payload of a window of two tensors, its header and columns changed."""
+    payload = next(payload for _, kind, payload in frames.frames(_two_tensors(), []) if kind == frames.WINDOW)
+    body = zlib.decompress(payload)
+    (size,) = struct.unpack_from("<I", body)
+    header, at, columns = json.loads(body[4 : 4 + size]), 4 + size, {}
+    for name, dtype, length in header["columns"]:
+        columns[name] = np.frombuffer(body, dtype, length, at).copy()
+        at += columns[name].nbytes
+    change(header, columns)
+    header["columns"] = header.get("listed") or [[name, c.dtype.str, len(c)] for name, c in columns.items()]
+    text = json.dumps(header).encode()
+    return zlib.compress(struct.pack("<I", len(text)) + text + b"".join(c.tobytes() for c in columns.values()), 9)
+
+
+@functools.cache
+def _two_tensors() -> bytes:
+    histogram = ExponentHistogram.from_counts([3, 0, 7], -5, powers_of_two=[1, 0, 2], near_top=[1, 0, 2], zeros=2)
+    tensor = s.TensorWindow(histogram, 4, {-3: 3, -4: 1}, lost_updates={"float16": s.LostUpdates(1, 2)})
+    tensors = {s.TensorKey(name, s.WEIGHT_GRADIENT): tensor for name in "ab"}
+    session = s.Session(windows=(s.Window(0, 9, 4, tensors, {-3: 4}),))
+    with tempfile.TemporaryDirectory() as folder:
+        return save_session(session, folder).read_bytes()
+
+
+def put(name: str, numbers: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    return lambda header, columns: columns.update({name: np.array(numbers)})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (put("min_exponent", [-(2**62), 2**62]), "impossible number in 'min_exponent'"),
+        (put("min_exponent", [4096, 0]), "more bins than there are exponents"),
+        (put("bins", [-3, 9]), "negative number in 'bins'"),
+        (put("peaks", [-1, 5]), "negative number in 'peaks'"),
+        (put("peak_exponents", [10**6] * 4), "impossible number in 'peak_exponents'"),
+        (put("peak_counts", [0, 1, 1, 1]), "a peak that no sample had"),
+        (put("counts", [0, 1, 7, 3, 0, 7]), "more powers of two and near tops than values"),
+        (put("counts", [2**62, 0, 2**62] * 2), "more elements than an int64"),
+        (put("powers_of_two", [127, 0, 2, 1, 0, 2]), "more powers of two and near tops than values"),
+        (put("near_top", [-1, 0, 2, 1, 0, 2]), "negative number in 'near_top'"),
+        (put("min_significand", [np.nan, 1.0]), "impossible number in 'min_significand'"),
+        (put("max_significand", [np.inf, 1.0]), "impossible number in 'max_significand'"),
+        (put("samples", [1.0, 2.0]), "no column 'samples', or one of a wrong type"),
+        (put("key", [0, 0]), "has a tensor twice"),
+        (put("key", [0, 2]), "a tensor that has no name"),
+        (put("key", [0, -1]), "a tensor that has no name"),
+        (put("context", [0, 9]), "refers to a context that is not there"),
+        (lambda header, columns: header.update(gradient_peaks=[["x", 1]]), "gradient_peaks.exponent is 'x'"),
+        (lambda header, columns: header.update(gradient_peaks=[[0, 0]]), "gradient_peaks.steps is 0"),
+        (lambda header, columns: header.update(first_step="x"), "first_step is 'x'"),
+        (
+            lambda header, columns: header.update(lost_updates=[[5, "float16", 1, 2, True]]),
+            "of a tensor that is not there",
+        ),
+        (
+            lambda header, columns: header.update(lost_updates=[["a", "float16", 1, 2, True]]),
+            "lost_updates.position is 'a'",
+        ),
+        (lambda header, columns: header.update(listed=[["key", "|O", 1]]), "columns.type is '|O'"),
+        (lambda header, columns: header.update(listed=[["key", "<i8", -1]]), "columns.entries is -1"),
+        (lambda header, columns: header["contexts"][0].update(floor_exponent=1e400), "no JSON"),
+    ],
+)
+def test_a_window_of_nonsense_is_left_out_with_a_sentence(change: Any, says: str, tmp_path: Path) -> None:
+    keys = [["a", "weight_gradient"], ["b", "weight_gradient"]]
+    file = session_of(tmp_path, (frames.KEYS, keys), (frames.WINDOW, changed_window(change)))
+    read = read_session(file)
+    assert not read.windows
+    assert says in read.notes[-1]
+    hostile.report_session(file)
+
+
+def test_keys_that_are_one_tensor_are_no_two(tmp_path: Path) -> None:
+    keys = [["a", "weight_gradient"], ["a", "weight_gradient"]]
+    window = changed_window(lambda header, columns: None)
+    assert (
+        "a tensor twice" in read_session(session_of(tmp_path, (frames.KEYS, keys), (frames.WINDOW, window))).notes[-1]
+    )
+
+
+# -- bombs ----------------------------------------------------------------------------------------------------------------
+
+
+def bomb(megabytes: int, piece: bytes = bytes(1 << 20)) -> bytes:
+    pack = zlib.compressobj(9)
+    return b"".join([*(pack.compress(piece) for _ in range(megabytes)), pack.flush()])
+
+
+def test_windows_that_unpack_to_much_are_refused(
+    tmp_path: Path, peak_mb: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = session_of(tmp_path, (frames.WINDOW, bomb(300)))
+    assert file.stat().st_size < 1 << 20
+    assert "unpacks to more than 268,435,456 bytes" in read_session(file).notes[-1]
+    assert peak_mb() < MOST_MB
+    # Many that are each within the bound are not, together.
+    keys = [["a", "weight_gradient"], ["b", "weight_gradient"]]
+    window = changed_window(lambda header, columns: None)
+    monkeypatch.setattr(counts, "LARGEST_WINDOWS", 10 * len(zlib.decompress(window)))
+    read = read_session(session_of(tmp_path, (frames.KEYS, keys), *[(frames.WINDOW, window)] * 30))
+    assert len(read.windows) == 10
+    assert "unpacks to more than 0 bytes" in read.notes[-1]
+
+
+def test_a_window_of_many_small_bins_is_refused(tmp_path: Path, peak_mb: Callable[[], float]) -> None:
+    """Merged it would have a bin for each exponent between two windows' of each tensor."""
+    tensors, keys = 20_000, []
+    keys = [[str(number), "weight_gradient"] for number in range(tensors)]
+
+    def spread(exponent: int) -> bytes:
+        def change(header: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
+            for name in columns:
+                columns[name] = np.zeros(tensors, "<i8") if columns[name].dtype != "<f8" else np.ones(tensors)
+            columns |= {name: np.ones(tensors, "|i1") for name in ("bins", "counts", "samples")}
+            columns |= {"key": np.arange(tensors), "min_exponent": np.full(tensors, exponent)}
+            columns |= {name: np.zeros(0, "|i1") for name in ("peak_exponents", "peak_counts")}
+            header["lost_updates"] = []
+
+        return changed_window(change)
+
+    file = session_of(tmp_path, (frames.KEYS, keys), (frames.WINDOW, spread(-2000)), (frames.WINDOW, spread(2000)))
+    read = read_session(file)
+    assert len(read.windows) == 1
+    assert "more than 33,554,432 bins" in read.notes[-1]
+    assert peak_mb() < MOST_MB
+
+
+def test_json_that_grows_is_refused(tmp_path: Path, peak_mb: Callable[[], float]) -> None:
+    file = session_of(tmp_path, (frames.KEYS, b"[" + b"[]," * (12 << 20) + b"[]]"))
+    assert "bytes of JSON, more than 33,554,432" in read_session(file).notes[-1]
+    file.write_bytes(frames.HEADER)
+    with file.open("r+b") as out:
+        out.truncate(1 << 40)
+    with pytest.raises(
+        SessionError, match=r"session\.mpinspect is larger than 536,870,912 bytes: no run leaves so much"
+    ):
+        read_session(file)
+    assert peak_mb() < MOST_MB
+
+
+def test_what_a_trace_says_beside_its_events_is_kept_up_to_a_bound(tmp_path: Path) -> None:
+    """Values of nine megabytes in all, in a gzip file of a hundredth of that."""
+    file = tmp_path / "trace.json.gz"
+    with gzip.open(file, "wb", 1) as out:
+        out.write(b"{")
+        for number in range(50):
+            out.write(b'"a%d": "' % number + b"x" * 180_000 + b'", ')
+        out.write(json.dumps(hostile._good_trace())[1:].encode())
+    stream = EventStream(TextChunks(file))
+    assert sum(map(len, stream.batches())) == 18
+    assert 10 < len(stream.top_level) < 25
+
+
+@pytest.mark.parametrize("key", ["distributedInfo", "deviceProperties", "traceName", "job_name", "mast_job_name"])
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_nesting_in_a_trace_is_no_traceback(key: str, depth: int, as_text: bool, tmp_path: Path) -> None:
+    nested = "[" * depth + "]" * depth
+    text = json.dumps(hostile._good_trace() | {key: "@"}).replace('"@"', json.dumps(nested) if as_text else nested)
+    (tmp_path / "t.json").write_text(text)
+    try:
+        kernels = read_trace_file(tmp_path / "t.json").kernels
+    except TraceError:
+        return
+    assert len(kernels) == 6
+
+
+# -- terminals --------------------------------------------------------------------------------------------------------------
+
+NAME = f"layer{STEERING}{NEW_LINE}"
+
+
+def assert_plain(text: str) -> None:
+    steering = [ascii(line) for line in text.split("\n") if not line.isprintable() or line.startswith("forged")]
+    assert not steering
+
+
+def steering_session() -> s.Session:
+    """A session in which every name is ``NAME``."""
+    session = hostile.good_session()
+    context = {"dtypes": (NAME,), "passed_through": NAME, "lost_updates": {NAME: s.LostUpdates(3, 5)}}
+
+    def named(window: s.Window) -> s.Window:
+        import dataclasses
+
+        tensors = {
+            s.TensorKey(key.name + NAME, key.kind): dataclasses.replace(tensor, **context)
+            for key, tensor in window.tensors.items()
+        }
+        return dataclasses.replace(window, tensors=tensors)
+
+    watched = [
+        s.TensorInfo(info.name + NAME, info.kind, NAME, NAME, info.shape, NAME, note)
+        for info, note in zip(session.watched, [NAME, ""] * 20, strict=False)
+    ]
+    events = [s.Event(step, 0, "forward", NAME, s.ACTIVATION, NAME + "x", "inf", explanation=NAME) for step in range(3)]
+    info = s.RunInfo(NAME, NAME, s.KINDS, 1, True, {NAME: NAME}, 0.02)
+    progress = s.Progress(9, 9, scale_unknown_reason=NAME)
+    return s.Session(info, tuple(watched), tuple(map(named, session.windows)), tuple(events), (NAME, NAME), progress)
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    save_session(steering_session(), tmp_path / "run" / "Net")
+    save_session(made.full_session(), tmp_path / "run" / f"Net{NEW_LINE}\x1b[31m")
+    record = {"outcome": NAME, "command": NAME, "saw": [NAME], "models": [{"log_dir": f"gone{NAME}"}]}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    text = json.dumps(hostile._good_trace())
+    for good in ("gemm_0", "gemm_1", "aten::mm", "NVIDIA H100"):
+        text = text.replace(good, good + json.dumps(NAME)[1:-1])
+    (tmp_path / "traces").mkdir()
+    for rank in (0, 1):
+        path = tmp_path / "traces" / f"rank{rank}\x1b[31m\nforged.json"
+        path.write_text(text.replace('"rank": 0', f'"rank": {rank}'))
+    (tmp_path / "traces" / "broken\x1b[31m\nforged.json").write_text("{")
+    return tmp_path / "traces"
+
+
+@pytest.mark.parametrize("which", ["run", "session", "trace"])
+def test_what_files_name_reaches_neither_terminal_nor_markdown_raw(
+    which: str, run_directory: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "run": ["report", run_directory],
+        "session": ["report", run_directory / "Net"],
+        "trace": ["kernels", trace],
+    }
+    words = [*map(str, given[which]), "--md", str(tmp_path / "out.md")]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert_plain(captured.out + captured.err)
+    assert r"\x1b[31m" in captured.out
+    assert_plain((tmp_path / "out.md").read_text(encoding="utf-8"))
+    assert main([*words, "--json"]) == 0
+    # JSON has the names as they are.
+    document = capsys.readouterr().out
+    assert document.isascii()
+    assert STEERING in json.dumps(json.loads(document), ensure_ascii=False).replace("\\", "") or "\\u001b" in document
+
+
+def test_on_a_terminal_in_colour_nothing_of_a_name_is_a_command(run_directory: Path, trace: Path) -> None:
+    import io
+    import re
+
+    from rich.console import Console
+
+    from mpinspect.kernel_profile import read_trace
+    from mpinspect.reports import form
+    from mpinspect.run_directory import read_run
+
+    for report in (read_run(run_directory), read_trace(trace)):
+        file = io.StringIO()
+        form(report.kind, ".txt").render_console(report, Console(file=file, force_terminal=True, width=90))
+        # Rich's own: colours and weights, and nothing else.
+        assert_plain(re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()))
+        assert_plain(re.sub(r"<[^>]*>", "", form(report.kind, ".txt").render_html(report)))
+
+
+WORD = "x\x1b[31m\x07\u202e\udcff\nforged"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", WORD],
+        ["report", "--fail-on", WORD, "run"],
+        ["report", "run", f"--{WORD}"],
+        ["report", "run", "--md", WORD],
+        ["kernels", WORD],
+        ["kernels", "t.json", "--gpu", WORD],
+        ["lint", f"{WORD}:make"],
+        ["lint", f"torch.nn:{WORD}"],
+        ["lint", "torch.nn:Linear", "--input", WORD],
+        ["lint", "torch.nn:Linear", "--baseline", WORD],
+        ["lint", "torch.nn:Linear", "--gpu", WORD],
+        ["lint", "torch.nn:ReLU", "--dtype", WORD],
+        ["demo", "--steps", WORD],
+        ["run", f"--{WORD}", "script.py"],
+        ["run", "--every", WORD, "script.py"],
+        ["run", WORD],
+        [WORD],
+    ],
+)
+def test_arguments_in_errors_reach_no_terminal_raw(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(words)
+    except SystemExit as stop:
+        status = stop.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert status == 2
+    assert "forged" in captured.err
+    assert_plain(captured.out + captured.err)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": NAME}, ""),
+        ({"dtype": NAME}, ""),
+        ({"findings": [{"id": NAME, "layer": NAME, "size": 3}]}, "1 gone"),
+        ({"findings": [{"id": "a", "layer": "", "size": 10**400}]}, "is damaged (findings.size is"),
+        ({"findings": [{"id": NAME, "layer": "", "size": NAME}]}, "is damaged (findings.size is"),
+        ({"schema": NAME}, "is no baseline"),
+        ({"schema_version": NAME}, "of another version"),
+        ({"schema_version": [[[[1]]]]}, "of another version"),
+        ({"gpu": 3}, "is damaged (gpu is 3, not text)"),
+    ],
+)
+def test_a_baseline_of_nonsense(change: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = {"schema": hostile.SCHEMA, "schema_version": 1, "gpu": "H100", "dtype": "float16", "findings": []}
+    (tmp_path / "b.json").write_text(json.dumps(good | change))
+    status = main(["lint", "torch.nn:ReLU", "--input", "4,4", "--gpu", "H100", "--baseline", str(tmp_path / "b.json")])
+    captured = capsys.readouterr()
+    assert status == (2 if "damaged" in says or "baseline" in says or "version" in says else 0)
+    assert says in captured.out + captured.err
+    assert_plain(captured.out + captured.err)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": Infinity}', '{"a": 1, "a": 2}', "\xff"])
+def test_a_baseline_that_can_not_be_parsed(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.json").write_bytes(text.encode("latin-1"))
+    assert main(["lint", "torch.nn:ReLU", "--input", "4,4", "--baseline", str(tmp_path / "b.json")]) == 2
+    error = capsys.readouterr().err
+    assert "b.json can't be read: it" in error
+    assert "Write it anew with --write-baseline" in error
