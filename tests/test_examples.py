@@ -227,7 +227,7 @@ def test_transformers_trainer_names_its_layers_and_a_scale(monkeypatch, capsys, 
     monkeypatch.chdir(tmp_path)
     printed = run_example("transformers_trainer.py", monkeypatch, capsys, "--steps=4", "--log-dir=log")
     assert "GPT2LMHeadModel against float16\n4 steps, 4 sampled" in printed
-    assert "Suggested loss scale: " in printed
+    assert re.search(r"Suggested loss scale: \d+|Scale 1 will do", printed)
     assert re.search(r"^transformer\.h\.0\.attn\.c_attn\.weight ", printed, re.MULTILINE)
     assert Session.load(tmp_path / "log").progress.backwards == 8
 

@@ -1,7 +1,7 @@
 """The layers' rows as words, and which of them are worst: what text and Markdown print and the pictures pick from.
 
-Three different words: a *measured* figure stands bare, an *estimate* is marked "~" with its bounds in brackets, and
-what is not known is "?". "-" means that the question does not arise.
+Three different words: a *measured* figure stands bare, an *estimate* is marked "~", with its bounds in brackets where they
+are far enough apart to decide something, and what is not known is "?". "-" means that the question does not arise.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mpinspect.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.exponents import Interval
 from mpinspect.formats import FORMATS
 from mpinspect.session import GRADIENT_KINDS, KINDS
+
+#: Bounds of a flushed share that are no further apart decide nothing. Of the L1 share the tolerance decides.
+_NEAR = 0.1
 
 UNKNOWN = "?"
 NOT_APPLICABLE = "-"
@@ -95,7 +99,12 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
 
 
 def share(interval: Interval | None, *, is_estimate: bool = False) -> str:
-    """A share in words: "87%" measured, "~9.8% [6.5%..15%]" estimated between bounds, "?" unknown."""
+    """A share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "?" unknown.
+
+    Args:
+        interval: the share, its bounds shown where they are further apart than 10% (of the lost L1 share, 1%).
+        is_estimate: of the lost L1 share, which counts can only estimate.
+    """
     if interval is None:
         return UNKNOWN
     low, high = percent(interval.low), percent(interval.high)
@@ -103,7 +112,8 @@ def share(interval: Interval | None, *, is_estimate: bool = False) -> str:
         return low
     if low == high:
         return f"~{low}" if is_estimate else low
-    return f"~{percent(interval.estimate)} [{low}..{high}]"
+    near = interval.high - interval.low <= (LOST_L1_TOLERANCE if is_estimate else _NEAR)
+    return f"~{percent(interval.estimate)}{'' if near else f' [{low}..{high}]'}"
 
 
 def percent(fraction: float) -> str:
