@@ -208,6 +208,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     run = make_run(tmp_path / "run" / "rank0", "Net")
     session = made.full_session()
     rank = tmp_path / "run" / "rank1" / "Net"
+    rank.mkdir(parents=True)
     dataclasses.replace(session, progress=s.Progress()).save(rank)
     assert read_session(rank).progress == s.Progress()
     report = read_run(run.parent)
