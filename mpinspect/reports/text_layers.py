@@ -33,8 +33,8 @@ _WIDE, _BARS, _FINE_BARS = 84, 118, 134
 _NARROW_WIDTHS = {5: (6, 12, 11, 18, 7), 4: (6, 18, 18, 7)}
 
 _LEGEND = (
-    "~ an estimate, with its [bounds]; ? not known; offset: unused powers of two at the top of the format; flushed: share of "
-    "the non-zero elements; L1 lost: share of the sum of magnitudes that is flushed; largest: magnitude, rounded down"
+    "~ an estimate, with its [bounds] where they lie far apart; ? not known; offset: unused powers of two at the top of "
+    "the format; flushed: share of the non-zero elements; L1 lost: share of the sum of magnitudes that is flushed; largest: magnitude, rounded down"
 )
 
 
