@@ -34,7 +34,8 @@ _NARROW_WIDTHS = {5: (6, 12, 11, 18, 7), 4: (6, 18, 18, 7)}
 
 _LEGEND = (
     "~ an estimate, with its [bounds] where they lie far apart; ? not known; offset: unused powers of two at the top of "
-    "the format; flushed: share of the non-zero elements; L1 lost: share of the sum of magnitudes that is flushed; largest: magnitude, rounded down"
+    "the format; flushed: share of the non-zero elements; L1 lost: share of the sum of magnitudes that is flushed; "
+    "largest: magnitude, rounded down"
 )
 
 
