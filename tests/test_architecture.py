@@ -56,7 +56,17 @@ ALLOWED = {
     "integrations": {"analysis", "capture", "inspector", "last_words", "session"},
     "run_directory": {"analysis", "decoding", "kernel_profile", "launch", "session_file", "trace_file"},
     "launch": {
-        *("analysis", "capture", "decoding", "inspector", "kernel_profile", "matmuls", "reports", "session", "session_file"),
+        *(
+            "analysis",
+            "capture",
+            "decoding",
+            "inspector",
+            "kernel_profile",
+            "matmuls",
+            "reports",
+            "session",
+            "session_file",
+        ),
         *("shape_lint", "streams", "version"),
     },
     "shape_lint": {"analysis", "capture", "gpus"},

@@ -32,19 +32,19 @@ MOST_MB = 1000
 
 def test_thousands_of_inputs_give_a_report_or_the_one_error(tmp_path: Path) -> None:
     """The short form; ``python tests/hostile.py`` is the long one."""
-    ended = hostile.run(400, 0, tmp_path)
-    assert ended["session: reported"] > 100
-    assert ended["baseline: refused"] > 50
+    ended = hostile.run(300, 0, tmp_path)
+    assert ended["session: reported"] > 75
+    assert ended["baseline: refused"] > 40
     # Most of what is read of a file as such needs no report.
-    fuzzed = hostile.Hostile(1, tmp_path)
+    fuzzed = hostile.Hostile(1, tmp_path / "more")
     file, loaded = tmp_path / FILE_NAME, 0
-    for _ in range(2000):
+    for _ in range(1500):
         file.write_bytes(fuzzed.session())
         try:
             loaded += isinstance(read_session(file), s.Session)
         except SessionError:
             continue
-    assert loaded > 1000
+    assert loaded > 800
 
 
 def test_the_fuzz_draws_the_same_inputs_from_a_seed(tmp_path: Path) -> None:

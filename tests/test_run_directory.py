@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -186,6 +187,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     run = make_run(tmp_path / "run" / "rank0", "Net")
     session = made.full_session()
     rank = tmp_path / "run" / "rank1" / "Net"
+    rank.mkdir(parents=True)
     dataclasses.replace(session, progress=s.Progress()).save(rank)
     assert read_session(rank).progress == s.Progress()
     report = read_run(run.parent)
@@ -193,7 +195,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     assert (told.steps, told.sampled_steps) == (91, 9)
     for form in ("run_text", "run_markdown"):
         text = importlib.import_module(f"mpinspect.reports.{form}").render(report)
-        assert "0 steps" not in text.replace("100 steps", "")
+        assert not re.search(r"\b0 steps", text)
         assert "91 steps" in text
     # A killed run's progress may be behind its windows, too.
     behind = dataclasses.replace(session, progress=s.Progress(60, 5, 1))

@@ -414,8 +414,14 @@ def test_a_baseline_for_another_gpu_or_dtype_is_told(models, capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": {}}', "findings is an object, not an array"),
-        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": ""}', "findings is '', not an array"),
+        (
+            '{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": {}}',
+            "findings is an object, not an array",
+        ),
+        (
+            '{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": ""}',
+            "findings is '', not an array",
+        ),
         (None, "there is no baseline"),
         ("", "can't be read"),
         ("[1]", "is no baseline"),
