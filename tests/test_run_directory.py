@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -216,7 +217,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     assert (told.steps, told.sampled_steps) == (91, 9)
     for form in ("run_text", "run_markdown"):
         text = importlib.import_module(f"mpinspect.reports.{form}").render(report)
-        assert "0 steps" not in text.replace("100 steps", "")
+        assert not re.search(r"\b0 steps", text)
         assert "91 steps" in text
     # A killed run's progress may be behind its windows, too.
     behind = dataclasses.replace(session, progress=s.Progress(60, 5, 1))
