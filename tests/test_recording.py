@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -321,7 +322,8 @@ def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(
     assert read.events == (event(5),)
     assert read.progress == recording.progress
     (again,) = (note for note in read.notes if "has room again" in note)
-    assert "goes on from step 60: what was counted since step 5 has been written too" in again
+    # The thread that writes may come to it a step or two later.
+    assert re.search("goes on from step 6[0-3]: what was counted since step 5 has been written too", again)
     assert {full, again, "something else"} <= set(read.notes)
     assert not any("damaged" in note or "within a record" in note for note in read.notes)
 
