@@ -32,7 +32,7 @@ test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # torch and oneDNN choose their kernels by the processor, and nothing here may rest on one.
-ARITHMETIC := $(addprefix tests/test_,emulation.py emulation_autocast.py bit_identity.py counting.py probe.py master_weights.py)
+ARITHMETIC := $(addprefix tests/test_,emulation.py bit_identity.py probe.py)
 
 .PHONY: test-processors
 test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
