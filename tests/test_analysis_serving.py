@@ -141,6 +141,15 @@ def test_crowding_at_the_floor_betrays_what_is_below():
     assert true_zeros.likely_hidden_l1_share() < 1e-6
 
 
+@pytest.mark.parametrize("top", [-1200, -20, 1500])
+def test_what_is_likely_hidden_does_not_depend_on_how_large_the_values_are(top):
+    """2^-1200 and 2^1500 are no float64: a session may hold them, and a sum of them is taken relative to the largest."""
+    view = Visibility(spread({top - 3: 50, top: 50}, zeros=40), floor_exponent=top - 4)
+    at_zero = Visibility(spread({-3: 50, 0: 50}, zeros=40), floor_exponent=-4)
+    assert view.likely_hidden_l1_share() == at_zero.likely_hidden_l1_share() > 0
+    assert Visibility(spread({top: 50}, zeros=40), top + 3000).likely_hidden_l1_share() == 0
+
+
 def test_layer_report_at_scale_1_and_at_another():
     info = TensorInfo("fc.weight", "weight_gradient", "fc", "Linear")
     window = window_of(spread({-30: 25, -20: 50, 10: 25}))

@@ -80,8 +80,10 @@ class Visibility:
         near = int(self.histogram.counts[lowest]) if 0 <= lowest < len(self.histogram.counts) else 0
         # Rounding gathers 1.58 octaves in the lowest exponent; near / 1.58 values in every octave below 2^f weigh
         # 1.5 * 2^f * near / 1.58 together: about near * 2^f.
-        mass = min(near, self.hidden) * 2.0**self.floor_exponent
-        return mass / (mass + self.histogram.sum_abs().estimate)
+        # Relative to the largest exponent, so that tiny values leave neither sum at zero.
+        top = self.histogram.max_exponent
+        mass = min(near, self.hidden) * 2.0 ** min(self.floor_exponent - top, 0)
+        return mass / (mass + self.histogram.shifted(-top).sum_abs().estimate)
 
     def hidden_flush(self, format: FloatFormat, log2_scale: int) -> bool:
         """Whether every hidden value certainly flushes at this scale."""
