@@ -257,7 +257,8 @@ class Hostile:
         if len(written) < 100 and self._random.random() < 0.03:
             written = ",".join([written or "0"] * 2000)
         if self._random.random() < 0.05 and isinstance(changed, dict):
-            text = text[:-1] + "".join(f', "{self._random.choice(list(changed))}": {written}' for _ in range(50)) + "}"
+            names = [self._random.choice(list(changed)) for _ in range(50) if changed]
+            text = text[:-1] + "".join(f', "{name}": {written}' for name in names) + "}"
         return text.replace(json.dumps(mark), written).encode("utf-8", "surrogatepass")
 
 
