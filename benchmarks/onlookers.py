@@ -23,7 +23,7 @@ from networks import Batch
 from torch import nn
 
 import mpinspect
-from mpinspect.session import KINDS
+from mpinspect.kinds import KINDS
 
 Measured = tuple[list[float], float | None]
 

@@ -25,7 +25,7 @@ from targets import checked, verdicts
 
 import mpinspect
 from mpinspect.counting import fastest
-from mpinspect.session import KINDS
+from mpinspect.kinds import KINDS
 
 #: The promises are of this one.
 PROMISED = "GPT, 13.9 M parameters"

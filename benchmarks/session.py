@@ -36,7 +36,8 @@ from targets import checked
 from mpinspect import session_file
 from mpinspect.capture import recording as recordings
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import KINDS, Progress, RunInfo, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.kinds import KINDS
+from mpinspect.session import Progress, RunInfo, TensorInfo, TensorKey, TensorWindow, Window
 from mpinspect.session_sinks import open_sinks
 
 BINS = 40

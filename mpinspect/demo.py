@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from mpinspect.analysis.report import LayerReport, RangeReport
-from mpinspect.analysis.wording import percent
 from mpinspect.inspector import Inspector
-from mpinspect.session import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
+from mpinspect.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
+from mpinspect.reporting.words import percent
 from mpinspect.session_file import FILE_NAME
 
 TOKENS = 400_000

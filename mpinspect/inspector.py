@@ -23,8 +23,9 @@ from mpinspect.capture.capture import Capture
 from mpinspect.capture.optimizers import plain_optimizer
 from mpinspect.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.capture.steps import Schedule
+from mpinspect.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.last_words import print_report
-from mpinspect.session import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT, Event, RunInfo, Session, now
+from mpinspect.session import Event, RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
 from mpinspect.wrappers import unwrapped
 
@@ -86,7 +87,7 @@ class Inspector:
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         scalers: Any | Iterable[Any] | None = None,
         every: int | Schedule = 1,
-        capture: Iterable[str] = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT),
+        capture: Iterable[str] = DEFAULT_KINDS,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         loss_scale: float | Callable[[], Any] | None = None,

@@ -20,7 +20,8 @@ from mpinspect.capture.passes import LossFunction, Passes
 from mpinspect.capture.untouched import RandomState
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16
-from mpinspect.session import WEIGHT_GRADIENT, Session, TensorKey
+from mpinspect.kinds import WEIGHT_GRADIENT
+from mpinspect.session import Session, TensorKey
 
 
 @dataclass(frozen=True)

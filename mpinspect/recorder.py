@@ -18,8 +18,9 @@ from mpinspect.analysis.report import RangeReport
 from mpinspect.capture.arrays.capture import ArrayCapture
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule
+from mpinspect.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.last_words import print_report
-from mpinspect.session import KINDS, WEIGHT_GRADIENT, RunInfo, Session, now
+from mpinspect.session import RunInfo, Session, now
 from mpinspect.session_sinks import open_sinks
 from mpinspect.version import __version__
 

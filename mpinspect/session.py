@@ -16,21 +16,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from mpinspect.decoding import Between, OneOf
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS
+from mpinspect.kinds import KINDS
 
 if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
-
-WEIGHT = "weight"
-ACTIVATION = "activation"
-WEIGHT_GRADIENT = "weight_gradient"
-ACTIVATION_GRADIENT = "activation_gradient"
-UPDATE = "update"
-
-#: The kinds of tensor that can be captured.
-KINDS = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT, ACTIVATION, WEIGHT, UPDATE)
-#: The kinds that a loss scale multiplies.
-GRADIENT_KINDS = (WEIGHT_GRADIENT, ACTIVATION_GRADIENT)
 
 #: What events have beside these kinds: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mpinspect.analysis.shapes import ShapeReport, analyse_shapes
-from mpinspect.analysis.wording import indefinite
 from mpinspect.capture.matmuls.recording import record_matmuls
 from mpinspect.gpus import Gpu, named, of_device
+from mpinspect.reporting.words import indefinite
 
 #: What ``device`` may be, and what the recorder calls it.
 _DEVICES = {"meta": "meta", "real": "real", "cpu": "real", "cuda": "real"}

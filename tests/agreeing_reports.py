@@ -11,9 +11,10 @@ from typing import Any
 from mpinspect import analysis
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.formats import FLOAT16, FORMATS, FloatFormat
+from mpinspect.kinds import GRADIENT_KINDS
 from mpinspect.reports import text
 from mpinspect.reports.scale_line import scale_line
-from mpinspect.session import GRADIENT_KINDS, Session
+from mpinspect.session import Session
 
 #: A scale that a sentence tells to use.
 _TELLS = re.compile(

@@ -20,13 +20,8 @@ from mpinspect.analysis.report import (
 )
 from mpinspect.exponents import ExponentHistogram, Interval, merge
 from mpinspect.formats import FLOAT16
+from mpinspect.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
 from mpinspect.session import (
-    ACTIVATION,
-    ACTIVATION_GRADIENT,
-    GRADIENT_KINDS,
-    KINDS,
-    UPDATE,
-    WEIGHT_GRADIENT,
     Event,
     LostUpdates,
     Progress,

@@ -14,11 +14,8 @@ from mpinspect.analysis.coverage import NO_GRADIENT_SEEN
 from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS
+from mpinspect.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
 from mpinspect.session import (
-    ACTIVATION,
-    KINDS,
-    UPDATE,
-    WEIGHT,
     Event,
     LostUpdates,
     Progress,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import mpinspect
+from mpinspect import reports
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mpinspect"
@@ -211,3 +215,31 @@ def test_the_checks_above_see_what_they_should(tmp_path, monkeypatch):
         "mpinspect.cli": False,
         "mpinspect.reports": True,
     }
+
+
+def test_names_kept_as_strings_name_something():
+    """A careless move would make a stack check match nothing, a public name fail, a form disappear, without an error."""
+    from mpinspect import own_code
+
+    named = [name for value in vars(own_code).values() if isinstance(value, tuple) for name in value]
+    assert len(named) > 10
+    for name in [*named, *(f"mpinspect.{where}" for where in mpinspect._WHEN_USED.values())]:
+        assert importlib.util.find_spec(name), name
+    for kind, forms in reports.FORMS.items():
+        for suffix in forms:
+            module = reports.form(kind, suffix)
+            assert hasattr(module, "render") or hasattr(module, "save"), module
+
+
+def test_public_names_are_found_where_the_type_checker_is_told_they_are():
+    for name in mpinspect._WHEN_USED:
+        assert getattr(mpinspect, name).__name__ if not name.isupper() else getattr(mpinspect, name)
+    tree = ast.parse((PACKAGE / "__init__.py").read_text("utf-8"))
+    told = {
+        alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module != "mpinspect.version"
+        for alias in node.names
+    }
+    lazily = {name: f"mpinspect.{where}" for name, where in mpinspect._WHEN_USED.items()}
+    assert lazily == {name: where for name, where in told.items() if name in lazily}

@@ -16,7 +16,7 @@ import where_it_goes
 
 import mpinspect
 from mpinspect.capture import optimizer_steps
-from mpinspect.session import KINDS
+from mpinspect.kinds import KINDS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

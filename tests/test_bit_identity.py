@@ -9,7 +9,7 @@ import torch
 from models import SUBJECTS
 
 from mpinspect import Inspector
-from mpinspect.session import KINDS
+from mpinspect.kinds import KINDS
 
 STEPS = 6
 

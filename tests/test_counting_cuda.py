@@ -30,7 +30,8 @@ from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import decode
 from mpinspect.counting.pieces import COUNTABLE, fills_its_memory
-from mpinspect.session import KINDS, TensorKey
+from mpinspect.kinds import KINDS
+from mpinspect.session import TensorKey
 
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 CHECKS = (

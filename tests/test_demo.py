@@ -9,7 +9,8 @@ import torch
 
 from mpinspect import demo
 from mpinspect.formats import FLOAT16
-from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Session
+from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.session import Session
 from mpinspect.session_file import FILE_NAME
 
 

@@ -16,7 +16,8 @@ from mpinspect.capture import broken_weights, host_copy, optimizers, tally, watc
 from mpinspect.capture.host_rows import HostRows
 from mpinspect.counting import fastest
 from mpinspect.counting.cpu import counter
-from mpinspect.session import KINDS, TensorKey
+from mpinspect.kinds import KINDS
+from mpinspect.session import TensorKey
 
 STEPS = 6
 #: Elements of the tensors of the layer at which something fails: no other layer's have as many.

@@ -17,7 +17,8 @@ from torch import nn
 from trainers import LEARNING_RATE, hooks_on, loss_of, make_batches, make_net, same_weights, train_by_hand
 
 import mpinspect
-from mpinspect.session import WEIGHT_GRADIENT, Session, TensorKey
+from mpinspect.kinds import WEIGHT_GRADIENT
+from mpinspect.session import Session, TensorKey
 
 lightning = pytest.importorskip("lightning")
 

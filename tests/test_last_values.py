@@ -19,7 +19,8 @@ from mpinspect.capture import watch as watching
 from mpinspect.capture.host_rows import HostRows
 from mpinspect.capture.last_values import LastValues
 from mpinspect.counting import fastest
-from mpinspect.session import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT, TensorKey
+from mpinspect.kinds import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
+from mpinspect.session import TensorKey
 
 _LENGTH = last_values._LEAST
 _BLOCK = (256, _LENGTH // 256)

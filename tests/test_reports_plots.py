@@ -12,9 +12,10 @@ import sessions
 from matplotlib.image import imread
 
 from mpinspect.formats import BFLOAT16, FLOAT16, FLOAT16_FTZ
+from mpinspect.kinds import WEIGHT_GRADIENT
 from mpinspect.reports import plot_heat_map, plots
 from mpinspect.reports.plot_style import regions, shortened
-from mpinspect.session import WEIGHT_GRADIENT, TensorKey
+from mpinspect.session import TensorKey
 
 
 def words(figure):

@@ -17,9 +17,10 @@ from mpinspect.analysis import recommend_loss_scale
 from mpinspect.appending import AppendedFile
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16
+from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.reports.crc32c import crc32c
 from mpinspect.reports.tensorboard import TensorBoardLog, TensorBoardSink
-from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Progress, ScaleChange, TensorKey
+from mpinspect.session import Progress, ScaleChange, TensorKey
 
 
 def read(path):

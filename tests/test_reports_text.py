@@ -8,8 +8,8 @@ import pytest
 import sessions
 
 from mpinspect.analysis.report import TimeBlock
+from mpinspect.reporting.words import percent, power_of_two
 from mpinspect.reports import text
-from mpinspect.reports.table import percent, power_of_two
 
 
 @pytest.mark.parametrize("width", [60, 100, 140])

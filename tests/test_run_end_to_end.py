@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mpinspect.analysis import analyse
-from mpinspect.session import ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Session, TensorKey
+from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.session import Session, TensorKey
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNMODIFIED = EXAMPLES / "unmodified"

@@ -16,8 +16,9 @@ from mpinspect.analysis.first_line import first_line, gravest
 from mpinspect.analysis.run import ModelPart, RunReport, by_module
 from mpinspect.analysis.shapes import analyse_shapes
 from mpinspect.analysis.tensor_cores import analyse_kernels
+from mpinspect.kinds import WEIGHT_GRADIENT
 from mpinspect.reports import run_json, run_markdown, run_text
-from mpinspect.session import WEIGHT_GRADIENT, Event, Session, TensorKey
+from mpinspect.session import Event, Session, TensorKey
 
 INF = Event(
     412, 0, "backward", "decoder.3.attn", "activation_gradient", "decoder.3.attn", "inf", 65536.0, forward_finite=True

@@ -13,7 +13,8 @@ from launched import RUN_DIR, bare, silent, watched, write
 
 from mpinspect import cli, session
 from mpinspect.commands import run as run_command
-from mpinspect.launch.options import KINDS, LaunchOptions
+from mpinspect.kinds import KINDS
+from mpinspect.launch.options import LaunchOptions
 
 FACTS = """
 import os, sys

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector, Session
-from mpinspect.session import WEIGHT_GRADIENT, TensorKey
+from mpinspect.kinds import WEIGHT_GRADIENT
+from mpinspect.session import TensorKey
 
 _TRAINS = """
 import os, sys, torch, mpinspect

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mpinspect import Inspector, count_exponents
-from mpinspect.session import KINDS, TensorKey
+from mpinspect.kinds import KINDS
+from mpinspect.session import TensorKey
 
 RANKS = 2
 STEPS = 6

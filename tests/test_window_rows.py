@@ -22,7 +22,8 @@ from mpinspect.capture.tally import Sample, Tally, dtype_name
 from mpinspect.capture.window_rows import WindowRows
 from mpinspect.counting import count, layout
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, TensorWindow, Window, narrowest
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import LostUpdates, TensorKey, TensorWindow, Window, narrowest
 from mpinspect.tensor_columns import TensorColumns
 
 # -- one by one ---------------------------------------------------------------------------------------------------------

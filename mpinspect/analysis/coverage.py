@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mpinspect.analysis.report import Coverage
-from mpinspect.session import ACTIVATION, GRADIENT_KINDS, UPDATE, Session, TensorInfo, TensorKey, TensorWindow
+from mpinspect.kinds import ACTIVATION, GRADIENT_KINDS, UPDATE
+from mpinspect.session import Session, TensorInfo, TensorKey, TensorWindow
 
 #: A gradient that did not come, though others did.
 NO_GRADIENT_SEEN = "not called, or compiled, or no backward reached it"

@@ -9,7 +9,8 @@ from mpinspect.analysis.report import TimeBlock
 from mpinspect.analysis.serving import flush_exponent
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.formats import FLOAT16
-from mpinspect.session import GRADIENT_KINDS, TensorKey, Window, merge_windows
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import TensorKey, Window, merge_windows
 
 #: Blocks that a run is cut into: enough to see a trend, few enough that each holds many steps.
 MAX_BLOCKS = 8

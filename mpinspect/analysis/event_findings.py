@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.report import LossScaleAdvice
-from mpinspect.analysis.wording import some
-from mpinspect.session import ACTIVATION, END, GRADIENT_KINDS, LOSSES, Event, Session, TensorKey, TensorWindow
+from mpinspect.kinds import ACTIVATION, GRADIENT_KINDS
+from mpinspect.reporting.words import some
+from mpinspect.session import END, LOSSES, Event, Session, TensorKey, TensorWindow
 
 #: A dynamic scaler that skips more than one step in ten is no longer probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1

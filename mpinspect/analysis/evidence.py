@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mpinspect.analysis.wording import steps_named
+from mpinspect.reporting.words import steps_named
 from mpinspect.session import Event, Session, Window
 
 #: Windows whose samples stand for numbers of steps within this factor are pooled as they are, and shares stay measured: the

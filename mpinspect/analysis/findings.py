@@ -11,9 +11,10 @@ from mpinspect.analysis.reductions import reduction_reports
 from mpinspect.analysis.report import Coverage, LayerReport
 from mpinspect.analysis.scale_advice import Advised
 from mpinspect.analysis.updates import update_findings
-from mpinspect.analysis.wording import format_name, some, tensor
 from mpinspect.formats import FloatFormat
-from mpinspect.session import ACTIVATION, WEIGHT, Session, TensorInfo, TensorKey, TensorWindow
+from mpinspect.kinds import ACTIVATION, WEIGHT, phrase
+from mpinspect.reporting.words import format_name, some
+from mpinspect.session import Session, TensorInfo, TensorKey, TensorWindow
 
 
 def findings(
@@ -49,7 +50,7 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
             "values-overflow",
             "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
             worst.name,
-            f"In {format_name(format.name)} {tensor(worst.name, worst.kind)} would overflow: the largest is {largest:.3g}, "
+            f"In {format_name(format.name)} {phrase(worst.name, worst.kind)} would overflow: the largest is {largest:.3g}, "
             f"the format ends at {format.max_finite:g}.",
             {
                 "max_abs": largest,
@@ -73,7 +74,7 @@ def _reductions(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> l
             "info",
             largest.key.name,
             f"Sums over a whole tensor would overflow {format_name(format.name)} in {len(over)} tensors: the sum of squares "
-            f"of {tensor(*largest.key)} is about {largest.sum_squares.estimate:.3g}.",
+            f"of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}.",
             {
                 "sum_abs": largest.sum_abs.estimate,
                 "sum_squares": largest.sum_squares.estimate,

@@ -8,7 +8,8 @@ from mpinspect.analysis.report import FormatVerdict
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FloatFormat
-from mpinspect.session import KINDS, UPDATE, TensorKey, TensorWindow
+from mpinspect.kinds import KINDS, UPDATE
+from mpinspect.session import TensorKey, TensorWindow
 
 NO_SCALING = "none"
 #: One power of two a tensor and run: scales that follow the maximum from step to step can only do better.

@@ -12,8 +12,9 @@ from mpinspect.analysis.report import LayerReport, LossScaleAdvice
 from mpinspect.analysis.scale_advice import Advised, Decision, Loss
 from mpinspect.analysis.scale_window import HEADROOM
 from mpinspect.analysis.scale_words import in_steps
-from mpinspect.analysis.wording import format_name, percent, power, scale_of, some, tensor, upper_first
-from mpinspect.session import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, Session, TensorKey
+from mpinspect.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
+from mpinspect.reporting.words import format_name, percent, power, scale_of, some, upper_first
+from mpinspect.session import Session, TensorKey
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
@@ -56,7 +57,7 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
         "info" if spared else "warning",
         worst.key.name,
         f"Without loss scaling {format_name(decision.rules.format.name)} would flush {percent(worst.flushed_fraction)} of the "
-        f"non-zero elements of {tensor(*worst.key)}{in_steps(worst.steps)}, {percent(worst.lost_l1_share)} of their sum of "
+        f"non-zero elements of {phrase(*worst.key)}{in_steps(worst.steps)}, {percent(worst.lost_l1_share)} of their sum of "
         f"magnitudes.{others}" + (f" {spared}" if spared else ""),
         {
             "kind": worst.key.kind,
@@ -121,7 +122,7 @@ def _weights_fine(decision: Decision) -> Finding | None:
         "info",
         worst.key.name,
         f"The weight gradients are fine without loss scaling ({format} loses {percent(worst_weight.lost_l1_share)} of the sum of "
-        f"magnitudes in the worst); it is {tensor(*worst.key)} that would flush.",
+        f"magnitudes in the worst); it is {phrase(*worst.key)} that would flush.",
         {
             "worst_weight_gradient": worst_weight.key.name,
             "lost_l1_share": worst_weight.lost_l1_share,
@@ -147,7 +148,7 @@ def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision
         "gradients-already-flushed",
         "warning" if alarm else "info",
         worst.key.name,
-        f"Of {tensor(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
+        f"Of {phrase(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
         f"2^{layer.floor_exponent}; "
         + (
             "the counts crowd just above that, so part of the zeros were values."
@@ -188,7 +189,7 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         "gradients-overflow",
         "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
         worst.name,
-        f"Without loss scaling {tensor(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
+        f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
         f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.",
         {
             "overflowed": worst.overflowed,

@@ -17,9 +17,9 @@ from mpinspect.analysis.scale_window import HEADROOM, GradientRange, gradient_ra
 from mpinspect.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.analysis.visibility import Visibility
-from mpinspect.analysis.wording import lower_first
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
+from mpinspect.reporting.words import lower_first
 from mpinspect.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 
 #: Powers of two within which FP32 holds a scale and its inverse.

@@ -11,13 +11,8 @@ from __future__ import annotations
 import math
 
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import (
-    ACTIVATION_GRADIENT,
-    WEIGHT_GRADIENT,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-)
+from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.session import TensorInfo, TensorKey, TensorWindow
 
 #: An FP32 sum that cancels leaves about 2^-24 of the sum of the terms' magnitudes. Measured, as averages over a run's steps
 #: and elements: 2^-25 for a key bias before softmax (1,024 terms), 2^-22.6 for convolutions' biases before BatchNorm (4,096

@@ -13,7 +13,8 @@ from mpinspect.analysis.serving import least_log2_scale
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.exponents import Interval
 from mpinspect.formats import FloatFormat
-from mpinspect.session import KINDS, Session, TensorInfo, TensorKey, TensorWindow, merge_tensor_windows, merge_windows
+from mpinspect.kinds import KINDS
+from mpinspect.session import Session, TensorInfo, TensorKey, TensorWindow, merge_tensor_windows, merge_windows
 
 
 def layer_reports(

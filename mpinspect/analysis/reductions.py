@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mpinspect.exponents import Interval
 from mpinspect.formats import FloatFormat
-from mpinspect.session import UPDATE, TensorKey, TensorWindow
+from mpinspect.kinds import UPDATE
+from mpinspect.session import TensorKey, TensorWindow
 
 CERTAIN, POSSIBLE, NO = "certain", "possible", "no"
 

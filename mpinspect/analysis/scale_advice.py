@@ -14,8 +14,8 @@ from mpinspect.analysis.overflow_odds import Ceiling, log2_room, overflow_probab
 from mpinspect.analysis.report import DynamicSettings, LossScaleAdvice, ScaleConflict, TimeBlock
 from mpinspect.analysis.scale_window import HEADROOM, GradientRange, ScaleWindow, scale_conflicts
 from mpinspect.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.analysis.wording import scale_of
 from mpinspect.formats import FLOAT16, FloatFormat
+from mpinspect.reporting.words import scale_of
 from mpinspect.session import TensorKey
 
 

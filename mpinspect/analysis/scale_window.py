@@ -12,7 +12,8 @@ from mpinspect.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, L
 from mpinspect.analysis.visibility import Visibility
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FloatFormat
-from mpinspect.session import GRADIENT_KINDS, TensorKey
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import TensorKey
 
 _Found = TypeVar("_Found")
 

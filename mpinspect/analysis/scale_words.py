@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from mpinspect.analysis.overflow_odds import RULE_OF_THREE, overflow_probability_bound
 from mpinspect.analysis.scale_advice import Decision
 from mpinspect.analysis.scale_window import GradientRange, scale_window
-from mpinspect.analysis.wording import format_name, percent, power, steps_named, tensor
 from mpinspect.formats import FloatFormat
-from mpinspect.session import WEIGHT_GRADIENT, Session
+from mpinspect.kinds import WEIGHT_GRADIENT, phrase
+from mpinspect.reporting.words import format_name, percent, power, steps_named
+from mpinspect.session import Session
 
 #: A lost share from which the sentence on a layer that is served says why that is enough.
 _WORTH_A_WORD = 1e-3
@@ -86,7 +87,7 @@ def in_steps(steps: tuple[int, int] | None) -> str:
 
 def _at_scale_1(decision: Decision) -> str:
     worst, name = decision.worst, format_name(decision.rules.format.name)
-    what = tensor(worst.key.name, worst.key.kind)
+    what = phrase(worst.key.name, worst.key.kind)
     lost = percent(worst.lost_l1_share)
     if decision.needed is False:
         enough = f"up to {percent(decision.rules.tolerance)} has not been seen to change a training"
@@ -97,7 +98,7 @@ def _at_scale_1(decision: Decision) -> str:
     if decision.needed is None:
         doubtful = decision.doubtful.key
         return (
-            f"Whether a loss scale is needed is not known: {tensor(*doubtful)} had been rounded before counting, and what was "
+            f"Whether a loss scale is needed is not known: {phrase(*doubtful)} had been rounded before counting, and what was "
             "flushed then may have weighed too much to lose."
         )
     if decision.overflows_unscaled and decision.window.is_empty:

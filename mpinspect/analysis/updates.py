@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mpinspect.analysis.finding import Finding
-from mpinspect.analysis.wording import format_name, percent
-from mpinspect.session import UPDATE, WEIGHT, LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.kinds import UPDATE, WEIGHT
+from mpinspect.reporting.words import format_name, percent
+from mpinspect.session import LostUpdates, TensorInfo, TensorKey, TensorWindow
 
 #: More than this share lost is worth a warning. Measured on a digits classifier trained by SGD with FP16 weights and no
 #: FP32 masters: 87% of the updates were lost, and the loss ended at 0.298 against 0.160.

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from mpinspect.capture.loss_scale import BackwardScale, is_power_of_two
 from mpinspect.capture.rounded_before import floor_exponent, overflow_exponent
-from mpinspect.session import GRADIENT_KINDS, TensorKey
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import TensorKey
 from mpinspect.tensor_columns import Context
 
 IntArray = npt.NDArray[np.int64]

@@ -15,7 +15,8 @@ from mpinspect.capture.layers import WatchedParameter
 from mpinspect.capture.watch import extremes, from_extremes
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
-from mpinspect.session import END, WEIGHT, Event, TensorKey
+from mpinspect.kinds import WEIGHT
+from mpinspect.session import END, Event, TensorKey
 
 #: Finite weights of this magnitude are no weights any more: an update has thrown them away.
 _HUGE = 2.0**20

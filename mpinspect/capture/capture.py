@@ -43,16 +43,8 @@ from mpinspect.capture.waiting import Waiting, WaitingGradients
 from mpinspect.capture.watch import Found, Watch
 from mpinspect.counting import fastest
 from mpinspect.counting.pieces import detached_values
-from mpinspect.session import (
-    ACTIVATION,
-    ACTIVATION_GRADIENT,
-    UPDATE,
-    WEIGHT,
-    WEIGHT_GRADIENT,
-    Event,
-    TensorKey,
-    narrowest,
-)
+from mpinspect.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.session import Event, TensorKey, narrowest
 
 
 class _OfBackward(NamedTuple):

@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpinspect.session import ACTIVATION_GRADIENT, LOSSES, WEIGHT_GRADIENT
+from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.session import LOSSES
 
 FORWARD, BACKWARD = "forward", "backward"
 #: What is seen of the loss itself where a scaler multiplies it: before and after.

@@ -10,20 +10,11 @@ from functools import cached_property
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpinspect.session import (
-    ACTIVATION,
-    ACTIVATION_GRADIENT,
-    UPDATE,
-    WEIGHT,
-    WEIGHT_GRADIENT,
-    TensorInfo,
-    TensorKey,
-)
+from mpinspect.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.session import TensorInfo, TensorKey
 from mpinspect.wrappers import is_compiled_wrapper, plain_names, unwrapped
 
 #: The kinds that a parameter has, and those that a module's output has.
-PARAMETER_KINDS = (WEIGHT_GRADIENT, WEIGHT, UPDATE)
-OUTPUT_KINDS = (ACTIVATION_GRADIENT, ACTIVATION)
 
 #: Layers of torch whose submodules are never called: they count as leaves themselves.
 _SEALED = (torch.nn.MultiheadAttention,)

@@ -14,7 +14,8 @@ from mpinspect.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.capture.updates import lost_updates_by_format, unmoved
 from mpinspect.counting.fastest import count
 from mpinspect.counting.pieces import detached_values
-from mpinspect.session import UPDATE, TensorKey
+from mpinspect.kinds import UPDATE
+from mpinspect.session import TensorKey
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:

@@ -16,7 +16,8 @@ from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule
 from mpinspect.capture.untouched import ModelState
 from mpinspect.emulation import half_arithmetic
-from mpinspect.session import GRADIENT_KINDS, RunInfo, Session
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import RunInfo, Session
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 Gradients = dict[str, torch.Tensor]

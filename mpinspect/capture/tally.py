@@ -25,7 +25,8 @@ from mpinspect.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.capture.waiting import Waiting
 from mpinspect.capture.window_rows import WindowRows
 from mpinspect.counting import fastest
-from mpinspect.session import GRADIENT_KINDS, LostUpdates, TensorKey, Window
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import LostUpdates, TensorKey, Window
 
 #: Dtypes that values are rounded to before they can be counted.
 _NARROW = {

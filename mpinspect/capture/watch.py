@@ -30,7 +30,8 @@ from mpinspect.capture.waiting import Waiting
 from mpinspect.counting import layout
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, Event, TensorKey
+from mpinspect.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.session import Event, TensorKey
 
 #: Maxima remembered of each tensor.
 RING_LENGTH = 8

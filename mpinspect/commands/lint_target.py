@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mpinspect.analysis.wording import indefinite
 from mpinspect.commands.outcome import UnusableError
+from mpinspect.reporting.words import indefinite
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mpinspect.commands.outcome import OK, UnusableError, status
 from mpinspect.commands.output import gpu_name, positive
-from mpinspect.launch.options import KINDS, LaunchOptions
+from mpinspect.kinds import KINDS
+from mpinspect.launch.options import LaunchOptions
 
 _USAGE = "mpinspect run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
 _FAIL_ON = (

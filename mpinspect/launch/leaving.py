@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from mpinspect import own_code
 from mpinspect.launch import script
 
-#: Frames of these are never the script's own.
-_OURS = "mpinspect.launch"
 _IMPORT_MACHINERY = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 
@@ -100,8 +99,7 @@ def _dropped(frames: list[TracebackType]) -> list[bool]:
 
 
 def _is_ours(link: TracebackType) -> bool:
-    name = str(link.tb_frame.f_globals.get("__name__", ""))
-    return name == _OURS or name.startswith(f"{_OURS}.")
+    return own_code.is_of(link.tb_frame, own_code.RUNNING_SCRIPTS)
 
 
 def _links(trace: TracebackType | None) -> Iterator[TracebackType]:

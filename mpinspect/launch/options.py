@@ -6,9 +6,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
 
-#: Those of session.KINDS, which can't be asked before the script has imported numpy.
-KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "update")
-
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -19,7 +16,7 @@ class LaunchOptions:
         is_module: whether target is a module, as after ``python -m``.
         arguments: what follows it: the script's own.
         log_dir: the run directory; None: a new one below ``runs``.
-        kinds: of tensors to count, of session.KINDS; None: the Inspector's default.
+        kinds: of tensors to count, of ``ranges.kinds.KINDS``; None: the Inspector's default.
         include, exclude: shell patterns over dotted paths; None: everything, nothing.
         every: sample every n-th step, 1 or more; with ``max_overhead`` the least interval.
         dense: so many first steps are all sampled, 0 or more; without ``max_overhead``.

@@ -13,8 +13,7 @@ from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.rows import PRODUCTS, VERDICTS
 from mpinspect.analysis.tensor_cores.shares import Shares
 from mpinspect.analysis.tensor_cores.words import duration
-from mpinspect.analysis.wording import format_name
-from mpinspect.reports.table import UNKNOWN, percent
+from mpinspect.reporting.words import UNKNOWN, format_name, percent
 
 #: What each verdict says, for legends.
 MEANINGS = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mpinspect.reports.table import NOT_APPLICABLE, power_of_two
+from mpinspect.reporting.words import NOT_APPLICABLE, power_of_two
 
 #: The batches of single steps differ more than the precisions do: a training loss is the mean of this many.
 LAST_STEPS = 10

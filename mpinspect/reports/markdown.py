@@ -7,18 +7,11 @@ from collections.abc import Iterator
 from mpinspect.analysis.finding import SEVERITIES
 from mpinspect.analysis.overhead import overhead_line
 from mpinspect.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.kinds import UPDATE
+from mpinspect.reporting.words import percent, power_of_two
 from mpinspect.reports.markdown_page import escape, page, section, table
 from mpinspect.reports.scale_line import scale_line
-from mpinspect.reports.table import (
-    LayerRow,
-    layer_row,
-    log2_recommended,
-    percent,
-    power_of_two,
-    seen_layers,
-    worst,
-)
-from mpinspect.session import UPDATE
+from mpinspect.reports.table import LayerRow, layer_row, log2_recommended, seen_layers, worst
 
 #: Rows of layers; GitHub cuts a comment at 65,536 characters.
 MAX_LAYERS = 100

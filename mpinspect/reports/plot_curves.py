@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from mpinspect.reporting.words import NOT_APPLICABLE
 from mpinspect.reports.loss_curves import Curve, by_name, from_reference, loss_scale, signed
 from mpinspect.reports.plot_style import DPI, RC, drawn
-from mpinspect.reports.table import NOT_APPLICABLE
 
 _HEIGHT = 6.2
 #: Height of a label (two lines) as a share of the axes'.

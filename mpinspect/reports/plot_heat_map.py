@@ -10,9 +10,10 @@ from matplotlib.patches import Patch
 
 from mpinspect.analysis.report import LayerReport, RangeReport
 from mpinspect.formats import FORMATS, FloatFormat
-from mpinspect.reports.plot_style import COLOURS, SHORT_NAMES, draw_regions, exponent_axis, percent_axis, shortened
-from mpinspect.reports.table import TITLES, seen_layers, worst
-from mpinspect.session import GRADIENT_KINDS
+from mpinspect.kinds import GRADIENT_KINDS, KINDS, kind_named
+from mpinspect.reporting.words import format_name
+from mpinspect.reports.plot_style import draw_regions, exponent_axis, percent_axis, shortened
+from mpinspect.reports.table import seen_layers, worst
 
 MAX_ROWS = 60
 _NAME_LENGTH = 44
@@ -26,14 +27,13 @@ def rows(report: RangeReport) -> list[LayerReport]:
     """The layers shown: those with a gradient (with anything, if there is none), by kind, the worst of many."""
     seen = [layer for layer in seen_layers(report) if layer.histogram is not None and layer.histogram.nonzero]
     gradients = [layer for layer in seen if layer.kind in GRADIENT_KINDS]
-    order = list(TITLES)
-    return sorted(worst(gradients or seen, MAX_ROWS), key=lambda layer: order.index(layer.kind))
+    return sorted(worst(gradients or seen, MAX_ROWS), key=lambda layer: KINDS.index(layer.kind))
 
 
 def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
     """Fill the figure: one row a layer, one column a power of two, coloured by share of the layer's non-zero elements."""
     layers, format = rows(report), FORMATS[report.format]
-    short = SHORT_NAMES.get(format.name, format.name)
+    short = format_name(format.name)
     figure.suptitle(
         f"Layers against the range of {short} (loss scale 1){_how_many(report, layers)}", fontsize=12, fontweight="bold"
     )
@@ -89,11 +89,11 @@ def _shares(layer: LayerReport, low: int, high: int) -> np.ndarray[tuple[int], n
 def _colour_by_kind(figure: Figure | SubFigure, axes: Axes, layers: list[LayerReport]) -> None:
     """Names in their kind's colour, with a key where there are several kinds, and a line between the kinds."""
     for label, layer in zip(axes.get_yticklabels(), layers, strict=True):
-        label.set_color(COLOURS[layer.kind])
+        label.set_color(kind_named(layer.kind).colour)
     for index in range(1, len(layers)):
         axes.axhline(index, color="white", linewidth=0.5)
         if layers[index].kind != layers[index - 1].kind:
             axes.axhline(index, color="#111111", linewidth=0.9)
     kinds = list(dict.fromkeys(layer.kind for layer in layers))
-    handles = [Patch(color=COLOURS[kind], label=TITLES[kind].lower()) for kind in kinds]
+    handles = [Patch(color=row.colour, label=row.title.lower()) for row in map(kind_named, kinds)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8.5)

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure, SubFigure
 from mpinspect.analysis.report import RangeReport
 from mpinspect.exponents import ExponentHistogram, merge
 from mpinspect.formats import FORMATS, FloatFormat
-from mpinspect.reports.plot_style import COLOURS, SHORT_NAMES, draw_regions, exponent_axis, percent_axis
+from mpinspect.kinds import GRADIENT_KINDS, kind_named
+from mpinspect.reporting.words import format_name, percent, power_of_two
+from mpinspect.reports.plot_style import draw_regions, exponent_axis, percent_axis
 from mpinspect.reports.scale_line import scale_line
-from mpinspect.reports.table import log2_recommended, percent, power_of_two, seen_layers
-from mpinspect.session import GRADIENT_KINDS
+from mpinspect.reports.table import log2_recommended, seen_layers
 from mpinspect.streams import printable
 
-_LABELS = dict(zip(GRADIENT_KINDS, ("weight gradients", "activation gradients"), strict=True))
 #: Powers of two shown at least below and above the format's range; values farther off gather in the outermost bar.
 _LOW_MARGIN, _HIGH_MARGIN, _MAX_MARGIN = 12, 6, 40
 #: The note needs about this many powers of two of width beside the arrow's.
@@ -29,7 +29,7 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
     """Fill the figure: one panel at scale 1, one at the recommended scale where scaling is needed."""
     format = FORMATS[report.format]
     pooled = _pooled(report)
-    short = SHORT_NAMES.get(format.name, format.name)
+    short = format_name(format.name)
     figure.suptitle(f"Gradients against the range of {short}", fontsize=12, fontweight="bold")
     if not any(histogram.nonzero for histogram in pooled.values()):
         _say(figure, _why_empty(pooled))
@@ -74,9 +74,11 @@ def _panel(axes: Axes, pooled: dict[str, ExponentHistogram], format: FloatFormat
             continue
         shares = _shares(histogram, low, high)
         smallest = min(smallest, float(shares[shares > 0].min()))
-        label = f"{_LABELS[kind]}: {percent(histogram.flushed_fraction(format))} flushed"
-        axes.stairs(shares, np.arange(low, high + 1), fill=True, color=COLOURS[kind], alpha=0.35, zorder=2)
-        axes.stairs(shares, np.arange(low, high + 1), color=COLOURS[kind], linewidth=1.4, label=label, zorder=4)
+        label = f"{kind_named(kind).title.lower()}: {percent(histogram.flushed_fraction(format))} flushed"
+        axes.stairs(shares, np.arange(low, high + 1), fill=True, color=kind_named(kind).colour, alpha=0.35, zorder=2)
+        axes.stairs(
+            shares, np.arange(low, high + 1), color=kind_named(kind).colour, linewidth=1.4, label=label, zorder=4
+        )
     axes.set_yscale("log")
     # Room above the bars for the arrow and the legend: in logarithms, a third of the height.
     axes.set_ylim(smallest / 3, (1 / smallest) ** 0.5 * 3)
@@ -125,7 +127,9 @@ def _not_shown(pooled: dict[str, ExponentHistogram]) -> str:
     for kind, histogram in pooled.items():
         broken = histogram.infs + histogram.nans
         more = f" and {broken:,} infinite or NaN" if broken else ""
-        parts.append(f"{_LABELS[kind]} {percent(histogram.zeros / histogram.total)} of all elements{more}")
+        parts.append(
+            f"{kind_named(kind).title.lower()} {percent(histogram.zeros / histogram.total)} of all elements{more}"
+        )
     return "not shown: exact zeros, " + "; ".join(parts)
 
 

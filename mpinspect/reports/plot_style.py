@@ -16,7 +16,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from mpinspect.formats import FloatFormat
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.streams import printable
 
 FONT = "DejaVu Sans"
@@ -44,17 +43,6 @@ RC: Any = {
     "ytick.color": "#444444",
     "legend.frameon": False,
 }
-
-#: Blue and orange of Okabe and Ito's palette, which readers with any colour vision tell apart.
-COLOURS = {
-    WEIGHT_GRADIENT: "#0072b2",
-    ACTIVATION_GRADIENT: "#d55e00",
-    ACTIVATION: "#009e73",
-    WEIGHT: "#56b4e9",
-    UPDATE: "#cc79a7",
-}
-
-SHORT_NAMES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "tfloat32": "TF32"}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mpinspect.analysis.agreement import GradientAgreement, LayerProbe
-from mpinspect.analysis.wording import percent
+from mpinspect.reporting.words import percent
 from mpinspect.reports.page import html, plain_text, ruled_table
 from mpinspect.version import __version__
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mpinspect.analysis.run import ModuleRow, RunReport, by_module
 from mpinspect.analysis.tensor_cores.words import duration
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
 from mpinspect.reports.scale_line import scale_line, steps_and_samples
-from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent, share
 
 #: Rows of the table of modules: those with most FLOPs; JSON has all.
 MAX_MODULES = 25

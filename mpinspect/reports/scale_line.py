@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mpinspect.analysis.report import LossScaleAdvice
-from mpinspect.reports.table import UNKNOWN, power_of_two
+from mpinspect.reporting.words import UNKNOWN, power_of_two
 from mpinspect.session import Progress
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.analysis.shapes.report import ShapeReport
+from mpinspect.reporting.words import percent
 from mpinspect.reports.markdown_page import escape, page, section, table
 from mpinspect.reports.shapes_table import (
     LEGEND,
@@ -15,7 +16,6 @@ from mpinspect.reports.shapes_table import (
     product_rows,
     totals,
 )
-from mpinspect.reports.table import percent
 
 #: Rows of products; GitHub cuts a comment at 65,536 characters.
 MAX_PRODUCTS = 60

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpinspect.analysis.shapes.report import Padding, ShapeReport, ShapeRow
 from mpinspect.analysis.shapes.verdict import VERDICTS
 from mpinspect.analysis.shapes.wording import count, dtype_name, members
-from mpinspect.reports.table import NOT_APPLICABLE, UNKNOWN, percent
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent
 
 #: Worst first.
 _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}

@@ -8,6 +8,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from mpinspect.analysis.shapes.report import ShapeReport
+from mpinspect.reporting.words import percent
 from mpinspect.reports.page import findings, html, plain_text, ruled_table, titled, to_console
 from mpinspect.reports.shapes_table import (
     LEGEND,
@@ -20,7 +21,6 @@ from mpinspect.reports.shapes_table import (
     product_rows,
     totals,
 )
-from mpinspect.reports.table import percent
 
 #: Rows of products shown, and notes.
 MAX_PRODUCTS = 20

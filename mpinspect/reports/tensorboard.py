@@ -21,18 +21,9 @@ from mpinspect.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.background import give_way
 from mpinspect.exponents import ExponentHistogram
 from mpinspect.formats import FLOAT16, FormatLike, as_format
+from mpinspect.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.reports.tensorboard_events import EventFile
-from mpinspect.session import (
-    ACTIVATION_GRADIENT,
-    GRADIENT_KINDS,
-    WEIGHT_GRADIENT,
-    Event,
-    Progress,
-    Session,
-    TensorInfo,
-    TensorKey,
-    Window,
-)
+from mpinspect.session import Event, Progress, Session, TensorInfo, TensorKey, Window
 from mpinspect.tensor_columns import TensorColumns
 
 #: TensorBoard draws 30 bars over the range of all steps. A range of a multiple of 30 powers of two, from 2^-43 (so that

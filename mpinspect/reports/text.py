@@ -15,9 +15,9 @@ from mpinspect.analysis.report import (
     RangeReport,
     TimeBlock,
 )
+from mpinspect.reporting.words import percent, power_of_two
 from mpinspect.reports.page import findings, html, plain_text, titled, to_console
 from mpinspect.reports.scale_line import scale_line, steps_and_samples
-from mpinspect.reports.table import percent, power_of_two
 from mpinspect.reports.text_layers import layer_tables
 from mpinspect.session import END, Event, Session
 

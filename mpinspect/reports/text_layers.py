@@ -11,19 +11,12 @@ from rich.text import Text
 
 from mpinspect.analysis.report import LayerReport, RangeReport
 from mpinspect.formats import FORMATS
+from mpinspect.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
+from mpinspect.reporting.words import percent
 from mpinspect.reports.page import ruled_table
 from mpinspect.reports.range_bar import LEGEND as BAR_LEGEND
 from mpinspect.reports.range_bar import range_bar
-from mpinspect.reports.table import (
-    TITLES,
-    LayerRow,
-    layer_row,
-    log2_recommended,
-    percent,
-    seen_layers,
-    worst,
-)
-from mpinspect.session import GRADIENT_KINDS, UPDATE
+from mpinspect.reports.table import LayerRow, layer_row, log2_recommended, seen_layers, worst
 
 #: Rows shown: about as many as one looks through; the worst ones.
 MAX_LAYERS = 40
@@ -46,14 +39,13 @@ def layer_tables(report: RangeReport, width: int) -> Iterator[RenderableType]:
         yield Text("\nNo tensor was counted.")
         return
     shown = worst(seen, MAX_LAYERS)
-    order = list(TITLES)
-    for kind, layers in groupby(sorted(shown, key=lambda layer: order.index(layer.kind)), lambda layer: layer.kind):
+    for kind, layers in groupby(sorted(shown, key=lambda layer: KINDS.index(layer.kind)), lambda layer: layer.kind):
         rows = list(layers)
         if kind == UPDATE:
             yield Text("\nUpdates that rounding loses where weights are stored in a narrow format", style="bold")
             yield _update_table(rows)
             continue
-        yield Text(f"\n{TITLES[kind]} in {report.format} at scale 1", style="bold")
+        yield Text(f"\n{kind_named(kind).title} in {report.format} at scale 1", style="bold")
         if width < _WIDE:
             yield from _range_lines(rows, report, width)
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpinspect.analysis.report import LayerReport
 from mpinspect.analysis.run.report import RunReport
 from mpinspect.exponents import Interval
-from mpinspect.session import GRADIENT_KINDS
+from mpinspect.kinds import GRADIENT_KINDS
 
 #: Worst first.
 _VERDICTS = ("off", "degraded", "unknown", "native")

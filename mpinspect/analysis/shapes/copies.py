@@ -7,9 +7,9 @@ from typing import Any
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.shapes.causes import unfused_attention
 from mpinspect.analysis.shapes.wording import count, some_modules
-from mpinspect.analysis.wording import percent
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import LayoutCopy, MatmulRecording
+from mpinspect.reporting.words import percent
 
 #: Share of the products' estimated time from which copies are mentioned, and from which they are a warning.
 _WORTH_MENTIONING, _WORTH_MENDING = 0.05, 0.2

@@ -6,7 +6,7 @@ from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.shapes.attention import has_flash_attention
 from mpinspect.analysis.shapes.group import Group
 from mpinspect.analysis.shapes.wording import count, some_modules
-from mpinspect.analysis.wording import percent
+from mpinspect.reporting.words import percent
 
 #: Share of the FLOPs below which it is called small.
 _SMALL = 0.1

@@ -18,9 +18,9 @@ from mpinspect.analysis.shapes.wording import (
     promises_nothing,
     some_modules,
 )
-from mpinspect.analysis.wording import percent
 from mpinspect.gpus import Gpu
 from mpinspect.matmuls import MatmulRecording
+from mpinspect.reporting.words import percent
 
 #: Modules that evidence lists: all groups of a large model fit.
 MAX_MODULES = 50

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mpinspect.analysis.shapes.roofline import Gain
-from mpinspect.analysis.wording import percent
+from mpinspect.reporting.words import percent
 
 #: Below this share of all products' estimated time nothing is promised.
 NEGLIGIBLE = 0.01

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mpinspect.analysis.tensor_cores.rows import ON_TENSOR_CORES, KernelRow
-from mpinspect.analysis.wording import format_name
+from mpinspect.reporting.words import format_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.shares import Shares
-from mpinspect.analysis.wording import percent
+from mpinspect.reporting.words import percent
 
 #: A share as (lowest, highest) that it can be: they differ where verdicts are unknown. None where there is nothing to share.
 Range = tuple[float, float] | None

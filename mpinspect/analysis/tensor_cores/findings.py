@@ -10,7 +10,7 @@ from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.trace_findings import trace_findings
 from mpinspect.analysis.tensor_cores.widths import is_layout_conversion
 from mpinspect.analysis.tensor_cores.words import duration
-from mpinspect.analysis.wording import percent
+from mpinspect.reporting.words import percent
 
 #: Shares of kernel time from which layout conversions and communication are worth a line; below, padding a model or another
 #: layout changes less than a clock's noise.

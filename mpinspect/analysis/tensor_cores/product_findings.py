@@ -12,8 +12,8 @@ from mpinspect.analysis.tensor_cores.report import KernelReport
 from mpinspect.analysis.tensor_cores.rows import KernelRow
 from mpinspect.analysis.tensor_cores.savings import can_gain
 from mpinspect.analysis.tensor_cores.words import duration
-from mpinspect.analysis.wording import format_name, percent, some
 from mpinspect.matmuls import ITEM_SIZES
+from mpinspect.reporting.words import format_name, percent, some
 
 #: Shares of all kernel time: from the first on a loss is a warning; unknown verdicts are worth a line from the second on.
 _WORTH_A_WARNING, _WORTH_A_LINE = 0.05, 0.01

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from mpinspect.analysis.finding import Finding
 from mpinspect.analysis.tensor_cores.records import RankReport
 from mpinspect.analysis.tensor_cores.report import KernelReport
-from mpinspect.analysis.wording import percent, some
 from mpinspect.gpus import Gpu
+from mpinspect.reporting.words import percent, some
 
 #: Below this share of kernel time with an operator, tables by operator and module say little.
 _LOW_ATTRIBUTION = 0.5

@@ -15,15 +15,8 @@ from mpinspect.capture.arrays.samples import ArraySample, sample
 from mpinspect.capture.arrays.trees import leaves
 from mpinspect.capture.recording import Recording
 from mpinspect.capture.steps import Schedule
-from mpinspect.session import (
-    ACTIVATION,
-    ACTIVATION_GRADIENT,
-    Session,
-    TensorInfo,
-    TensorKey,
-    Window,
-    merge_windows,
-)
+from mpinspect.kinds import ACTIVATION, ACTIVATION_GRADIENT
+from mpinspect.session import Session, TensorInfo, TensorKey, Window, merge_windows
 
 
 class ArrayCapture:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpinspect.counting.foreign import on_host
 from mpinspect.formats import FORMATS
-from mpinspect.session import GRADIENT_KINDS, KINDS
+from mpinspect.kinds import GRADIENT_KINDS, KINDS
 
 #: Step numbers are 64 bits wide in a session's file.
 _STEPS_END = 2**63

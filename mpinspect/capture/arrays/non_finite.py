@@ -11,7 +11,8 @@ from collections import deque
 from typing import NamedTuple
 
 from mpinspect.capture.arrays.samples import ArraySample
-from mpinspect.session import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT, Event, TensorKey
+from mpinspect.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT
+from mpinspect.session import Event, TensorKey
 
 #: Maxima remembered of each tensor.
 RING_LENGTH = 8

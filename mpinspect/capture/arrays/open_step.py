@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mpinspect.capture.arrays.samples import ArraySample
-from mpinspect.session import GRADIENT_KINDS, TensorKey, TensorWindow, Window, merge_tensor_windows
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import TensorKey, TensorWindow, Window, merge_tensor_windows
 
 
 @dataclass

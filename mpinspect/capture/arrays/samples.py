@@ -16,7 +16,8 @@ from mpinspect.counting import layout
 from mpinspect.counting.arrays import count_array
 from mpinspect.counting.foreign import on_host
 from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import GRADIENT_KINDS, TensorKey, TensorWindow, narrowest
+from mpinspect.kinds import GRADIENT_KINDS
+from mpinspect.session import TensorKey, TensorWindow, narrowest
 
 IntArray = npt.NDArray[np.int64]
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mpinspect import own_code
 from mpinspect.capture.hooks import HandleList, ModelHook
 from mpinspect.capture.matmuls.mode import MatmulMode
 from mpinspect.capture.matmuls.modules import ModuleCalls
@@ -25,7 +26,7 @@ from mpinspect.capture.matmuls.sizes import allowed_tf32, named_sizes, tied_embe
 from mpinspect.matmuls import Matmul, MatmulRecording
 
 #: The way of an operator through the mode.
-_OURS = ("mpinspect.capture.matmuls", "torch.utils._python_dispatch", "torch._ops", "torch._compile", "torch._dynamo")
+_OURS = (*own_code.RECORDING_PRODUCTS, "torch.utils._python_dispatch", "torch._ops", "torch._compile", "torch._dynamo")
 #: How far up the stack the code that copies a tensor is looked for.
 _FRAMES = 12
 
@@ -270,9 +271,6 @@ def _copied_by_us() -> bool:
         if frame.f_back is None:
             return False
         frame = frame.f_back
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith(("mpinspect.counting", "mpinspect.capture")) and not name.startswith(
-            "mpinspect.capture.matmuls"
-        ):
-            return name != "mpinspect.capture.hooks" and name != "mpinspect.capture.scalers"
+        if own_code.is_of(frame, own_code.COUNTING) and not own_code.is_of(frame, own_code.RECORDING_PRODUCTS):
+            return not own_code.is_of(frame, own_code.CALLING_THE_USER)
     return False

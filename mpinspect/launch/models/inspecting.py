@@ -15,9 +15,10 @@ from mpinspect.capture.capture import Capture
 from mpinspect.capture.sinks import Sink
 from mpinspect.capture.steps import Schedule
 from mpinspect.inspector import Inspector
+from mpinspect.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
 from mpinspect.launch.models.owners import Parameters
 from mpinspect.launch.options import LaunchOptions
-from mpinspect.session import WEIGHT_GRADIENT, Event
+from mpinspect.session import Event
 
 _COMPILED = (
     "hooks do not run inside torch.compile: of the modules that are compiled only weight gradients were counted and watched. "
@@ -184,4 +185,4 @@ def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str]
     """Parameters of no module have no output: nothing is promised of one."""
     if not isinstance(model, Parameters):
         return asked
-    return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in model_layers.PARAMETER_KINDS]
+    return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in PARAMETER_KINDS]

@@ -8,18 +8,7 @@ from types import FrameType
 
 import torch
 
-#: Code of ours that must not be interrupted by letting a model go.
-_ROOMS = (
-    "capture",
-    "counting",
-    "session_file",
-    "reports",
-    "inspector",
-    "launch.models.inspect",
-    "launch.models.attaching",
-    "launch.models.naming",
-    "launch.models.variables",
-)
+from mpinspect import own_code
 
 
 def inside_ours(frame: FrameType | None) -> bool:
@@ -39,10 +28,8 @@ def inside_ours(frame: FrameType | None) -> bool:
 def _is_ours(frame: FrameType | None) -> bool:
     ours = False
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name == "mpinspect.background":
-            # The writing of files, which has nothing to do with models, and may take seconds.
+        if own_code.is_of(frame, own_code.WRITING_FILES):
             return False
-        ours = ours or (name.startswith("mpinspect.") and name.removeprefix("mpinspect.").startswith(_ROOMS))
+        ours = ours or own_code.is_of(frame, own_code.NOT_TO_BE_INTERRUPTED)
         frame = frame.f_back
     return ours

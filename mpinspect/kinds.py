@@ -1,0 +1,80 @@
+"""The kinds of tensor that can be captured: one row each, with all that a report, a picture or a scale must know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """One kind of tensor.
+
+    Args:
+        name: as in ``capture=`` and in session files.
+        title: heading of its table.
+        phrase: what a sentence calls one, before its name in quotes.
+        colour: of its bars and labels; of Okabe and Ito's palette, which readers with any colour vision tell apart.
+        is_scaled: whether a loss scale multiplies it.
+        is_of_parameters: whether it has a parameter's name; else that of the module whose output it is.
+        is_default: captured where nobody chose.
+    """
+
+    name: str
+    title: str
+    phrase: str
+    colour: str
+    is_scaled: bool = False
+    is_of_parameters: bool = False
+    is_default: bool = False
+
+
+WEIGHT_GRADIENT = "weight_gradient"
+ACTIVATION_GRADIENT = "activation_gradient"
+ACTIVATION = "activation"
+WEIGHT = "weight"
+UPDATE = "update"
+
+#: In the order in which reports show them.
+TABLE = (
+    TensorKind(
+        WEIGHT_GRADIENT,
+        "Weight gradients",
+        "the weight gradient of",
+        "#0072b2",
+        is_scaled=True,
+        is_of_parameters=True,
+        is_default=True,
+    ),
+    TensorKind(
+        ACTIVATION_GRADIENT,
+        "Activation gradients",
+        "the activation gradients of",
+        "#d55e00",
+        is_scaled=True,
+        is_default=True,
+    ),
+    TensorKind(ACTIVATION, "Activations", "the activations of", "#009e73"),
+    TensorKind(WEIGHT, "Weights", "the weight", "#56b4e9", is_of_parameters=True),
+    # Captured by default, too, where parameters are stored in FP16 or BF16 (inspector.py).
+    TensorKind(UPDATE, "Updates", "the update of", "#cc79a7", is_of_parameters=True),
+)
+
+KINDS = tuple(kind.name for kind in TABLE)
+#: The kinds that a loss scale multiplies.
+GRADIENT_KINDS = tuple(kind.name for kind in TABLE if kind.is_scaled)
+PARAMETER_KINDS = tuple(kind.name for kind in TABLE if kind.is_of_parameters)
+OUTPUT_KINDS = tuple(kind.name for kind in TABLE if not kind.is_of_parameters)
+DEFAULT_KINDS = tuple(kind.name for kind in TABLE if kind.is_default)
+
+_BY_NAME = {kind.name: kind for kind in TABLE}
+
+
+def kind_named(name: str) -> TensorKind:
+    """The row of a kind. Raises KeyError where there is none of that name."""
+    return _BY_NAME[name]
+
+
+def phrase(name: str, kind: str) -> str:
+    """A tensor in a sentence, as in "the activation gradients of 'decoder'"; events know a plain "gradient" beside the kinds."""
+    words = _BY_NAME[kind].phrase if kind in _BY_NAME else {"gradient": "the gradient"}.get(kind, kind)
+    return f"{words} {name or '(the model itself)'!r}"

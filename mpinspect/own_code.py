@@ -1,0 +1,41 @@
+"""Modules of ours that are looked for by name among the frames of a stack: named here alone, and each is tested to exist.
+
+A name that nothing bears any more would match no frame, without an error.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+#: Runs scripts: its frames are never the script's own.
+RUNNING_SCRIPTS = ("mpinspect.launch",)
+
+#: Must not be interrupted by detaching a model from its inspector.
+NOT_TO_BE_INTERRUPTED = (
+    "mpinspect.capture",
+    "mpinspect.counting",
+    "mpinspect.session_file",
+    "mpinspect.reports",
+    "mpinspect.inspector",
+    "mpinspect.launch.models.inspected",
+    "mpinspect.launch.models.inspected_model",
+    "mpinspect.launch.models.inspecting",
+    "mpinspect.launch.models.attaching",
+    "mpinspect.launch.models.naming",
+    "mpinspect.launch.models.variables",
+)
+#: Writes files, which has nothing to do with models, and may take seconds.
+WRITING_FILES = ("mpinspect.background",)
+
+#: The way of an operator through the recorder of matrix products.
+RECORDING_PRODUCTS = ("mpinspect.capture.matmuls",)
+#: Copies tensors to count them.
+COUNTING = ("mpinspect.counting", "mpinspect.capture")
+#: Of these the ones that call the user's code.
+CALLING_THE_USER = ("mpinspect.capture.hooks", "mpinspect.capture.scalers")
+
+
+def is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    """Whether the frame runs code of these modules, or of what is in these packages."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -1,0 +1,105 @@
+"""How figures are worded, in tables and in sentences: one way for all of them.
+
+Three different words: a *measured* figure stands bare, an *estimate* is marked "~", with its bounds in brackets where they
+are far enough apart to decide something, and what is not known is "?". "-" means that the question does not arise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from mpinspect.exponents import Interval
+
+#: Bounds of a share that are no further apart decide nothing, unless a threshold lies between them.
+_NEAR = 0.1
+
+UNKNOWN = "?"
+NOT_APPLICABLE = "-"
+
+
+def scale_of(log2_scale: int) -> float:
+    """2^log2_scale as a float; exponents beyond FP32's range are cut to it, for no scaler could use them."""
+    return math.ldexp(1.0, min(max(log2_scale, -126), 127))
+
+
+def power(log2_scale: int) -> str:
+    """ "2^13 = 8192"; the figure is left out where it would be long."""
+    return f"2^{log2_scale} = {2**log2_scale}" if 0 <= log2_scale <= 24 else f"2^{log2_scale}"
+
+
+def percent(fraction: float) -> str:
+    """A share 0..1 with two significant digits, never rounded to 0% or 100%: "87%", "0.3%", "<0.001%", "99.97%"."""
+    value = 100 * fraction
+    if value == 0 or value == 100:
+        return f"{value:.0f}%"
+    if value < 0.001:
+        return "<0.001%"
+    if value < 10:
+        return f"{value:.2g}%"
+    return f"{value:.0f}%" if value < 99.5 else f"{value:.4g}%" if value < 99.995 else ">99.99%"
+
+
+def power_of_two(scale: float | None) -> str:
+    """A scale in words: "8192 (2^13)", "2^-3", "2^40"; "?" for None."""
+    if scale is None:
+        return UNKNOWN
+    mantissa, exponent = math.frexp(scale)
+    if mantissa != 0.5:
+        return f"{scale:g}"
+    return f"{scale:.0f} (2^{exponent - 1})" if 1 <= exponent <= 25 else f"2^{exponent - 1}"
+
+
+def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:
+    """A share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "?" unknown.
+
+    Args:
+        interval: the share.
+        is_estimate: of what counts can only estimate, such as the lost L1 share.
+        near: bounds that are further apart are shown.
+    """
+    if interval is None:
+        return UNKNOWN
+    low, high = percent(interval.low), percent(interval.high)
+    if interval.low == interval.high:
+        return low
+    if low == high:
+        return f"~{low}" if is_estimate else low
+    is_near = interval.high - interval.low <= near
+    return f"~{percent(interval.estimate)}{'' if is_near else f' [{low}..{high}]'}"
+
+
+def steps_named(first: int, last: int) -> str:
+    """ "step 7", "steps 800-999"."""
+    return f"step {first}" if first == last else f"steps {first}-{last}"
+
+
+def lower_first(sentence: str) -> str:
+    """The sentence as the rest of one."""
+    return sentence[:1].lower() + sentence[1:]
+
+
+def upper_first(clause: str) -> str:
+    """The clause as a sentence of its own."""
+    return clause[:1].upper() + clause[1:]
+
+
+def indefinite(noun: str) -> str:
+    """ "an int", "a list"."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def some(names: list[str], limit: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def format_name(name: str) -> str:
+    """The name that people use: "FP16" for "float16", "FP8 E4M3" for "float8_e4m3"."""
+    match = re.fullmatch(r"(b|t)?float(\d+)(?:_([a-z0-9]+))?(-ftz)?", name)
+    if match is None:
+        return name
+    brand, width, variant, flushed = match.groups()
+    family = f"{brand.upper()}F" if brand else "FP"
+    return f"{family}{width}" + (f" {variant.upper()}" if variant else "") + (" without subnormals" if flushed else "")
