@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 
 from machine import write_results
 
-from mpinspect.demo_curves import UNSCALED, Comparison, Setting, run
-from mpinspect.reports.loss_curves import Curve
+from mpinspect.demo.curves import UNSCALED, Comparison, Setting, run
+from mpinspect.demo.loss_curves import Curve
 
 CLOSE, APART = 0.02, 0.4
 

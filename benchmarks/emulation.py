@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 import torch
 from machine import write_results
 
-from mpinspect.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
-from mpinspect.emulation import half_arithmetic
+from mpinspect.demo.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
+from mpinspect.runtime.emulation import half_arithmetic
 
 #: Name -> autocast's dtype; None is FP32, without autocast.
 KINDS = {"FP32": None, "FP16 emulated": torch.float16, "BF16 emulated": torch.bfloat16}

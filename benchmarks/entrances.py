@@ -21,18 +21,18 @@ import mpinspect
 
 #: Where each is looked up when it is called, or when the inspector attaches: "module:name" or "module:class.name".
 ENTRANCES = (
-    "mpinspect.capture.tensor_hooks:ForwardHook.__call__",
-    "mpinspect.capture.tensor_hooks:OutputGradientHook.__call__",
-    "mpinspect.capture.tensor_hooks:ParameterHook.__call__",
-    "mpinspect.capture.tensor_hooks:AccumulatedHook.__call__",
-    "mpinspect.capture.waiting:WaitingGradients._backward_ends",
-    "mpinspect.capture.optimizer_steps:_before",
-    "mpinspect.capture.optimizer_steps:_after",
-    "mpinspect.capture.backward_scale:ScaleOfBackward._begins",
-    "mpinspect.capture.backward_scale:ScaleOfBackward._ended",
-    "mpinspect.capture.capture:Capture.loss_scaled",
-    "mpinspect.capture.capture:Capture.scaler_steps",
-    "mpinspect.capture.capture:Capture.scaler_stepped",
+    "mpinspect.ranges.capture.tensor_hooks:ForwardHook.__call__",
+    "mpinspect.ranges.capture.tensor_hooks:OutputGradientHook.__call__",
+    "mpinspect.ranges.capture.tensor_hooks:ParameterHook.__call__",
+    "mpinspect.ranges.capture.tensor_hooks:AccumulatedHook.__call__",
+    "mpinspect.ranges.capture.waiting:WaitingGradients._backward_ends",
+    "mpinspect.ranges.capture.optimizer_steps:_before",
+    "mpinspect.ranges.capture.optimizer_steps:_after",
+    "mpinspect.ranges.capture.backward_scale:ScaleOfBackward._begins",
+    "mpinspect.ranges.capture.backward_scale:ScaleOfBackward._ended",
+    "mpinspect.ranges.capture.capture:Capture.loss_scaled",
+    "mpinspect.ranges.capture.capture:Capture.scaler_steps",
+    "mpinspect.ranges.capture.capture:Capture.scaler_stepped",
 )
 #: Functions of ours that only call another: GradScaler's wrapped methods, whose time is mostly its own, and a closure.
 _PASSING = {("scalers.py", "scale"), ("scalers.py", "step"), ("backward_scale.py", "backward_begins")}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from machine import write_results
 
-from mpinspect.analysis.kernel_names import RULES, RULES_VERSION, classify_kernel
+from mpinspect.kernels.names import RULES, RULES_VERSION, classify_kernel
 
 TRACES = Path(__file__).parents[1] / "tests" / "data" / "traces"
 BROAD = re.compile(r"[hsi]\d{3,6}|gemm|tensorop|xmma|wgmma|nvjet|flash|fmha")

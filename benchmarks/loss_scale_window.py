@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 import torch
 from machine import write_results
 
-from mpinspect.demo import LEARNING_RATE, Corpus, stdlib_tokens, word_loss, word_model
-from mpinspect.emulation import half_arithmetic
+from mpinspect.demo.demo import LEARNING_RATE, Corpus, stdlib_tokens, word_loss, word_model
+from mpinspect.runtime.emulation import half_arithmetic
 
 #: FP32; below the window (1, 8); in it (128, 2^13 as recommended, 2^20 its top); beyond it.
 SCALES = (None, 1.0, 8.0, 128.0, 2.0**13, 2.0**20, 2.0**26)

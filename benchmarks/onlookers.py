@@ -23,7 +23,7 @@ from networks import Batch
 from torch import nn
 
 import mpinspect
-from mpinspect.kinds import KINDS
+from mpinspect.ranges.kinds import KINDS
 
 Measured = tuple[list[float], float | None]
 

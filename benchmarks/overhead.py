@@ -25,7 +25,7 @@ from targets import checked, verdicts
 
 import mpinspect
 from mpinspect.counting import fastest
-from mpinspect.kinds import KINDS
+from mpinspect.ranges.kinds import KINDS
 
 #: The promises are of this one.
 PROMISED = "GPT, 13.9 M parameters"

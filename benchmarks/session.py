@@ -33,12 +33,12 @@ import torch
 from machine import write_results
 from targets import checked
 
-from mpinspect import session_file
-from mpinspect.capture import recording as recordings
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.kinds import KINDS
-from mpinspect.session import Progress, RunInfo, TensorInfo, TensorKey, TensorWindow, Window
-from mpinspect.session_sinks import open_sinks
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.capture import recording as recordings
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import Progress, RunInfo, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.ranges.store import session_file
+from mpinspect.ranges.store.sinks import open_sinks
 
 BINS = 40
 ELEMENTS = 1 << 20
@@ -54,8 +54,8 @@ PARTS = f"""
 import json, sys, time
 {PEAK}
 started = time.perf_counter()
-from mpinspect.analysis import analyse
-from mpinspect.session_file import read_session
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.store.session_file import read_session
 imported = time.perf_counter()
 session = read_session(sys.argv[1])
 loaded = time.perf_counter()
@@ -72,7 +72,7 @@ print(json.dumps({{
 #: The command as a user runs it, and the largest resident memory at its end.
 COMMAND = f"""
 import sys
-from mpinspect.cli import main
+from mpinspect.commands.cli import main
 {PEAK}
 status = main(["report", sys.argv[1]])
 print(peak_rss_mb(), file=sys.stderr)

@@ -38,8 +38,8 @@ def one_run(tokens: int, gpu: str) -> dict[str, float | int]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from mpinspect.capture.matmuls.recording import record_matmuls
-    from mpinspect.shape_lint import lint_shapes
+    from mpinspect.shapes.lint import lint_shapes
+    from mpinspect.shapes.record.recording import record_matmuls
 
     imported = time.perf_counter()
     with torch.device("meta"):

@@ -24,7 +24,7 @@ from machine import write_results
 from torch import nn
 
 import mpinspect
-from mpinspect.demo import stdlib_tokens, word_model
+from mpinspect.demo.demo import stdlib_tokens, word_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_HAND, LOSS_SCALER, MIXED_PRECISION = "GradScaler by hand", "LossScaler", "MixedPrecision"

@@ -97,7 +97,7 @@ def rows_of(own: dict[Function, tuple[int, float]], steps: int) -> list[Row]:
 
 
 def name(function: Function) -> str:
-    """As "capture/watch.py:extremes"; the line stands beside it where a file may have several of that name."""
+    """As "ranges/capture/watch.py:extremes"; the line stands beside it where a file may have several of that name."""
     file, line, inside = function
     path = Path(file).relative_to(_PACKAGE).as_posix()
     return f"{path}:{line} {inside}" if inside.startswith(("<", "__")) or inside == "run" else f"{path}:{inside}"

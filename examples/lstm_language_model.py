@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import mpinspect
-from mpinspect.demo import stdlib_tokens
+from mpinspect.demo.demo import stdlib_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY, LENGTH, BATCH = 1024, 16, 32

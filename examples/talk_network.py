@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 
 import mpinspect
-from mpinspect.emulation import half_arithmetic
+from mpinspect.runtime.emulation import half_arithmetic
 
 N, D_in, D_out = 64, 1024, 512
 scale_factor = 128.0

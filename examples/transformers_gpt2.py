@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import mpinspect
-from mpinspect.demo import stdlib_tokens
+from mpinspect.demo.demo import stdlib_tokens
 
 VOCABULARY, LENGTH = 1024, 64
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import mpinspect
-from mpinspect.demo import stdlib_tokens
+from mpinspect.demo.demo import stdlib_tokens
 from mpinspect.integrations.transformers import InspectorCallback
 
 VOCABULARY, LENGTH = 1024, 64

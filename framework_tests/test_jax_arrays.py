@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle import agrees
 
-from mpinspect.recorder import Recorder
+from mpinspect.ranges.recorder import Recorder
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy

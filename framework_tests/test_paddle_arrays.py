@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracle import agrees
 
-from mpinspect.recorder import Recorder
+from mpinspect.ranges.recorder import Recorder
 
 # Its import complains of a missing compiler cache.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracle import agrees
 
-from mpinspect.recorder import Recorder
+from mpinspect.ranges.recorder import Recorder
 
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")

@@ -8,17 +8,15 @@ print(inspector.report())
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mpinspect.version import __version__
+from mpinspect.runtime.version import __version__
 
 if TYPE_CHECKING:
-    from mpinspect.analysis import recommend_loss_scale
-    from mpinspect.analysis.kernel_names import KernelVerdict, classify_kernel
-    from mpinspect.analysis.shapes import ShapeReport
-    from mpinspect.analysis.tensor_cores import KernelReport
     from mpinspect.counting import count_exponents
-    from mpinspect.emulation import half_arithmetic
-    from mpinspect.exponents import ExponentHistogram
-    from mpinspect.formats import (
+    from mpinspect.kernels.analysis import KernelReport
+    from mpinspect.kernels.names import KernelVerdict, classify_kernel
+    from mpinspect.kernels.profile import profile_kernels, read_trace
+    from mpinspect.numeric.exponents import ExponentHistogram
+    from mpinspect.numeric.formats import (
         BFLOAT16,
         FLOAT4_E2M1,
         FLOAT8_E4M3,
@@ -28,14 +26,16 @@ if TYPE_CHECKING:
         TFLOAT32,
         FloatFormat,
     )
-    from mpinspect.inspector import Inspector, MpinspectWarning
-    from mpinspect.kernel_profile import profile_kernels, read_trace
-    from mpinspect.mixed_precision import MixedPrecision
-    from mpinspect.probing import probe
-    from mpinspect.recorder import Recorder
-    from mpinspect.session import Session
-    from mpinspect.shape_lint import lint_shapes
+    from mpinspect.ranges.analysis import recommend_loss_scale
+    from mpinspect.ranges.inspector import Inspector, MpinspectWarning
+    from mpinspect.ranges.probe import probe
+    from mpinspect.ranges.recorder import Recorder
+    from mpinspect.ranges.session import Session
+    from mpinspect.runtime.emulation import half_arithmetic
+    from mpinspect.shapes.analysis import ShapeReport
+    from mpinspect.shapes.lint import lint_shapes
     from mpinspect.training.loss_scaler import LossScaler
+    from mpinspect.training.mixed_precision import MixedPrecision
 
 __all__ = [
     "BFLOAT16",
@@ -70,32 +70,32 @@ __all__ = [
 #: Names found when they are used, and where they are. Importing the package loads neither torch nor NumPy: `mpinspect run` must
 #: not, before the script has said in its environment how many threads they may have; and a saved session is read without torch.
 _WHEN_USED = {
-    "BFLOAT16": "formats",
-    "FLOAT4_E2M1": "formats",
-    "FLOAT8_E4M3": "formats",
-    "FLOAT8_E5M2": "formats",
-    "FLOAT16": "formats",
-    "FLOAT32": "formats",
-    "TFLOAT32": "formats",
-    "ExponentHistogram": "exponents",
-    "FloatFormat": "formats",
-    "Inspector": "inspector",
-    "KernelReport": "analysis.tensor_cores",
-    "KernelVerdict": "analysis.kernel_names",
+    "BFLOAT16": "numeric.formats",
+    "FLOAT4_E2M1": "numeric.formats",
+    "FLOAT8_E4M3": "numeric.formats",
+    "FLOAT8_E5M2": "numeric.formats",
+    "FLOAT16": "numeric.formats",
+    "FLOAT32": "numeric.formats",
+    "TFLOAT32": "numeric.formats",
+    "ExponentHistogram": "numeric.exponents",
+    "FloatFormat": "numeric.formats",
+    "Inspector": "ranges.inspector",
+    "KernelReport": "kernels.analysis",
+    "KernelVerdict": "kernels.names",
     "LossScaler": "training.loss_scaler",
-    "MixedPrecision": "mixed_precision",
-    "MpinspectWarning": "inspector",
-    "Recorder": "recorder",
-    "Session": "session",
-    "ShapeReport": "analysis.shapes",
-    "classify_kernel": "analysis.kernel_names",
+    "MixedPrecision": "training.mixed_precision",
+    "MpinspectWarning": "ranges.inspector",
+    "Recorder": "ranges.recorder",
+    "Session": "ranges.session",
+    "ShapeReport": "shapes.analysis",
+    "classify_kernel": "kernels.names",
     "count_exponents": "counting",
-    "half_arithmetic": "emulation",
-    "lint_shapes": "shape_lint",
-    "probe": "probing",
-    "profile_kernels": "kernel_profile",
-    "read_trace": "kernel_profile",
-    "recommend_loss_scale": "analysis",
+    "half_arithmetic": "runtime.emulation",
+    "lint_shapes": "shapes.lint",
+    "probe": "ranges.probe",
+    "profile_kernels": "kernels.profile",
+    "read_trace": "kernels.profile",
+    "recommend_loss_scale": "ranges.analysis",
 }
 
 

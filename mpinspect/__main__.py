@@ -2,7 +2,7 @@
 
 import sys
 
-from mpinspect.cli import main
+from mpinspect.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

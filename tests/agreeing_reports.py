@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mpinspect import analysis
-from mpinspect.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.formats import FLOAT16, FORMATS, FloatFormat
-from mpinspect.kinds import GRADIENT_KINDS
-from mpinspect.reports import text
-from mpinspect.reports.scale_line import scale_line
-from mpinspect.session import Session
+from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat
+from mpinspect.ranges import analysis
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.report import text
+from mpinspect.ranges.report.scale_line import scale_line
+from mpinspect.ranges.session import Session
 
 #: A scale that a sentence tells to use.
 _TELLS = re.compile(
@@ -24,7 +24,7 @@ _ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-wind
 
 
 def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
-    """``mpinspect.analysis.analyse``, of which every report must agree with itself."""
+    """``mpinspect.ranges.analysis.analyse``, of which every report must agree with itself."""
     report = analysis.analyse(session, format)
     found = contradictions(report)
     assert not found, "\n".join(found)
@@ -32,7 +32,7 @@ def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
 
 
 def recommend_loss_scale(given: Any, **options: Any) -> LossScaleAdvice:
-    """``mpinspect.analysis.recommend_loss_scale``; of a session the whole report must agree with itself."""
+    """``mpinspect.ranges.analysis.recommend_loss_scale``; of a session the whole report must agree with itself."""
     if isinstance(given, Session):
         analyse(given)
     return analysis.recommend_loss_scale(given, **options)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpinspect.exponents import ExponentHistogram, merge
-from mpinspect.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.session import Progress, RunInfo, Session, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.session import Progress, RunInfo, Session, TensorInfo, TensorKey, TensorWindow, Window
 
 #: The gradient at the logits of a word-level language model (vocabulary 4096, mean over 8192 tokens), 20 steps, counted
 #: in FP32: 2^-44 upwards. And the exact powers of two among them.

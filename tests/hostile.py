@@ -25,16 +25,16 @@ from typing import Any
 import made_sessions as made
 import numpy as np
 
-from mpinspect import session as s
-from mpinspect.analysis import analyse
 from mpinspect.commands.lint_baseline import SCHEMA, read_baseline
 from mpinspect.commands.outcome import UnusableError
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.kernel_profile import read_trace
-from mpinspect.reports import form
-from mpinspect.run_directory import read_run
-from mpinspect.session_file import FILE_NAME, SessionError, frames, read_session, save_session
-from mpinspect.trace_file import TraceError
+from mpinspect.kernels.profile import read_trace
+from mpinspect.kernels.trace import TraceError
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import session as s
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, frames, read_session, save_session
+from mpinspect.reporting.forms import form
+from mpinspect.run.run_directory import read_run
 
 #: What no terminal and no line of a page may get raw: C0, C1, DEL, marks of direction, ends of lines, lone surrogates.
 STEERING = "\x00\x07\b\t\r\v\f\x1b[31m\x1b]0;title\x07\x7f\x85\x9b2J\u200e\u202e\u2066\u2028\u2029\ud800\udcff"
@@ -114,7 +114,7 @@ class Hostile:
             data = save_session(session, folder / f"good-{number}").read_bytes()
             self._records.append([(kind, payload) for _, kind, payload in frames.frames(data, [])])  # type: ignore[arg-type]
         self._run = {
-            "schema": "mpinspect.launch", "command": "train.py --x", "outcome": "running", "process": 1, "host": "there",
+            "schema": "mpinspect.run", "command": "train.py --x", "outcome": "running", "process": 1, "host": "there",
             "saw": ["1 model was inspected"], "models": [{"name": "Net", "log_dir": "runs/Net"}], "job": "7", "by_error": True,
         }  # fmt: skip
         self._baseline = {

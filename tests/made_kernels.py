@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from mpinspect.kernels import Device, Kernel, KernelTrace, TraceOp
+from mpinspect.kernels.records import Device, Kernel, KernelTrace, TraceOp
 
 TRACES = Path(__file__).parent / "data" / "traces"
 #: Every real trace, folders of ranks as one.

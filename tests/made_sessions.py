@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from mpinspect import session as s
-from mpinspect.exponents import ExponentHistogram
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import session as s
 
 names = st.text(max_size=12)
 counts = st.integers(0, 2**40)

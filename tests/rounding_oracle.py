@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.formats import FloatFormat
+from mpinspect.numeric.formats import FloatFormat
 
 Array = npt.NDArray[np.float64]
 

@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 
-from mpinspect.analysis.finding import Finding
-from mpinspect.analysis.report import (
+from mpinspect.numeric.exponents import ExponentHistogram, Interval, merge
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.analysis.report import (
     Coverage,
     DynamicSettings,
     FormatVerdict,
@@ -18,10 +19,8 @@ from mpinspect.analysis.report import (
     ScaleConflict,
     TimeBlock,
 )
-from mpinspect.exponents import ExponentHistogram, Interval, merge
-from mpinspect.formats import FLOAT16
-from mpinspect.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
-from mpinspect.session import (
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
+from mpinspect.ranges.session import (
     Event,
     LostUpdates,
     Progress,
@@ -33,6 +32,7 @@ from mpinspect.session import (
     TensorWindow,
     Window,
 )
+from mpinspect.reporting.finding import Finding
 
 HOSTILE_NAMES = (
     "[red]not red[/red]",

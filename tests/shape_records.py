@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mpinspect.matmuls import ITEM_SIZES, Attention, Convolution, Matmul, MatmulRecording, Operand
+from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, MatmulRecording, Operand
 
 
 def row_major(shape: tuple[int, ...], dtype: str = "float16", offset: int = 0) -> Operand:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpinspect import Inspector, MpinspectWarning
-from mpinspect.analysis.overflow_odds import Ceiling, log2_highest, tolerance_factor
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import FLOAT16
-from mpinspect.reports import text
-from mpinspect.session import Event, Progress, ScaleChange, Session, Window
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_highest, tolerance_factor
+from mpinspect.ranges.report import text
+from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, Window
 
 LARGE = spread({-20: 1000, -6: 10})
 
@@ -81,7 +81,7 @@ def test_the_overflow_of_an_fp16_run_does_not_bound_bfloat16():
     seen = window_of(LARGE, 20, passed_through="float16", floor_exponent=-38)
     session = run_with(overflow(7, 2.0**13), tensors={activation("fc"): seen})
     assert analyse(session).loss_scale.highest == 2.0**12
-    from mpinspect.formats import BFLOAT16
+    from mpinspect.numeric.formats import BFLOAT16
 
     assert analyse(session, BFLOAT16).loss_scale.highest > 2.0**100
 

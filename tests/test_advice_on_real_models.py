@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector
-from mpinspect.analysis.report import RangeReport
+from mpinspect.ranges.analysis.report import RangeReport
 
 datasets = pytest.importorskip("sklearn.datasets", reason="the digits come with scikit-learn (mpinspect[examples])")
 

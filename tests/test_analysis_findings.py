@@ -10,12 +10,11 @@ from analysis_sessions import activation, logits, session_of, spread, through_fp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpinspect.analysis.coverage import NO_GRADIENT_SEEN
-from mpinspect.analysis.finding import SEVERITIES
-from mpinspect.exponents import ExponentHistogram, merge
-from mpinspect.formats import FORMATS
-from mpinspect.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
-from mpinspect.session import (
+from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges.analysis.coverage import NO_GRADIENT_SEEN
+from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
+from mpinspect.ranges.session import (
     Event,
     LostUpdates,
     Progress,
@@ -26,6 +25,7 @@ from mpinspect.session import (
     TensorWindow,
     Window,
 )
+from mpinspect.reporting.finding import SEVERITIES
 
 FINE = spread({-14: 5000, -12: 20000, -6: 10}, zeros=25000)
 DEMO = {

@@ -8,17 +8,17 @@ from analysis_sessions import activation, logits, session_of, spread, through_fp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinspect.analysis.drift import growth_interval, time_blocks
-from mpinspect.analysis.overflow_odds import (
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16
+from mpinspect.ranges.analysis.drift import growth_interval, time_blocks
+from mpinspect.ranges.analysis.overflow_odds import (
     Ceiling,
     log2_highest,
     overflow_probability_bound,
     tolerated_overflows,
 )
-from mpinspect.analysis.report import ScaleConflict, TimeBlock
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import BFLOAT16, FLOAT16
-from mpinspect.session import Progress, Session, Window
+from mpinspect.ranges.analysis.report import ScaleConflict, TimeBlock
+from mpinspect.ranges.session import Progress, Session, Window
 
 finite_spreads = st.dictionaries(st.integers(-60, 20), st.integers(1, 10**6), min_size=1, max_size=12).map(spread)
 

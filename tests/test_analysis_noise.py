@@ -3,9 +3,9 @@
 import pytest
 from analysis_sessions import activation, session_of, spread, weight, window_of
 
-from mpinspect.analysis import analyse
-from mpinspect.analysis.noise import without_noise
-from mpinspect.session import TensorInfo, TensorKey
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.noise import without_noise
+from mpinspect.ranges.session import TensorInfo, TensorKey
 
 STEPS, ROWS, CHANNELS = 100, 4096, 32
 BIAS = TensorInfo("conv.bias", "weight_gradient", "conv", "Conv2d", (CHANNELS,), "float32")

@@ -7,17 +7,17 @@ from analysis_sessions import cut_below, logits, spread, through_fp16, window_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinspect.analysis.ranges import layer_report
-from mpinspect.analysis.serving import (
+from mpinspect.numeric.exponents import ExponentHistogram, Interval
+from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT16_FTZ, FLOAT32
+from mpinspect.ranges.analysis.ranges import layer_report
+from mpinspect.ranges.analysis.serving import (
     LOST_L1_TOLERANCE,
     NEGLIGIBLE_L1_SHARE,
     flush_exponent,
     least_log2_scale,
 )
-from mpinspect.analysis.visibility import Visibility
-from mpinspect.exponents import ExponentHistogram, Interval
-from mpinspect.formats import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT16_FTZ, FLOAT32
-from mpinspect.session import TensorInfo
+from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.session import TensorInfo
 
 FORMATS = (FLOAT16, FLOAT16_FTZ, BFLOAT16, FLOAT8_E4M3)
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from mpinspect import LossScaler, MixedPrecision
-from mpinspect.auto_scale import BLOCK, AutoScale
-from mpinspect.capture import optimizer_steps
-from mpinspect.capture import scalers as scaler_watch
-from mpinspect.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
-from mpinspect.inspector import Inspector
+from mpinspect.demo.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
+from mpinspect.ranges.capture import optimizer_steps
+from mpinspect.ranges.capture import scalers as scaler_watch
+from mpinspect.ranges.inspector import Inspector
 from mpinspect.training import LossScaleCollapsedError
+from mpinspect.training.auto_scale import BLOCK, AutoScale
 
 PRECISIONS = ["fp16-amp", "fp16-master"]
 #: Makes the gradients of `network` too small for FP16 at scale 1.

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from mpinspect import background
-from mpinspect.background import Background, give_way
+from mpinspect.runtime import background
+from mpinspect.runtime.background import Background, give_way
 
 
 def test_calls_come_in_order_on_another_thread() -> None:
@@ -126,7 +126,7 @@ def test_the_interpreter_waits_for_work_at_its_end(end: str) -> None:
     done = run(
         f"""
         import time
-        from mpinspect.background import Background
+        from mpinspect.runtime.background import Background
         Background().call(lambda: (time.sleep(0.2), print("done", flush=True)))
         {end}
         """
@@ -138,7 +138,7 @@ def test_work_that_comes_after_the_threads_is_done_at_once() -> None:
     done = run(
         """
         import atexit
-        from mpinspect.background import Background
+        from mpinspect.runtime.background import Background
         atexit.register(lambda: (Background().call(lambda: print("work")), print("after")))
         """
     )

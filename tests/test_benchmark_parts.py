@@ -15,8 +15,8 @@ import torch
 import where_it_goes
 
 import mpinspect
-from mpinspect.capture import optimizer_steps
-from mpinspect.kinds import KINDS
+from mpinspect.ranges.capture import optimizer_steps
+from mpinspect.ranges.kinds import KINDS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -146,9 +146,9 @@ def test_an_entrance_that_is_not_listed_is_found(monkeypatch):
 @pytest.mark.parametrize(
     "gone",
     [
-        "mpinspect.capture.capture:Capture.gone",
-        "mpinspect.capture.capture:Gone.__call__",
-        "mpinspect.capture.hooks:gone",
+        "mpinspect.ranges.capture.capture:Capture.gone",
+        "mpinspect.ranges.capture.capture:Gone.__call__",
+        "mpinspect.runtime.hooks:gone",
     ],
 )
 def test_an_entrance_that_is_gone_is_named(monkeypatch, gone):
@@ -236,7 +236,7 @@ def test_only_the_promised_model_answers_promises():
 
 def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
     monkeypatch.setattr(module_calls, "MODULES", 3)
-    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.capture.has_compiled", lambda: False)
     seen = []
 
     def seconds(model, x, passes):
@@ -273,8 +273,8 @@ def test_time_outside_of_the_package_goes_to_the_function_of_ours_that_called_it
     assert own == {first: (1, pytest.approx(3.0)), second: (3, pytest.approx(12.0))}
     rows = where_it_goes.rows_of(own, steps=3)
     assert [(row.function, row.calls_per_step) for row in rows] == [
-        ("capture/watch.py:second", 1.0),
-        ("capture/watch.py:first", pytest.approx(1 / 3)),
+        ("ranges/capture/watch.py:second", 1.0),
+        ("ranges/capture/watch.py:first", pytest.approx(1 / 3)),
     ]
     assert [row.fraction for row in rows] == [pytest.approx(0.8), pytest.approx(0.2)]
 

@@ -9,7 +9,7 @@ import torch
 from models import SUBJECTS
 
 from mpinspect import Inspector
-from mpinspect.kinds import KINDS
+from mpinspect.ranges.kinds import KINDS
 
 STEPS = 6
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import mpinspect
 from mpinspect import Inspector, Session
-from mpinspect.capture.budget import FIRST_STEPS, LONGEST_PAUSE, PLANNED, Budget
-from mpinspect.capture.meter import Meter
+from mpinspect.ranges.capture.budget import FIRST_STEPS, LONGEST_PAUSE, PLANNED, Budget
+from mpinspect.runtime.meter import Meter
 
 BARE = 1.0
 

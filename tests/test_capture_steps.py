@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpinspect.capture.steps import Schedule, StepClock
+from mpinspect.ranges.capture.steps import Schedule, StepClock
 
 
 class Optimizer:

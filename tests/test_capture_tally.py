@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector, count_exponents
-from mpinspect.capture import tally as tally_module
-from mpinspect.capture.loss_scale import BackwardScale, from_number
-from mpinspect.capture.tally import HostCopy, Sample, Tally
 from mpinspect.counting import count, layout
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.session import TensorKey
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.capture import tally as tally_module
+from mpinspect.ranges.capture.loss_scale import BackwardScale, from_number
+from mpinspect.ranges.capture.tally import HostCopy, Sample, Tally
+from mpinspect.ranges.session import TensorKey
 
 KEY = TensorKey("fc.weight", "weight_gradient")
 
@@ -143,9 +143,9 @@ class _LateCopy(HostCopy):
 def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts and events come a step late, complete and in order; only the end waits, for the last step."""
     monkeypatch.setattr(tally_module, "HostCopy", _LateCopy)
-    monkeypatch.setattr("mpinspect.capture.watch.HostCopy", _LateCopy)
+    monkeypatch.setattr("mpinspect.ranges.capture.watch.HostCopy", _LateCopy)
     # As on a GPU: nothing is known at once.
-    monkeypatch.setattr("mpinspect.capture.watch.largest_magnitude", lambda tensor: None)
+    monkeypatch.setattr("mpinspect.ranges.capture.watch.largest_magnitude", lambda tensor: None)
     _LateCopy.asked = _LateCopy.waited = 0
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
-from mpinspect.session import TensorKey, TensorWindow
+from mpinspect.ranges.session import TensorKey, TensorWindow
 
 ALL_KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "update")
 
@@ -720,7 +720,7 @@ def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
             return func(*args, **(kwargs or {}))
 
     # As on a device: of a CPU's tensors the largest magnitude is known at once.
-    monkeypatch.setattr("mpinspect.capture.watch.largest_magnitude", lambda tensor: None)
+    monkeypatch.setattr("mpinspect.ranges.capture.watch.largest_magnitude", lambda tensor: None)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, every=2):
@@ -737,7 +737,7 @@ def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.Monke
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("mpinspect.capture.tally.HostRows.count_together", broken)
+    monkeypatch.setattr("mpinspect.ranges.capture.tally.HostRows.count_together", broken)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model).attach()
@@ -856,7 +856,7 @@ def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
 
 
 def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.capture.has_compiled", lambda: False)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     users = model[0].register_forward_hook(lambda *_: None)
@@ -876,7 +876,7 @@ def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch)
 
 def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of the user's that comes later still comes after ours: the gradient is counted as it arrives."""
-    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.capture.has_compiled", lambda: False)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     earlier = model.bias.register_hook(lambda gradient: gradient * 2)
@@ -901,7 +901,7 @@ def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch
 
 
 def test_detaching_between_samples_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.capture.capture.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.capture.has_compiled", lambda: False)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer, every=3, watch=False):

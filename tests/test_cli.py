@@ -13,7 +13,7 @@ import pytest
 import sessions
 
 import mpinspect
-from mpinspect import cli
+from mpinspect.commands import cli
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_fail_on(severity, fail_on, status, run_dir, monkeypatch, capsys):
     report = sessions.report_by_hand(sessions.word_model())
     finding = dataclasses.replace(report.findings[0], id="updates-lost", severity=severity)
     planted = dataclasses.replace(report, findings=(finding,))
-    monkeypatch.setattr("mpinspect.analysis.analyse", lambda session: planted)
+    monkeypatch.setattr("mpinspect.ranges.analysis.analyse", lambda session: planted)
     options = [part for name in fail_on for part in ("--fail-on", name)]
     assert cli.main(["report", str(run_dir), *options]) == status
 
@@ -133,9 +133,9 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
         seen.update(options)
         return sessions.report_by_hand(sessions.word_model())
 
-    fake = types.ModuleType("mpinspect.demo")
+    fake = types.ModuleType("mpinspect.demo.demo")
     fake.run = run
-    monkeypatch.setitem(sys.modules, "mpinspect.demo", fake)
+    monkeypatch.setitem(sys.modules, "mpinspect.demo.demo", fake)
     monkeypatch.setattr(mpinspect, "demo", fake, raising=False)
     assert cli.main(["demo", "--log-dir", str(tmp_path), "--steps", "7", "--seed", "3", "--json"]) == 0
     assert seen == {"log_dir": str(tmp_path), "steps": 7, "seed": 3, "quiet": True}
@@ -148,7 +148,8 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
 def test_the_help_tells_how_many_steps_the_demo_takes(capsys):
     import inspect
 
-    from mpinspect import demo, demo_curves
+    from mpinspect.demo import curves as demo_curves
+    from mpinspect.demo import demo
 
     alone, curves = inspect.signature(demo.run).parameters["steps"].default, demo_curves.Setting().steps
     with pytest.raises(SystemExit):
@@ -158,8 +159,8 @@ def test_the_help_tells_how_many_steps_the_demo_takes(capsys):
 
 @pytest.fixture
 def curves(monkeypatch):
-    """A stand-in for mpinspect.demo_curves: what it was called with; ``outcome`` is returned or raised."""
-    fake = types.ModuleType("mpinspect.demo_curves")
+    """A stand-in for mpinspect.demo.curves: what it was called with; ``outcome`` is returned or raised."""
+    fake = types.ModuleType("mpinspect.demo.curves")
     report = sessions.report_by_hand(sessions.word_model())
     fake.outcome = types.SimpleNamespace(report=report, to_json=lambda: '{"report": 1, "curves": 2}\n')
 
@@ -170,7 +171,7 @@ def curves(monkeypatch):
         return fake.outcome
 
     fake.run, fake.Setting = run, lambda **options: options
-    monkeypatch.setitem(sys.modules, "mpinspect.demo_curves", fake)
+    monkeypatch.setitem(sys.modules, "mpinspect.demo.curves", fake)
     monkeypatch.setattr(mpinspect, "demo_curves", fake, raising=False)
     return fake
 
@@ -295,8 +296,8 @@ def test_every_finding_is_listed():
     import re
     from pathlib import Path
 
-    from mpinspect import analysis
-    from mpinspect.analysis.report import FINDING_IDS
+    from mpinspect.ranges import analysis
+    from mpinspect.ranges.analysis.report import FINDING_IDS
 
     texts = [
         path.read_text("utf-8") for path in Path(analysis.__file__).parent.glob("*.py") if path.name != "report.py"
@@ -310,9 +311,9 @@ def test_every_finding_is_listed():
 def test_a_session_is_read_and_reported_without_torch(run_dir):
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "import mpinspect, mpinspect.cli\n"
+        "import mpinspect, mpinspect.commands.cli\n"
         "assert mpinspect.Session.load(sys.argv[1]).windows\n"
-        "raise SystemExit(mpinspect.cli.main(['report', sys.argv[1]]))"
+        "raise SystemExit(mpinspect.commands.cli.main(['report', sys.argv[1]]))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -323,6 +324,6 @@ def test_ctrl_c_ends_any_command_in_one_word(monkeypatch, capsys):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mpinspect.session_file.read_session", interrupted)
+    monkeypatch.setattr("mpinspect.ranges.store.session_file.read_session", interrupted)
     assert cli.main(["report", "runs/x"]) == 130
     assert capsys.readouterr().err == "mpinspect: stopped\n"

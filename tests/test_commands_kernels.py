@@ -11,9 +11,9 @@ import made_kernels as made
 import pytest
 from made_kernels import kernel, mm, trace
 
-from mpinspect import cli
-from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS, analyse_kernels
-from mpinspect.analysis.tensor_cores.conditions import QUANTITIES, parse
+from mpinspect.commands import cli
+from mpinspect.kernels.analysis import KERNEL_FINDING_IDS, analyse_kernels
+from mpinspect.kernels.analysis.conditions import QUANTITIES, parse
 
 BERT = str(made.TRACES / "h100_bert_small.json.gz")
 CPU = str(made.TRACES / "edge_cpu_only.json.gz")

@@ -23,8 +23,8 @@ from mpinspect.counting.bits import (
 )
 from mpinspect.counting.codes import count_codes, float32_bits
 from mpinspect.counting.layout import MIN_BITS, NARROW, WIDE, decode
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import (
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import (
     BFLOAT16,
     FLOAT4_E2M1,
     FLOAT8_E4M3,
@@ -35,7 +35,7 @@ from mpinspect.formats import (
     FORMATS,
     TFLOAT32,
 )
-from mpinspect.workers import POOL, single_threaded
+from mpinspect.runtime.workers import POOL, single_threaded
 
 SCALES = range(-30, 41)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16] + [
@@ -566,7 +566,7 @@ def test_without_an_openmp_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another threading library the chunks stay below the size that torch splits; the counts are the same."""
     tensor = messy((1 << 20) + 3, "half zeros")
     expected = count(tensor)
-    monkeypatch.setattr("mpinspect.workers._openmp_setter", lambda: None)
+    monkeypatch.setattr("mpinspect.runtime.workers._openmp_setter", lambda: None)
     assert torch.equal(count(tensor), expected)
 
 

@@ -18,7 +18,7 @@ from mpinspect.counting import count, count_array, count_exponents
 from mpinspect.counting.encodings import NARROW_ENCODINGS, magnitudes
 from mpinspect.counting.foreign import on_host
 from mpinspect.counting.layout import decode
-from mpinspect.exponents import ExponentHistogram
+from mpinspect.numeric.exponents import ExponentHistogram
 
 TORCH_NARROW = (
     "float16",

@@ -23,15 +23,15 @@ from torch import nn
 from waiting_gradients import row_of, waited
 
 from mpinspect import Inspector
-from mpinspect.capture import device_rows
-from mpinspect.capture.device_rows import DeviceRows
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import decode
 from mpinspect.counting.pieces import COUNTABLE, fills_its_memory
-from mpinspect.kinds import KINDS
-from mpinspect.session import TensorKey
+from mpinspect.ranges.capture import device_rows
+from mpinspect.ranges.capture.device_rows import DeviceRows
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import TensorKey
 
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 CHECKS = (

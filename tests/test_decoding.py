@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinspect.decoding import Between, DecodingError, OneOf, bytes_of, each, inflated, json_of, parsed, typed
+from mpinspect.runtime.decoding import Between, DecodingError, OneOf, bytes_of, each, inflated, json_of, parsed, typed
 
 
 class Pair(NamedTuple):

@@ -9,11 +9,12 @@ import math
 import pytest
 import torch
 
-from mpinspect import demo, demo_curves, demo_runs
-from mpinspect.demo_runs import FP32, Setting, Text, Way
-from mpinspect.mixed_precision import MixedPrecision
-from mpinspect.reports import loss_curves, plot_curves
-from mpinspect.reports.loss_curves import Curve
+from mpinspect.demo import curves as demo_curves
+from mpinspect.demo import demo, loss_curves, plot_curves
+from mpinspect.demo import runs as demo_runs
+from mpinspect.demo.loss_curves import Curve
+from mpinspect.demo.runs import FP32, Setting, Text, Way
+from mpinspect.training.mixed_precision import MixedPrecision
 
 TINY = Setting(steps=5, batch_tokens=64, tokens=20_000, vocabulary=64, validate_every=2)
 NAMES = ["FP32", "FP16, no scaling", "FP16, recommended scale", "FP16, dynamic scaling"]

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mpinspect.emulation import blocks, half_arithmetic
+from mpinspect.runtime.emulation import blocks, half_arithmetic
 
 HALVES = [torch.float16, torch.bfloat16]
 

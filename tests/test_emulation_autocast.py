@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from mpinspect.emulation import half_arithmetic
+from mpinspect.runtime.emulation import half_arithmetic
 
 
 class Tensors:

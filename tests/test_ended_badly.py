@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector, Session
-from mpinspect.analysis.finding import Finding
-from mpinspect.analysis.first_line import first_line, what_broke
+from mpinspect.ranges.analysis.first_line import first_line, what_broke
+from mpinspect.reporting.finding import Finding
 
 
 def _network() -> nn.Sequential:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpinspect.session import Session
+from mpinspect.ranges.session import Session
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

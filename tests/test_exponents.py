@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding_oracle import exponent_counts, fates, rounded
 
-from mpinspect.exponents import ExponentHistogram, UndecidableCountError, merge
-from mpinspect.formats import FLOAT8_E4M3, FLOAT16, FLOAT16_FTZ, FLOAT32, FORMATS, TFLOAT32, FloatFormat
+from mpinspect.numeric.exponents import ExponentHistogram, UndecidableCountError, merge
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT16, FLOAT16_FTZ, FLOAT32, FORMATS, TFLOAT32, FloatFormat
 
 SCALES = range(-30, 41)
 ALL_FORMATS = list(FORMATS.values())

@@ -12,12 +12,12 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mpinspect import Inspector, Session
-from mpinspect.capture import broken_weights, host_copy, optimizers, tally, watch
-from mpinspect.capture.host_rows import HostRows
 from mpinspect.counting import fastest
 from mpinspect.counting.cpu import counter
-from mpinspect.kinds import KINDS
-from mpinspect.session import TensorKey
+from mpinspect.ranges.capture import broken_weights, host_copy, optimizers, tally, watch
+from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import TensorKey
 
 STEPS = 6
 #: Elements of the tensors of the layer at which something fails: no other layer's have as many.

@@ -14,10 +14,9 @@ from rounding_oracle import floor_log2, rounded
 from sessions import word_model
 
 import mpinspect
-from mpinspect.analysis import analyse
 from mpinspect.commands.lint_inputs import input_spec
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import (
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import (
     BFLOAT16,
     FLOAT4_E2M1,
     FLOAT8_E4M3,
@@ -30,7 +29,8 @@ from mpinspect.formats import (
     FloatFormat,
     as_format,
 )
-from mpinspect.reports.tensorboard import TensorBoardLog
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.report.tensorboard import TensorBoardLog
 
 IN_TORCH = {
     FLOAT32: torch.float32,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector, LossScaler, MixedPrecision
-from mpinspect.kinds import KINDS
-from mpinspect.session import TensorKey
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import TensorKey
 from mpinspect.training import PRECISIONS
 
 pytestmark = pytest.mark.gpu

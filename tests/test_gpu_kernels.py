@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mpinspect
-from mpinspect import gpus
+from mpinspect.runtime import gpus
 
 pytestmark = pytest.mark.gpu
 

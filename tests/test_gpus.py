@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpinspect import gpus
+from mpinspect.runtime import gpus
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpinspect.capture.hooks import hook_gradient
+from mpinspect.runtime.hooks import hook_gradient
 
 Hook = Callable[[torch.Tensor], None]
 Register = Callable[[torch.Tensor, Hook], Any]

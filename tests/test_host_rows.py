@@ -13,12 +13,12 @@ from waiting_gradients import interrupt, loss_of, network, row_of, waited
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
-from mpinspect.capture import host_rows
-from mpinspect.capture.host_rows import HostRows
-from mpinspect.capture.tally import Tally
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.cpu import counter
-from mpinspect.session import TensorKey
+from mpinspect.ranges.capture import host_rows
+from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.capture.tally import Tally
+from mpinspect.ranges.session import TensorKey
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with Inspector(model, capture=mpinspect.session.KINDS) as inspector:
+        with Inspector(model, capture=mpinspect.ranges.session.KINDS) as inspector:
             for _ in range(3):
                 optimizer.zero_grad()
                 for _ in range(2):

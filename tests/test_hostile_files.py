@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from hostile import NEW_LINE, STEERING
 
-from mpinspect import session as s
-from mpinspect.cli import main
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.session_file import FILE_NAME, SessionError, counts, frames, read_session, save_session
-from mpinspect.trace_file import TraceError, read_trace_file
-from mpinspect.trace_file.chunks import TextChunks
-from mpinspect.trace_file.events import EventStream
+from mpinspect.commands.cli import main
+from mpinspect.kernels.trace import TraceError, read_trace_file
+from mpinspect.kernels.trace.chunks import TextChunks
+from mpinspect.kernels.trace.events import EventStream
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import session as s
+from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, counts, frames, read_session, save_session
 
 #: The most memory that a file of a few megabytes may take.
 MOST_MB = 1000
@@ -358,9 +358,9 @@ def test_on_a_terminal_in_colour_nothing_of_a_name_is_a_command(run_directory: P
 
     from rich.console import Console
 
-    from mpinspect.kernel_profile import read_trace
-    from mpinspect.reports import form
-    from mpinspect.run_directory import read_run
+    from mpinspect.kernels.profile import read_trace
+    from mpinspect.reporting.forms import form
+    from mpinspect.run.run_directory import read_run
 
     for report in (read_run(run_directory), read_trace(trace)):
         file = io.StringIO()

@@ -18,8 +18,8 @@ from torch import nn
 
 import mpinspect
 from mpinspect import Inspector, MpinspectWarning, Recorder, Session
-from mpinspect.capture.recording import EVENT_LIMIT, Recording
-from mpinspect.session import WINDOW_LIMIT, Event, RunInfo, TensorKey, Window
+from mpinspect.ranges.capture.recording import EVENT_LIMIT, Recording
+from mpinspect.ranges.session import WINDOW_LIMIT, Event, RunInfo, TensorKey, Window
 from mpinspect.training import LossScaleWarning
 
 
@@ -396,7 +396,7 @@ def test_the_session_file_holds_what_the_inspector_holds(tmp_path: Path) -> None
 
 _ENDLESS_RUN = """
 import sys, torch, mpinspect
-from mpinspect.capture import recording
+from mpinspect.ranges.capture import recording
 recording.WRITE_INTERVAL_S = 0.0
 recording.WRITE_COST_FACTOR = 0
 last = int(sys.argv[2])
@@ -452,7 +452,7 @@ def test_a_fault_in_the_report_does_not_hide_the_users_exception(
     def broken(session: Session) -> None:
         raise RuntimeError("ours")
 
-    monkeypatch.setattr("mpinspect.inspector.analyse", broken)
+    monkeypatch.setattr("mpinspect.ranges.inspector.analyse", broken)
     with pytest.raises(ValueError, match="theirs"), Inspector(nn.Linear(1, 1)):
         raise ValueError("theirs")
     assert "could not print its report" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch import nn
 from trainers import LEARNING_RATE, Regressor, loss_of, make_batches, same_weights, train_by_hand
 
 import mpinspect
-from mpinspect.capture.optimizers import plain_optimizer
+from mpinspect.ranges.capture.optimizers import plain_optimizer
 
 TRAINERS = {"lightning": ("lightning.pytorch", "pytorch_lightning"), "transformers": ("transformers",)}
 

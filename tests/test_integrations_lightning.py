@@ -17,8 +17,8 @@ from torch import nn
 from trainers import LEARNING_RATE, hooks_on, loss_of, make_batches, make_net, same_weights, train_by_hand
 
 import mpinspect
-from mpinspect.kinds import WEIGHT_GRADIENT
-from mpinspect.session import Session, TensorKey
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import Session, TensorKey
 
 lightning = pytest.importorskip("lightning")
 
@@ -234,7 +234,7 @@ def test_without_a_logger_nothing_is_written_unless_asked(tmp_path):
 def test_an_inspector_that_fails_stops_nothing(monkeypatch):
     callback, module, (_, by_hand) = InspectorCallback(), Module(), train_by_hand()
     # Half-way: some hooks are on the model then.
-    monkeypatch.setattr("mpinspect.capture.optimizer_steps.listen", lambda capture: 1 / 0)
+    monkeypatch.setattr("mpinspect.ranges.capture.optimizer_steps.listen", lambda capture: 1 / 0)
     with warnings.catch_warnings(record=True, action="always") as caught:
         make_trainer(callback).fit(module, loader())
     (said,) = [str(warning.message) for warning in caught if warning.category is mpinspect.MpinspectWarning]

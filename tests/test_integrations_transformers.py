@@ -14,7 +14,7 @@ from torch import nn
 from trainers import LEARNING_RATE, Regressor, hooks_on, loss_of, make_batches, same_weights, train_by_hand
 
 import mpinspect
-from mpinspect.session import Session
+from mpinspect.ranges.session import Session
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

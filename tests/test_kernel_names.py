@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinspect import gpus
-from mpinspect.analysis.kernel_names import RULES, RULES_VERSION, VERDICTS, classify_kernel
-from mpinspect.analysis.kernel_names.rules import first_match
+from mpinspect.kernels.names import RULES, RULES_VERSION, VERDICTS, classify_kernel
+from mpinspect.kernels.names.rules import first_match
+from mpinspect.runtime import gpus
 
 DATA = Path(__file__).parent / "data"
 TRACES = sorted((DATA / "traces").rglob("*.json.gz"))

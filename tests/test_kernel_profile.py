@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import mpinspect
-from mpinspect.capture.module_ranges import PREFIX, ModuleRanges, plain_parts
-from mpinspect.capture.profiling import record_trace
-from mpinspect.trace_file.recording import MODULE_RANGE
+from mpinspect.kernels.capture.module_ranges import PREFIX, ModuleRanges, plain_parts
+from mpinspect.kernels.capture.profiling import record_trace
+from mpinspect.kernels.trace.recording import MODULE_RANGE
 
 TRACES = Path(__file__).parent / "data" / "traces"
 

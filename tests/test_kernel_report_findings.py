@@ -10,10 +10,10 @@ import made_kernels as made
 import pytest
 from made_kernels import kernel, mm, trace
 
-from mpinspect.analysis import tensor_cores
-from mpinspect.analysis.finding import SEVERITIES
-from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS, analyse_kernels
-from mpinspect.kernels import Device
+from mpinspect.kernels import analysis as tensor_cores
+from mpinspect.kernels.analysis import KERNEL_FINDING_IDS, analyse_kernels
+from mpinspect.kernels.records import Device
+from mpinspect.reporting.finding import SEVERITIES
 
 
 def findings(*traces, **options):

@@ -11,9 +11,12 @@ import pytest
 from made_kernels import kernel, mm, trace
 from matplotlib.figure import Figure
 
-from mpinspect.analysis.tensor_cores import analyse_kernels
-from mpinspect.reports import kernels_json, kernels_markdown, kernels_text, plot_kernels
-from mpinspect.reports.kernels_rows import short_module, short_name
+from mpinspect.kernels.analysis import analyse_kernels
+from mpinspect.kernels.report import json as kernels_json
+from mpinspect.kernels.report import markdown as kernels_markdown
+from mpinspect.kernels.report import plot as plot_kernels
+from mpinspect.kernels.report import text as kernels_text
+from mpinspect.kernels.report.rows import short_module, short_name
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "tensor-cores.md"
 

@@ -9,9 +9,9 @@ import re
 import made_kernels as made
 import pytest
 
-from mpinspect.analysis.tensor_cores import KernelReport, analyse_kernels
-from mpinspect.reports import kernels_text
-from mpinspect.trace_file import read_trace_files
+from mpinspect.kernels.analysis import KernelReport, analyse_kernels
+from mpinspect.kernels.report import text as kernels_text
+from mpinspect.kernels.trace import read_trace_files
 
 
 @pytest.fixture(scope="module")

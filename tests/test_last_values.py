@@ -14,13 +14,13 @@ from torch import nn
 pytest.importorskip("numba")
 
 from mpinspect import Inspector
-from mpinspect.capture import capture, last_values
-from mpinspect.capture import watch as watching
-from mpinspect.capture.host_rows import HostRows
-from mpinspect.capture.last_values import LastValues
 from mpinspect.counting import fastest
-from mpinspect.kinds import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
-from mpinspect.session import TensorKey
+from mpinspect.ranges.capture import capture, last_values
+from mpinspect.ranges.capture import watch as watching
+from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.capture.last_values import LastValues
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorKey
 
 _LENGTH = last_values._LEAST
 _BLOCK = (256, _LENGTH // 256)

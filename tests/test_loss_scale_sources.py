@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
-from mpinspect.capture.loss_scale import BackwardScale, from_callable, from_number, from_scaler
-from mpinspect.session import Session, TensorKey, TensorWindow
+from mpinspect.ranges.capture.loss_scale import BackwardScale, from_callable, from_number, from_scaler
+from mpinspect.ranges.session import Session, TensorKey, TensorWindow
 
 
 def _model() -> nn.Linear:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.emulation import half_arithmetic
+from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.training.masters import (
     BN_convert_float,
     MasterWeights,

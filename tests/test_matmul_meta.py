@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpinspect.capture.matmuls.meta import Pointwise, is_pointwise
+from mpinspect.shapes.record.meta import Pointwise, is_pointwise
 
 aten = torch.ops.aten
 

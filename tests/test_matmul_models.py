@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpinspect.capture.matmuls.recording import record_matmuls
+from mpinspect.shapes.record.recording import record_matmuls
 
 transformers = pytest.importorskip("transformers")
 

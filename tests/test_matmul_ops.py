@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpinspect.matmul_ops import PRODUCT_OPS, matmuls_of
-from mpinspect.matmuls import Matmul, Operand
+from mpinspect.shapes.operators import PRODUCT_OPS, matmuls_of
+from mpinspect.shapes.records import Matmul, Operand
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpinspect.analysis.shapes import analyse_shapes
-from mpinspect.capture.matmuls.failures import RecordingError
-from mpinspect.capture.matmuls.recording import record_matmuls
-from mpinspect.gpus import named
+from mpinspect.runtime.gpus import named
+from mpinspect.shapes.analysis import analyse_shapes
+from mpinspect.shapes.record.failures import RecordingError
+from mpinspect.shapes.record.recording import record_matmuls
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.capture.matmuls.recording import record_matmuls
+from mpinspect.shapes.record.recording import record_matmuls
 
 DEVICES = pytest.mark.parametrize("device", ["meta", "real"])
 
@@ -235,7 +235,7 @@ def test_hooks_of_an_attached_inspector_stay_silent():
     def hook(module, args, output):
         seen.append(output)
 
-    hook.__module__ = "mpinspect.capture.hooks"
+    hook.__module__ = "mpinspect.runtime.hooks"
     model.register_forward_hook(hook)
     record_matmuls(model, torch.randn(2, 4))
     assert seen == []

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpinspect.capture.matmuls import values
-from mpinspect.capture.matmuls.recording import record_matmuls
+from mpinspect.shapes.record import values
+from mpinspect.shapes.record.recording import record_matmuls
 
 
 class Asks(nn.Module):

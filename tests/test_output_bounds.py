@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("numba")
 
 from mpinspect import Inspector
-from mpinspect.capture import output_bounds as kinds
-from mpinspect.capture import watch as watching
-from mpinspect.capture.output_bounds import output_bound
+from mpinspect.ranges.capture import output_bounds as kinds
+from mpinspect.ranges.capture import watch as watching
+from mpinspect.ranges.capture.output_bounds import output_bound
 
 
 @pytest.fixture

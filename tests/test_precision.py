@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.emulation import half_arithmetic
+from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.training.masters import BN_convert_float
 from mpinspect.training.norms import HalfGroupNorm, HalfLayerNorm, HalfRMSNorm
 from mpinspect.training.precision import PRECISIONS, check_convertible, convert_model, get_precision

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.analysis import analyse
-from mpinspect.emulation import half_arithmetic
-from mpinspect.probing import probe
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.probe import probe
+from mpinspect.runtime.emulation import half_arithmetic
 
 # -- models -------------------------------------------------------------------------------------------------------------
 

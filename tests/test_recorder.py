@@ -17,9 +17,9 @@ import torch
 from rounding_oracle import exponent_counts
 
 from mpinspect import Inspector, MpinspectWarning, Session, count_exponents
-from mpinspect.capture.steps import Schedule
-from mpinspect.recorder import Recorder
-from mpinspect.session import TensorKey, TensorWindow
+from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.recorder import Recorder
+from mpinspect.ranges.session import TensorKey, TensorWindow
 
 RANDOM = np.random.default_rng(0)
 
@@ -383,7 +383,7 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_in_memory_no_torch_is_loaded() -> None:
     code = (
-        "import sys, numpy as np\nfrom mpinspect.recorder import Recorder\nrecorder = Recorder()\n"
+        "import sys, numpy as np\nfrom mpinspect.ranges.recorder import Recorder\nrecorder = Recorder()\n"
         "recorder.observe('x', {'a': np.ones(3)}, step=0)\nprint(recorder.report())\n"
         "assert not {'torch', 'jax', 'tensorflow'} & set(sys.modules)"
     )
@@ -394,7 +394,7 @@ def test_in_memory_no_torch_is_loaded() -> None:
 def test_without_torch_the_session_file_is_written_alone(tmp_path: Path) -> None:
     code = (
         "import sys, warnings, numpy as np\nwarnings.simplefilter('ignore')\nsys.modules['torch'] = None\n"
-        "from mpinspect.recorder import Recorder\n"
+        "from mpinspect.ranges.recorder import Recorder\n"
         "with Recorder(sys.argv[1]) as recorder:\n    recorder.observe('x', np.ones(3))\n"
         "print(recorder.session().notes)"
     )
@@ -405,7 +405,7 @@ def test_without_torch_the_session_file_is_written_alone(tmp_path: Path) -> None
 
 def test_a_script_that_forgets_to_close_still_leaves_all_of_it(tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np\nfrom mpinspect.recorder import Recorder\nrecorder = Recorder(sys.argv[1])\n"
+        "import sys, numpy as np\nfrom mpinspect.ranges.recorder import Recorder\nrecorder = Recorder(sys.argv[1])\n"
         "for step in range(3):\n    recorder.observe('x', np.ones(3), step=step)"
     )
     assert python(code, tmp_path).returncode == 0
@@ -416,7 +416,7 @@ def test_a_script_that_forgets_to_close_still_leaves_all_of_it(tmp_path: Path) -
 
 def test_a_loop_that_breaks_gets_its_report_and_its_own_exception() -> None:
     code = (
-        "import numpy as np\nfrom mpinspect.recorder import Recorder\n"
+        "import numpy as np\nfrom mpinspect.ranges.recorder import Recorder\n"
         "with Recorder() as recorder:\n    recorder.observe('layer.kernel', np.array([np.inf]))\n    1 / 0"
     )
     done = python(code)

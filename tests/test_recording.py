@@ -16,13 +16,13 @@ from pathlib import Path
 import made_sessions as made
 import pytest
 
-from mpinspect import session as s
-from mpinspect.capture import recording as recordings
-from mpinspect.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording
-from mpinspect.capture.sinks import MOST_TOLD, WAITING_LIMIT
-from mpinspect.capture.window_list import WindowList
-from mpinspect.session_file import SessionWriter, read_session
-from mpinspect.tensor_columns import TensorColumns
+from mpinspect.ranges import session as s
+from mpinspect.ranges.capture import recording as recordings
+from mpinspect.ranges.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording
+from mpinspect.ranges.capture.sinks import MOST_TOLD, WAITING_LIMIT
+from mpinspect.ranges.capture.window_list import WindowList
+from mpinspect.ranges.store.session_file import SessionWriter, read_session
+from mpinspect.ranges.store.tensor_columns import TensorColumns
 
 TESTS = Path(__file__).parent
 
@@ -166,8 +166,8 @@ import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import made_sessions as made
 from mpinspect import session as s
-from mpinspect.capture import recording as recordings
-from mpinspect.session_sinks import open_sinks
+from mpinspect.ranges.capture import recording as recordings
+from mpinspect.ranges.store.sinks import open_sinks
 recordings.WRITE_INTERVAL_S, recordings.WRITE_COST_FACTOR = 0.0, 0
 recording = recordings.Recording(s.RunInfo(), open_sinks(sys.argv[2], s.RunInfo()).sinks)
 
@@ -346,7 +346,7 @@ def test_the_tensorboard_log_goes_on_too_and_has_no_torn_record(tmp_path: Path, 
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from mpinspect.reports.tensorboard import TensorBoardSink
+    from mpinspect.ranges.report.tensorboard import TensorBoardSink
 
     recording = Recording(s.RunInfo(), [TensorBoardSink(tmp_path)], tell=lambda note: None)
     (file,) = tmp_path.iterdir()

@@ -7,10 +7,11 @@ import json
 import pytest
 import sessions
 
-from mpinspect.analysis import analyse
-from mpinspect.reports import dataframe, markdown, plots, save, text
-from mpinspect.reports import json as json_report
-from mpinspect.reports.tensorboard import TensorBoardSink
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.report import dataframe, markdown, plots, text
+from mpinspect.ranges.report import json as json_report
+from mpinspect.ranges.report.tensorboard import TensorBoardSink
+from mpinspect.reporting.forms import save
 
 SESSIONS = sessions.all_sessions()
 REPORTS = {name: sessions.report_by_hand(session) for name, session in SESSIONS.items()}
@@ -72,9 +73,9 @@ def test_every_session_into_tensorboard(name, tmp_path):
 @pytest.mark.parametrize("name", SESSIONS)
 def test_no_layer_name_is_cut_from_text(name):
     """Folded over lines at most: with the white space taken out every shown name is there in full."""
-    from mpinspect.reports.table import seen_layers, worst
-    from mpinspect.reports.text_layers import MAX_LAYERS
-    from mpinspect.streams import printable
+    from mpinspect.ranges.report.table import seen_layers, worst
+    from mpinspect.ranges.report.text_layers import MAX_LAYERS
+    from mpinspect.reporting.streams import printable
 
     for width in (60, 90, 140):
         lines = text.render(REPORTS[name], width).splitlines()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import sessions
 
-from mpinspect.analysis.report import LayerReport, RangeReport
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.reports import json as json_report
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.report import json as json_report
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "report-schema.md"
 

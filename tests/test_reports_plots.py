@@ -11,11 +11,11 @@ import pytest
 import sessions
 from matplotlib.image import imread
 
-from mpinspect.formats import BFLOAT16, FLOAT16, FLOAT16_FTZ
-from mpinspect.kinds import WEIGHT_GRADIENT
-from mpinspect.reports import plot_heat_map, plots
-from mpinspect.reports.plot_style import regions, shortened
-from mpinspect.session import TensorKey
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT16_FTZ
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.report import plot_heat_map, plots
+from mpinspect.ranges.session import TensorKey
+from mpinspect.reporting.plot_style import regions, shortened
 
 
 def words(figure):
@@ -133,7 +133,7 @@ def test_matplotlib_is_left_as_it_was(report, tmp_path):
     """Neither pyplot nor a backend is loaded, and the user's style stays."""
     code = (
         "import sys, matplotlib; sys.path.insert(0, 'tests'); import sessions\n"
-        "from mpinspect.reports import plots\n"
+        "from mpinspect.reporting.forms import plots\n"
         # Reading the backend would load pyplot.
         "style = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "matplotlib.rcParams['font.size'] = 31; before = style()\n"

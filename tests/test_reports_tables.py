@@ -9,7 +9,8 @@ import sys
 import pytest
 import sessions
 
-from mpinspect.reports import dataframe, markdown, markdown_page
+from mpinspect.ranges.report import dataframe, markdown
+from mpinspect.reporting import markdown_page
 
 
 @pytest.mark.parametrize("name", ["everything", "hostile"])

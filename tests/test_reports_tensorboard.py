@@ -13,14 +13,14 @@ import sessions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards_crc32c
 
-from mpinspect.analysis import recommend_loss_scale
-from mpinspect.appending import AppendedFile
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.formats import FLOAT16
-from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.reports.crc32c import crc32c
-from mpinspect.reports.tensorboard import TensorBoardLog, TensorBoardSink
-from mpinspect.session import Progress, ScaleChange, TensorKey
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.analysis import recommend_loss_scale
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.report.crc32c import crc32c
+from mpinspect.ranges.report.tensorboard import TensorBoardLog, TensorBoardSink
+from mpinspect.ranges.session import Progress, ScaleChange, TensorKey
+from mpinspect.runtime.appending import AppendedFile
 
 
 def read(path):

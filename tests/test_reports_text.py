@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import sessions
 
-from mpinspect.analysis.report import TimeBlock
+from mpinspect.ranges.analysis.report import TimeBlock
+from mpinspect.ranges.report import text
 from mpinspect.reporting.words import percent, power_of_two
-from mpinspect.reports import text
 
 
 @pytest.mark.parametrize("width", [60, 100, 140])

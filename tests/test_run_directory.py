@@ -15,12 +15,12 @@ import made_sessions as made
 import pytest
 import sessions
 
-from mpinspect import session as s
-from mpinspect.analysis import analyse
-from mpinspect.cli import main
-from mpinspect.run_directory import is_run_directory, read_run
-from mpinspect.session import Session
-from mpinspect.session_file import FILE_NAME, SessionError, read_session
+from mpinspect.commands.cli import main
+from mpinspect.ranges import session as s
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, read_session
+from mpinspect.run.run_directory import is_run_directory, read_run
 
 
 def make_run(place, *models: str, **record):
@@ -216,7 +216,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     told = {part.name: part.ranges.session.progress for part in report.parts}["rank1/Net"]
     assert (told.steps, told.sampled_steps) == (91, 9)
     for form in ("run_text", "run_markdown"):
-        text = importlib.import_module(f"mpinspect.reports.{form}").render(report)
+        text = importlib.import_module(f"mpinspect.reporting.forms.{form}").render(report)
         assert not re.search(r"\b0 steps", text)
         assert "91 steps" in text
     # A killed run's progress may be behind its windows, too.

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpinspect.analysis import analyse
-from mpinspect.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.session import Session, TensorKey
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import Session, TensorKey
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 UNMODIFIED = EXAMPLES / "unmodified"

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 from watched_training import train, watched
 
-from mpinspect.analysis.shapes import analyse_shapes
-from mpinspect.capture.matmuls.recording import record_matmuls
-from mpinspect.gpus import named
-from mpinspect.kernel_profile import read_trace
-from mpinspect.launch.joining import join
-from mpinspect.launch.options import LaunchOptions
-from mpinspect.launch.outcome import Outcome
-from mpinspect.launch.seen import Parts, Seen
+from mpinspect.kernels.profile import read_trace
+from mpinspect.run.joining import join
+from mpinspect.run.options import LaunchOptions
+from mpinspect.run.outcome import Outcome
+from mpinspect.run.seen import Parts, Seen
+from mpinspect.runtime.gpus import named
+from mpinspect.shapes.analysis import analyse_shapes
+from mpinspect.shapes.record.recording import record_matmuls
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from watched_training import train, watched
 
-from mpinspect.launch.models import graph, variables
-from mpinspect.launch.models.owners import Holders, living_modules, parameter_ids, unwrapped
+from mpinspect.run.models import graph, variables
+from mpinspect.run.models.owners import Holders, living_modules, parameter_ids, unwrapped
 
 
 def ids(*modules: nn.Module) -> set[int]:

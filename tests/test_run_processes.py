@@ -11,12 +11,12 @@ import types
 import pytest
 from launched import RUN_DIR, bare, silent, watched, write
 
-from mpinspect.launch import spawned
-from mpinspect.launch.elsewhere import others_of, with_others
-from mpinspect.launch.ending import Ending
-from mpinspect.launch.imports import when_imported
-from mpinspect.launch.options import LaunchOptions
-from mpinspect.launch.outcome import outcome_of
+from mpinspect.run import spawned
+from mpinspect.run.elsewhere import others_of, with_others
+from mpinspect.run.ending import Ending
+from mpinspect.run.imports import when_imported
+from mpinspect.run.options import LaunchOptions
+from mpinspect.run.outcome import outcome_of
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -287,7 +287,7 @@ def test_a_letter_that_can_not_be_read_harms_nobody(tmp_path, monkeypatch):
     assert pickle.loads(text) == {"letter": None}
     assert begun == [(LaunchOptions("train.py"), str(tmp_path), True)]
     # As in a child that does not find mpinspect.
-    monkeypatch.setitem(sys.modules, "mpinspect.launch", None)
+    monkeypatch.setitem(sys.modules, "mpinspect.run", None)
     assert pickle.loads(text) == {"letter": None}
     assert len(begun) == 1
 
@@ -318,7 +318,7 @@ def test_a_child_that_an_exception_ends_leaves_a_trace_if_it_might_have_trained(
 
 @pytest.mark.parametrize("record", ["", "[]", "null", '{"by_error": true}', '{"by_error": "yes", "outcome": 3}'])
 def test_what_another_process_left_may_be_anything(record, tmp_path):
-    from mpinspect.analysis.run import RunReport
+    from mpinspect.run.report import RunReport
 
     for name in ("rank0", "rank1", "rank10", "rank2", "ranks", "process-x"):
         (tmp_path / name / "Net").mkdir(parents=True)

@@ -10,15 +10,17 @@ import pytest
 import sessions
 import shape_records
 
-from mpinspect import gpus
-from mpinspect.analysis import analyse
-from mpinspect.analysis.first_line import first_line, gravest
-from mpinspect.analysis.run import ModelPart, RunReport, by_module
-from mpinspect.analysis.shapes import analyse_shapes
-from mpinspect.analysis.tensor_cores import analyse_kernels
-from mpinspect.kinds import WEIGHT_GRADIENT
-from mpinspect.reports import run_json, run_markdown, run_text
-from mpinspect.session import Event, Session, TensorKey
+from mpinspect.kernels.analysis import analyse_kernels
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import Event, Session, TensorKey
+from mpinspect.run.report import ModelPart, RunReport, by_module
+from mpinspect.run.report import json as run_json
+from mpinspect.run.report import markdown as run_markdown
+from mpinspect.run.report import text as run_text
+from mpinspect.runtime import gpus
+from mpinspect.shapes.analysis import analyse_shapes
 
 INF = Event(
     412, 0, "backward", "decoder.3.attn", "activation_gradient", "decoder.3.attn", "inf", 65536.0, forward_finite=True

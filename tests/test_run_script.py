@@ -11,10 +11,11 @@ import launched
 import pytest
 from launched import RUN_DIR, bare, silent, watched, write
 
-from mpinspect import cli, session
+from mpinspect.commands import cli
 from mpinspect.commands import run as run_command
-from mpinspect.kinds import KINDS
-from mpinspect.launch.options import LaunchOptions
+from mpinspect.ranges import session
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.run.options import LaunchOptions
 
 FACTS = """
 import os, sys
@@ -278,7 +279,7 @@ def test_options_reach_the_launch(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
     asked = []
-    monkeypatch.setattr("mpinspect.launch.launch", asked.append)
+    monkeypatch.setattr("mpinspect.run.launch", asked.append)
     words = "--every 5 --dense 0 --steps 7 --kinds weight,update --include a.* --include b --exclude c --log-dir d --no-watch"
     assert cli.main(["run", *words.split(), "--lint", "--kernels", "--gpu", "Hopper", str(script), "--every", "x"]) == 0
     (given,) = asked
@@ -306,7 +307,7 @@ def test_every_is_the_least_interval_of_a_budget(words, every, monkeypatch, tmp_
     script = tmp_path / "train.py"
     script.write_text("")
     asked = []
-    monkeypatch.setattr("mpinspect.launch.launch", asked.append)
+    monkeypatch.setattr("mpinspect.run.launch", asked.append)
     assert cli.main(["run", *words.split(), str(script)]) == 0
     assert (asked[0].every, asked[0].max_overhead) == (every, 0.02 if words else None)
 
@@ -436,7 +437,7 @@ def test_a_script_that_can_not_be_compiled_leaves_no_run(tmp_path):
 
 def test_a_fault_of_ours_at_the_end_is_one_line(tmp_path):
     folder = tmp_path / "work"
-    write(folder, "import sys\nsys.modules['mpinspect.analysis.run'] = None\nprint(1)\nsys.exit(3)")
+    write(folder, "import sys\nsys.modules['mpinspect.run.report'] = None\nprint(1)\nsys.exit(3)")
     ended = watched(folder, "train.py")
     assert (ended.status, ended.out) == (3, "1\n")
     assert [line[:40] for line in ended.err.splitlines()] == [

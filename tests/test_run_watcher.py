@@ -16,7 +16,7 @@ from torch import nn
 from watched_training import train, watched
 
 import mpinspect
-from mpinspect.launch.models import inspecting, owners, watching
+from mpinspect.run.models import inspecting, owners, watching
 
 NO_BACKWARD = (
     "no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func are not seen)"
@@ -375,7 +375,7 @@ def test_the_part_that_is_not_compiled_is_seen_whole(tmp_path):
 
 def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path, monkeypatch):
     # Among all that the tests have loaded a search takes its time.
-    monkeypatch.setattr("mpinspect.launch.models.attaching._SEARCH_S", 1e9)
+    monkeypatch.setattr("mpinspect.run.models.attaching._SEARCH_S", 1e9)
     with watched(tmp_path) as run:
         for _ in range(20):
             model = net()
@@ -469,7 +469,7 @@ def test_copies_and_pickles_made_meanwhile_take_nothing_of_ours_along(tmp_path):
         torch.save(model, file)
         for each in copies:
             each(torch.randn(2, 4)).sum().backward()
-    assert b"mpinspect.launch" not in file.getvalue()
+    assert b"mpinspect.run" not in file.getvalue()
     assert run.parts.models[0].session.progress.backwards == 3
     assert run.names == ["Net"]
 
@@ -575,7 +575,7 @@ def test_a_fault_of_ours_is_noted_and_the_training_goes_on(tmp_path, monkeypatch
         raise ZeroDivisionError("made for this test")
 
     with watched(tmp_path) as run:
-        monkeypatch.setattr("mpinspect.launch.models.attaching.Holders", broken)
+        monkeypatch.setattr("mpinspect.run.models.attaching.Holders", broken)
         model = net()
         train(model, torch.optim.SGD(model.parameters()))
         changed = model[0].weight.grad is not None

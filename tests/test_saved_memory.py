@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.emulation import half_arithmetic
+from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.precision import PRECISIONS
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mpinspect import Inspector, Session
-from mpinspect.kinds import WEIGHT_GRADIENT
-from mpinspect.session import TensorKey
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorKey
 
 _TRAINS = """
 import os, sys, torch, mpinspect

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpinspect.exponents import merge
-from mpinspect.session import (
+from mpinspect.numeric.exponents import merge
+from mpinspect.ranges.session import (
     LEAST_WINDOW_LIMIT,
     WINDOW_LIMIT,
     LostUpdates,

@@ -20,8 +20,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpinspect import session as s
-from mpinspect.session_file import FILE_NAME, SCHEMA_VERSION, SessionError, SessionWriter, frames, read_session
+from mpinspect.ranges import session as s
+from mpinspect.ranges.store.session_file import (
+    FILE_NAME,
+    SCHEMA_VERSION,
+    SessionError,
+    SessionWriter,
+    frames,
+    read_session,
+)
 
 TESTS = Path(__file__).parent
 
@@ -235,7 +242,7 @@ def test_tensors_that_turn_up_later_are_numbered_on(tmp_path):
 
 
 def test_progress_alone_does_not_make_the_file_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpinspect.session_file.writer.STALE_BYTES", 4096)
+    monkeypatch.setattr("mpinspect.ranges.store.session_file.writer.STALE_BYTES", 4096)
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         for step in range(2000):
             writer.progress(s.Progress(step))
@@ -272,7 +279,7 @@ WRITING = """
     sys.path.insert(0, sys.argv[1])
     import made_sessions as made
     from mpinspect import session as s
-    from mpinspect.session_file import SessionWriter
+    from mpinspect.ranges.store.session_file import SessionWriter
 
     writer = SessionWriter(sys.argv[2], s.RunInfo(model="killed"), limit=3)
     for step in itertools.count():

@@ -11,7 +11,7 @@ import torch
 from mpinspect.commands import lint
 from mpinspect.commands.lint_inputs import build_inputs, input_spec
 from mpinspect.commands.outcome import UnusableError
-from mpinspect.shape_lint import choose_gpu, lint_shapes
+from mpinspect.shapes.lint import choose_gpu, lint_shapes
 
 MODEL = """
 import torch

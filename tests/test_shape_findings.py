@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shape_records import attention, convolution, eager_attention, gemm, linear, recording, row_major
 
-from mpinspect.analysis.shapes import FINDING_IDS, analyse_shapes
-from mpinspect.analysis.shapes.group import is_worth_it
-from mpinspect.analysis.shapes.roofline import Gain
-from mpinspect.analysis.shapes.wording import gain_words
-from mpinspect.gpus import Gpu, named, of_device
-from mpinspect.matmuls import LayoutCopy, Operand
+from mpinspect.runtime.gpus import Gpu, named, of_device
+from mpinspect.shapes.analysis import FINDING_IDS, analyse_shapes
+from mpinspect.shapes.analysis.group import is_worth_it
+from mpinspect.shapes.analysis.roofline import Gain
+from mpinspect.shapes.analysis.wording import gain_words
+from mpinspect.shapes.records import LayoutCopy, Operand
 
 HOPPER = named("hopper")
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from mpinspect.shape_lint import lint_shapes
+from mpinspect.shapes.lint import lint_shapes
 
 transformers = pytest.importorskip("transformers")
 

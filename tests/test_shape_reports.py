@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 from shape_records import attention, convolution, eager_attention, linear, recording
 
-from mpinspect.analysis.shapes import analyse_shapes
-from mpinspect.analysis.shapes.wording import grouped
-from mpinspect.gpus import Gpu, named
-from mpinspect.reports import shapes_json, shapes_markdown, shapes_text
-from mpinspect.version import __version__
+from mpinspect.runtime.gpus import Gpu, named
+from mpinspect.runtime.version import __version__
+from mpinspect.shapes.analysis import analyse_shapes
+from mpinspect.shapes.analysis.wording import grouped
+from mpinspect.shapes.report import json as shapes_json
+from mpinspect.shapes.report import markdown as shapes_markdown
+from mpinspect.shapes.report import text as shapes_text
 
 HOSTILE = "evil\n\x1b[31m</pre><script>alert(1)</script>|`*[bold]"
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shape_records import attention, convolution, gemm, linear, recording, row_major, transposed
 
-from mpinspect.analysis.shapes import analyse_shapes, judge
-from mpinspect.analysis.shapes.alignment import layout_of
-from mpinspect.analysis.shapes.raising import up_to
-from mpinspect.gpus import ARCHITECTURES, Gpu, named, of_device
-from mpinspect.matmuls import Operand
+from mpinspect.runtime.gpus import ARCHITECTURES, Gpu, named, of_device
+from mpinspect.shapes.analysis import analyse_shapes, judge
+from mpinspect.shapes.analysis.alignment import layout_of
+from mpinspect.shapes.analysis.raising import up_to
+from mpinspect.shapes.records import Operand
 
 HOPPER = named("hopper")
 

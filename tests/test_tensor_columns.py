@@ -8,8 +8,8 @@ import made_sessions as made
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from mpinspect import session as s
-from mpinspect.tensor_columns import TensorColumns, merge_columns
+from mpinspect.ranges import session as s
+from mpinspect.ranges.store.tensor_columns import TensorColumns, merge_columns
 
 
 def as_columns(window: s.Window) -> s.Window:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mpinspect import Inspector, count_exponents
-from mpinspect.kinds import KINDS
-from mpinspect.session import TensorKey
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import TensorKey
 
 RANKS = 2
 STEPS = 6

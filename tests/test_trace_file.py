@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mpinspect.kernels import KernelTrace
-from mpinspect.trace_file import TraceError, read_trace_file, read_trace_files
+from mpinspect.kernels.records import KernelTrace
+from mpinspect.kernels.trace import TraceError, read_trace_file, read_trace_files
 
 DATA = Path(__file__).parent / "data" / "traces"
 NAMES = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("*.json.gz"))
@@ -359,6 +359,6 @@ def test_two_traces_of_one_rank_are_kept_and_noted():
 
 
 def test_reading_needs_no_torch():
-    code = "import sys, mpinspect.trace_file; print(any(name in sys.modules for name in ('torch', 'matplotlib')))"
+    code = "import sys, mpinspect.kernels.trace; print(any(name in sys.modules for name in ('torch', 'matplotlib')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

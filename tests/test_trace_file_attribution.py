@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpinspect.kernels import Kernel, KernelTrace
-from mpinspect.trace_file import read_trace_file
-from mpinspect.trace_file.chunks import TextChunks
-from mpinspect.trace_file.columns import Columns, Numbering
-from mpinspect.trace_file.events import EventStream
-from mpinspect.trace_file.forwards import Forwards
-from mpinspect.trace_file.nesting import Nesting
-from mpinspect.trace_file.recording import Recording
+from mpinspect.kernels.records import Kernel, KernelTrace
+from mpinspect.kernels.trace import read_trace_file
+from mpinspect.kernels.trace.chunks import TextChunks
+from mpinspect.kernels.trace.columns import Columns, Numbering
+from mpinspect.kernels.trace.events import EventStream
+from mpinspect.kernels.trace.forwards import Forwards
+from mpinspect.kernels.trace.nesting import Nesting
+from mpinspect.kernels.trace.recording import Recording
 
 DATA = Path(__file__).parent / "data" / "traces"
 MAIN, ENGINE = 10, 20

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mpinspect.trace_file import TraceError, read_trace_file
-from mpinspect.trace_file.chunks import TextChunks
-from mpinspect.trace_file.events import EventStream
-from mpinspect.trace_file.recording import Recording
+from mpinspect.kernels.trace import TraceError, read_trace_file
+from mpinspect.kernels.trace.chunks import TextChunks
+from mpinspect.kernels.trace.events import EventStream
+from mpinspect.kernels.trace.recording import Recording
 
 BERT = Path(__file__).parent / "data" / "traces" / "h100_bert_small.json.gz"
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpinspect import Inspector
-from mpinspect.capture import updates
-from mpinspect.capture.updates import lost_updates, unmoved
 from mpinspect.counting.cpu import available
-from mpinspect.session import LostUpdates, TensorKey, TensorWindow
+from mpinspect.ranges.capture import updates
+from mpinspect.ranges.capture.updates import lost_updates, unmoved
+from mpinspect.ranges.session import LostUpdates, TensorKey, TensorWindow
 
 DTYPES = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 

@@ -19,15 +19,15 @@ from waiting_gradients import interrupt, loss_of, network
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
-from mpinspect.capture import waiting
-from mpinspect.capture.backward_scale import NO_BACKWARD
-from mpinspect.capture.host_rows import HostRows
-from mpinspect.capture.layers import WatchedParameter
-from mpinspect.capture.waiting import Waiting, WaitingGradients
-from mpinspect.capture.watch import Watch
 from mpinspect.counting import fastest
-from mpinspect.exponents import merge
-from mpinspect.session import TensorKey
+from mpinspect.numeric.exponents import merge
+from mpinspect.ranges.capture import waiting
+from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
+from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.waiting import Waiting, WaitingGradients
+from mpinspect.ranges.capture.watch import Watch
+from mpinspect.ranges.session import TensorKey
 
 
 @dataclass
@@ -431,7 +431,7 @@ def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: 
         model = network()
         model[2].bias.register_hook(lambda gradient: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with Inspector(model, capture=mpinspect.session.KINDS) as inspector:
+        with Inspector(model, capture=mpinspect.ranges.session.KINDS) as inspector:
             for _ in range(3):
                 optimizer.zero_grad()
                 for _ in range(2):

@@ -14,17 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpinspect import count_exponents
-from mpinspect.capture.arrangement import Arrangement, RowSet, SampleOf, StepScale, rounds
-from mpinspect.capture.loss_scale import UNSCALED, BackwardScale, from_number
-from mpinspect.capture.rounded_before import floor_exponent, overflow_exponent
-from mpinspect.capture.row_columns import row_columns
-from mpinspect.capture.tally import Sample, Tally, dtype_name
-from mpinspect.capture.window_rows import WindowRows
 from mpinspect.counting import count, layout
-from mpinspect.exponents import ExponentHistogram
-from mpinspect.kinds import GRADIENT_KINDS
-from mpinspect.session import LostUpdates, TensorKey, TensorWindow, Window, narrowest
-from mpinspect.tensor_columns import TensorColumns
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.capture.arrangement import Arrangement, RowSet, SampleOf, StepScale, rounds
+from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale, from_number
+from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
+from mpinspect.ranges.capture.row_columns import row_columns
+from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name
+from mpinspect.ranges.capture.window_rows import WindowRows
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.session import LostUpdates, TensorKey, TensorWindow, Window, narrowest
+from mpinspect.ranges.store.tensor_columns import TensorColumns
 
 # -- one by one ---------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ def test_a_row_that_a_counter_filled_stays_as_it_is() -> None:
 
 
 def test_more_peaks_than_are_kept_loose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.capture.window_rows._LOOSE_PEAKS", 3)
+    monkeypatch.setattr("mpinspect.ranges.capture.window_rows._LOOSE_PEAKS", 3)
     tally = Tally(lambda sentence: None, lambda step, scale: None)
     for step in range(8):
         for key in KEYS[:2]:

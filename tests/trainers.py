@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import mpinspect
-from mpinspect.session import Session
+from mpinspect.ranges.session import Session
 
 BATCHES, SIZE, WIDTH = 8, 4, 8
 LEARNING_RATE = 0.1

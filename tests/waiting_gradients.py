@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpinspect.capture.layers import WatchedParameter
-from mpinspect.capture.waiting import Waiting
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.waiting import Waiting
 
 
 def waited(*gradients: torch.Tensor) -> list[Waiting]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from mpinspect.launch.options import LaunchOptions
-from mpinspect.launch.seen import Parts, Seen
-from mpinspect.launch.watcher import Watcher
+from mpinspect.run.options import LaunchOptions
+from mpinspect.run.seen import Parts, Seen
+from mpinspect.run.watcher import Watcher
 
 
 class Watched:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from mpinspect.commands.outcome import INTERRUPTED, UnusableError, status
 from mpinspect.commands.output import add_output_options, positive, range_finding, save_to
-from mpinspect.streams import say
+from mpinspect.reporting.streams import say
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.report import RangeReport
+    from mpinspect.ranges.analysis.report import RangeReport
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _demo_alone(options: argparse.Namespace) -> RangeReport:
-    from mpinspect import demo
+    from mpinspect.demo import demo
 
     # It prints its report itself, as it goes.
     steps = {"steps": options.steps} if options.steps else {}
@@ -57,8 +57,8 @@ def _demo_alone(options: argparse.Namespace) -> RangeReport:
 
 
 def _curves(options: argparse.Namespace) -> RangeReport:
-    from mpinspect.demo_curves import Setting
-    from mpinspect.demo_curves import run as compare
+    from mpinspect.demo.curves import Setting
+    from mpinspect.demo.curves import run as compare
 
     comparison = compare(
         log_dir=options.log_dir,

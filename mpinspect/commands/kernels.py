@@ -10,8 +10,8 @@ from mpinspect.commands.outcome import FOUND, UnusableError, status
 from mpinspect.commands.output import add_output_options, gpu_name, print_text, save_to
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.tensor_cores import KernelReport
-    from mpinspect.analysis.tensor_cores.conditions import Condition
+    from mpinspect.kernels.analysis import KernelReport
+    from mpinspect.kernels.analysis.conditions import Condition
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from mpinspect.kernel_profile import read_trace
-    from mpinspect.trace_file import TraceError
+    from mpinspect.kernels.profile import read_trace
+    from mpinspect.kernels.trace import TraceError
 
     try:
         report = read_trace(options.traces, gpu=options.gpu)
@@ -55,9 +55,9 @@ def _holds(condition: Condition, report: KernelReport) -> bool:
 
 
 def _condition(text: str) -> str | Condition:
-    from mpinspect.analysis.finding import SEVERITIES
-    from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS
-    from mpinspect.analysis.tensor_cores.conditions import parse
+    from mpinspect.kernels.analysis import KERNEL_FINDING_IDS
+    from mpinspect.kernels.analysis.conditions import parse
+    from mpinspect.reporting.finding import SEVERITIES
 
     if text in (*SEVERITIES, *KERNEL_FINDING_IDS):
         return text

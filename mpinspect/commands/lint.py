@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from mpinspect.commands.lint_inputs import build_inputs, input_spec
 from mpinspect.commands.outcome import UnusableError, status
 from mpinspect.commands.output import add_output_options, finding_named, print_text, save_to
-from mpinspect.streams import printable, say
+from mpinspect.reporting.streams import printable, say
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.shapes import ShapeReport
     from mpinspect.commands.lint_baseline import Comparison
+    from mpinspect.shapes.analysis import ShapeReport
 
 
 _NO_INPUT = "No --input was given: add one for each argument of its forward, as --input 64,1024"
@@ -81,7 +81,7 @@ def _report(options: argparse.Namespace) -> ShapeReport:
     import torch
 
     from mpinspect.commands.lint_target import describe, load_model
-    from mpinspect.shape_lint import choose_gpu, lint_shapes
+    from mpinspect.shapes.lint import choose_gpu, lint_shapes
 
     try:
         choose_gpu(options.gpu)
@@ -104,7 +104,7 @@ def _report(options: argparse.Namespace) -> ShapeReport:
 
 
 def _print(report: ShapeReport, options: argparse.Namespace) -> None:
-    from mpinspect.reports import shapes_text
+    from mpinspect.shapes.report import text as shapes_text
 
     if options.json:
         sys.stdout.write(report.to_json())
@@ -142,6 +142,6 @@ def _print_comparison(comparison: Comparison, other: str, options: argparse.Name
 
 
 def _shape_finding(text: str) -> str:
-    from mpinspect.analysis.shapes import FINDING_IDS
+    from mpinspect.shapes.analysis import FINDING_IDS
 
     return finding_named(text, FINDING_IDS)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from mpinspect.commands.outcome import UnusableError
-from mpinspect.decoding import Between, DecodingError, json_of, typed
+from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.finding import Finding
-    from mpinspect.analysis.shapes import ShapeReport
+    from mpinspect.reporting.finding import Finding
+    from mpinspect.shapes.analysis import ShapeReport
 
 SCHEMA = "mpinspect.shapes.baseline"
 SCHEMA_VERSION = 1

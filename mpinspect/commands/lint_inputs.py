@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mpinspect.commands.outcome import UnusableError
-from mpinspect.formats import FLOAT8_E4M3, as_format
+from mpinspect.numeric.formats import FLOAT8_E4M3, as_format
 
 if TYPE_CHECKING:
     import torch

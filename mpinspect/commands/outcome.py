@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.finding import Finding
+    from mpinspect.reporting.finding import Finding
 
 OK, FOUND, UNUSABLE = 0, 1, 2
 #: What a shell reports for a program that SIGPIPE ended: 128 + 13.
@@ -25,7 +25,7 @@ def status(findings: Iterable[Finding], fail_on: Iterable[str]) -> int:
 
 
 def _names(finding: Finding, fail_on: Iterable[str]) -> bool:
-    from mpinspect.analysis.finding import SEVERITIES
+    from mpinspect.reporting.finding import SEVERITIES
 
     named = set(fail_on)
     up_to = SEVERITIES[: SEVERITIES.index(finding.severity) + 1]

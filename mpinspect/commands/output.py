@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpinspect.commands.outcome import UnusableError
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.rendering import RendersItself
+    from mpinspect.reporting.rendering import RendersItself
 
 _FAIL_ON = "exit with 1 on findings of this severity or above ('warning', 'error'), or with this id"
 
@@ -40,8 +40,8 @@ def add_output_options(
 
 def print_text(report: RendersItself) -> None:
     """In colour on a terminal, and where FORCE_COLOR asks for it; without where NO_COLOR does."""
-    from mpinspect.reports import form
-    from mpinspect.reports.page import colour_console
+    from mpinspect.reporting.forms import form
+    from mpinspect.reporting.page import colour_console
 
     text = form(report.kind, ".txt")
     console = colour_console(sys.stdout)
@@ -64,7 +64,7 @@ def save_to(report: RendersItself, *paths: str | None) -> None:
 
 def finding_named(text: str, ids: Iterable[str]) -> str:
     """Reads a severity or one of a report's finding ids, for --fail-on. Raises argparse.ArgumentTypeError."""
-    from mpinspect.analysis.finding import SEVERITIES
+    from mpinspect.reporting.finding import SEVERITIES
 
     known = (*SEVERITIES, *ids)
     # A name that no finding can have would let everything pass for ever.
@@ -75,7 +75,7 @@ def finding_named(text: str, ids: Iterable[str]) -> str:
 
 def range_finding(text: str) -> str:
     """Reads what --fail-on takes of a report of ranges."""
-    from mpinspect.analysis.report import FINDING_IDS
+    from mpinspect.ranges.analysis.report import FINDING_IDS
 
     return finding_named(text, FINDING_IDS)
 
@@ -97,7 +97,7 @@ def positive(text: str) -> int:
 
 def gpu_name(text: str) -> str:
     """Reads a GPU's name, an architecture's, or "auto"."""
-    from mpinspect import gpus
+    from mpinspect.runtime import gpus
 
     if text.strip().lower() == "auto":
         return "auto"

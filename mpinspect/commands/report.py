@@ -10,8 +10,8 @@ from mpinspect.commands.outcome import UnusableError, status
 from mpinspect.commands.output import add_output_options, print_text, range_finding, save_to
 
 if TYPE_CHECKING:
-    from mpinspect.analysis.report import RangeReport
-    from mpinspect.analysis.run import RunReport
+    from mpinspect.ranges.analysis.report import RangeReport
+    from mpinspect.run.report import RunReport
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +35,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> RangeReport | RunReport:
-    from mpinspect.analysis import analyse
-    from mpinspect.run_directory import is_run_directory, read_run
-    from mpinspect.session_file import SessionError, read_session
+    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.store.session_file import SessionError, read_session
+    from mpinspect.run.run_directory import is_run_directory, read_run
 
     try:
         return read_run(path) if is_run_directory(path) else analyse(read_session(path))

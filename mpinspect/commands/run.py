@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mpinspect.commands.outcome import OK, UnusableError, status
 from mpinspect.commands.output import gpu_name, positive
-from mpinspect.kinds import KINDS
-from mpinspect.launch.options import LaunchOptions
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.run.options import LaunchOptions
 
 _USAGE = "mpinspect run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
 _FAIL_ON = (
@@ -84,7 +84,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    from mpinspect.launch import UnusableDirectoryError, launch
+    from mpinspect.run import UnusableDirectoryError, launch
 
     if not options.is_module and not Path(options.script).exists():
         # Python's own sentence and status.
@@ -157,10 +157,10 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 def known_findings() -> tuple[str, ...]:
     """What --fail-on takes. Loads numpy."""
-    from mpinspect.analysis.finding import SEVERITIES
-    from mpinspect.analysis.report import FINDING_IDS
-    from mpinspect.analysis.shapes import FINDING_IDS as SHAPE_FINDING_IDS
-    from mpinspect.analysis.tensor_cores import KERNEL_FINDING_IDS
+    from mpinspect.kernels.analysis import KERNEL_FINDING_IDS
+    from mpinspect.ranges.analysis.report import FINDING_IDS
+    from mpinspect.reporting.finding import SEVERITIES
+    from mpinspect.shapes.analysis import FINDING_IDS as SHAPE_FINDING_IDS
 
     return (*SEVERITIES, *FINDING_IDS, *SHAPE_FINDING_IDS, *KERNEL_FINDING_IDS)
 

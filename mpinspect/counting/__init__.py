@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpinspect.counting.arrays import count_array
 from mpinspect.counting.layout import decode
-from mpinspect.exponents import ExponentHistogram
+from mpinspect.numeric.exponents import ExponentHistogram
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.exponents import ExponentHistogram
+from mpinspect.numeric.exponents import ExponentHistogram
 
 ZEROS, INFS, NANS, MIN_BITS, MAX_BITS, HEADER = range(6)
 #: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value, so that rows merge by minimum.

@@ -10,7 +10,7 @@ import torch
 
 from mpinspect.counting.cpu import available
 from mpinspect.counting.pieces import fills_its_memory
-from mpinspect.workers import POOL, TEAM, single_threaded
+from mpinspect.runtime.workers import POOL, TEAM, single_threaded
 
 if TYPE_CHECKING:
     from mpinspect.counting.cpu.largest import Largest

@@ -24,7 +24,7 @@ from mpinspect.counting.codes import count_codes, float32_bits
 from mpinspect.counting.layout import HEADER, MIN_BITS, ZEROS
 from mpinspect.counting.pieces import flat_bits, plain_values
 from mpinspect.counting.small import SMALL, count_small
-from mpinspect.workers import POOL, single_threaded
+from mpinspect.runtime.workers import POOL, single_threaded
 
 # One thread's chunk of a large tensor: 4 MiB of float32 in, 4 MiB in each of two scratch buffers. Smaller ones fit a faster
 # cache, but in a training step, which leaves the caches cold, it is the number of operations that counts.

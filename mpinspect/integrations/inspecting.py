@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from mpinspect.analysis.report import RangeReport
-from mpinspect.capture.at_exit import AtExit
-from mpinspect.capture.optimizers import plain_optimizer
-from mpinspect.capture.recording import warn
-from mpinspect.inspector import Inspector
-from mpinspect.last_words import print_report
-from mpinspect.session import Session
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.capture.at_exit import AtExit
+from mpinspect.ranges.capture.optimizers import plain_optimizer
+from mpinspect.ranges.capture.recording import warn
+from mpinspect.ranges.exit_report import print_report
+from mpinspect.ranges.inspector import Inspector
+from mpinspect.ranges.session import Session
 
 #: ``log_dir`` of a callback: below the directory that the trainer writes to.
 AUTO = "auto"

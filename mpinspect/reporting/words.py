@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-from mpinspect.exponents import Interval
+from mpinspect.numeric.exponents import Interval
 
 #: Bounds of a share that are no further apart decide nothing, unless a threshold lies between them.
 _NEAR = 0.1

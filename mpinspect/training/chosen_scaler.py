@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from mpinspect.runtime.user_line import warn_user
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.precision import Precision
 from mpinspect.training.scale_rules import PRESETS
-from mpinspect.user_line import warn_user
 
 #: A scale that still overflows here is no matter of scaling: gradients beyond 2^32 in FP32's own units.
 COLLAPSE = 2.0**-16

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from mpinspect.runtime.user_line import warn_user
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, is_power_of_two
 from mpinspect.training.scaled_losses import Cause
 from mpinspect.training.skipped_steps import FORWARD, LossScaleWarning, SkippedStep, power
-from mpinspect.user_line import warn_user
 
 _log = logging.getLogger("mpinspect.training")
 

@@ -15,7 +15,7 @@ from mpinspect.counting.bits import BINARY32, BINARY64, Encoding, empty_row, mer
 from mpinspect.counting.cpu import shares
 from mpinspect.counting.layout import HEADER, MIN_BITS, NARROW
 from mpinspect.counting.pieces import fills_its_memory, flat_bits
-from mpinspect.workers import NO_TEAM, POOL, TEAM
+from mpinspect.runtime.workers import NO_TEAM, POOL, TEAM
 
 #: From here on sharing pays: torch's threads mostly are awake, ours have to be woken.
 _TEAM_FROM, _POOL_FROM = 1 << 16, 1 << 19

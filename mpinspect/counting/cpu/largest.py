@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mpinspect.counting.cpu import shares
-from mpinspect.workers import NO_TEAM
+from mpinspect.runtime.workers import NO_TEAM
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mpinspect.counting.cpu.compiling import compiled, compiled_for, function_of
 from mpinspect.counting.cpu.memory import pointer
 from mpinspect.counting.cpu.vectors import I64, LANES, VECTOR_BYTES, Code, Words, constant
 from mpinspect.counting.pieces import fills_its_memory
-from mpinspect.workers import NO_TEAM, TEAM
+from mpinspect.runtime.workers import NO_TEAM, TEAM
 
 types: Any = numba.types
 _Floats: Any = ir.VectorType(ir.FloatType(), LANES)

@@ -1,5 +1,0 @@
-"""Every matrix product that a model computes in one forward and backward, recorded below autograd, mostly without its weights."""
-
-from mpinspect.capture.matmuls.recording import record_matmuls
-
-__all__ = ["record_matmuls"]

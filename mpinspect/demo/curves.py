@@ -1,0 +1,175 @@
+"""The demo's curves: its model trained in FP32, and in FP16 without loss scaling, with the recommended scale, with a dynamic one.
+
+As in NVIDIA's papers and talks on mixed precision: loss against steps, where the curve without scaling leaves the others.
+All start from the same weights and see the same batches, with the same setting. The FP32 run is the demo's own, with the
+inspector on; the recommended scale is the one in its report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpinspect.demo.demo import draw, free_directory, headline, progress, whereabouts
+from mpinspect.demo.loss_curves import LAST_STEPS, Curve, table
+from mpinspect.demo.runs import FP32, Setting, Text, Way, inspected, trained
+from mpinspect.ranges.analysis.report import RangeReport
+
+__all__ = ["Comparison", "Setting", "run"]
+
+PICTURE = "curves.png"
+UNSCALED = Way("FP16, no scaling", "fp16-amp", 1.0)
+#: The talk's first scale is too large for any model: the run shows how it finds its way down.
+DYNAMIC = Way("FP16, dynamic scaling", "fp16-amp", "talk")
+_TITLE = "A language model in FP32, and in FP16 with and without loss scaling"
+_ANNOUNCEMENT = (
+    "\nThe same training in FP16 follows: without scaling, with the recommended scale, with a dynamic scale."
+)
+_WIDTH = 110
+_LOSSES = (
+    f"Losses are in nats a word. Training: mean of the last {LAST_STEPS} steps, as trained. Validation: after the last step, "
+    "in FP32 from the FP32 weights; best: the lowest on the way; from FP32: its difference."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs that are finished, and the inspector's report of the first.
+
+    Args:
+        setting: of all runs.
+        report: of the FP32 run with the first seed.
+        curves: the runs, seed by seed.
+        notes: sentences on how they came about.
+        picture: the chart's path.
+    """
+
+    setting: Setting
+    report: RangeReport
+    curves: tuple[Curve, ...]
+    notes: tuple[str, ...]
+    picture: Path
+
+    def __str__(self) -> str:
+        words = (textwrap.fill(note, _WIDTH) for note in (_LOSSES, *self.notes))
+        return "\n".join([table(self.curves), "", *words])
+
+    def to_json(self) -> str:
+        """The report as its own JSON under "report", the rest under "curves"; a loss that is not finite is a string."""
+        curves = {
+            "setting": asdict(self.setting),
+            "notes": self.notes,
+            "picture": str(self.picture),
+            "runs": [asdict(curve) for curve in self.curves],
+        }
+        document = {"report": json.loads(self.report.to_json()), "curves": _strict(curves)}
+        return json.dumps(document, allow_nan=False) + "\n"
+
+
+def run(
+    *,
+    log_dir: str | Path | None = None,
+    setting: Setting | None = None,
+    seeds: Sequence[int] = (0,),
+    quiet: bool = False,
+) -> Comparison:
+    """Run the demo, then train its model in FP16 in three ways; print the table and draw ``curves.png`` beside its pictures.
+
+    Args:
+        log_dir: as for ``demo.run``.
+        setting: of all runs.
+        seeds: of weights and batches; everything is trained with each. The first one's FP32 run is the one inspected.
+        quiet: print nothing.
+
+    Raises:
+        ValueError: no seeds, or one given twice.
+        FileNotFoundError: the standard library's source is not there.
+        OSError: log_dir can't be written.
+        KeyboardInterrupt: stopped; the message says what there is. Runs that are finished have been printed and drawn.
+    """
+    setting = setting or Setting()
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={list(seeds)}: give one or more, each once")
+    directory = free_directory(log_dir)
+    text = Text.read(setting)
+    try:
+        with progress(setting.steps, quiet, f"{FP32.name} (1 of {4 * len(seeds)})") as advance:
+            report, first = inspected(setting, text, seeds[0], directory, advance)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("no run was finished, so there are no curves") from None
+    pictures = draw(report, directory)
+    _print(quiet, report, headline(report), _ANNOUNCEMENT)
+    curves = [first]
+    todo = list(_rest(report, seeds))
+    try:
+        for number, (way, seed) in enumerate(todo, start=2):
+            with progress(setting.steps, quiet, f"{way.name} ({number} of {1 + len(todo)})") as advance:
+                curves.append(trained(way, setting, text, seed, advance))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{len(curves)} of {1 + len(todo)} runs were finished; the table and the curves hold those"
+        ) from None
+    finally:
+        notes = _notes(setting, text, report, curves)
+        comparison = Comparison(setting, report, tuple(curves), notes, directory / PICTURE)
+        _draw(comparison)
+        _print(quiet, "", comparison, whereabouts(directory, [*pictures, comparison.picture]))
+    return comparison
+
+
+def recommended(report: RangeReport) -> Way | None:
+    """FP16 with the report's loss scale, a static one; None where it could not recommend any."""
+    scale = report.loss_scale.recommended
+    return None if scale is None else Way("FP16, recommended scale", "fp16-amp", scale)
+
+
+def _rest(report: RangeReport, seeds: Sequence[int]) -> Iterator[tuple[Way, int]]:
+    """What follows the inspected run: every way with every seed."""
+    for seed in seeds:
+        for way in (FP32, UNSCALED, recommended(report), DYNAMIC):
+            if way is not None and (way, seed) != (FP32, seeds[0]):
+                yield way, seed
+
+
+def _notes(setting: Setting, text: Text, report: RangeReport, curves: Sequence[Curve]) -> tuple[str, ...]:
+    seeds = list(dict.fromkeys(curve.seed for curve in curves))
+    named = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    notes = [
+        f"{setting}, {named}; validated on {text.validation_words:,} words held out.",
+        f"{_recommendation(report, seeds[0])} The dynamic scale starts at 2^32, is halved at an overflow and doubled after "
+        "1,000 clean steps.",
+    ]
+    if any(curve.emulated for curve in curves):
+        notes.append("FP16 was emulated on the CPU as Tensor Cores compute: FP16 operands, sums in FP32, FP16 results.")
+    return tuple(notes)
+
+
+def _recommendation(report: RangeReport, seed: int) -> str:
+    if recommended(report) is None:
+        return f"The inspector recommends no loss scale: {report.loss_scale.reason.rstrip('.')}."
+    return f"The recommended scale is that of the inspector's report of the FP32 run with seed {seed}."
+
+
+def _draw(comparison: Comparison) -> None:
+    from mpinspect.demo import plot_curves
+
+    plot_curves.save(comparison.curves, comparison.picture, _TITLE, comparison.notes)
+
+
+def _print(quiet: bool, *parts: object) -> None:
+    if not quiet:
+        print(*parts, sep="\n", flush=True)
+
+
+def _strict(value: Any) -> Any:
+    """``value`` with infinity and NaN, which JSON does not have, as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value

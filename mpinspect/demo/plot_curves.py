@@ -1,0 +1,239 @@
+"""Loss against steps, one training in several precisions: the chart of NVIDIA's papers and talks on mixed precision.
+
+Curves that lie on each other, and the one without loss scaling that leaves them, as in "Mixed Precision Training" (Micikevicius
+et al., ICLR 2018).
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from mpinspect.demo.loss_curves import Curve, by_name, from_reference, loss_scale, signed
+from mpinspect.reporting.plot_style import DPI, RC, drawn
+from mpinspect.reporting.words import NOT_APPLICABLE
+
+_HEIGHT = 6.2
+#: Height of a label (two lines) as a share of the axes'.
+_LABEL = 0.105
+_NOTE_CHARACTERS = 165
+#: The share of the steps that the vertical axis need not reach up to.
+_PLUNGE = 0.15
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How a precision is drawn: colours of distinct lightness, and lines that show each other where they coincide."""
+
+    colour: str
+    width: float
+    dashes: Any
+    marker: str
+
+
+#: A wide pale band for the reference, dashes and dots on top of it, and the strongest line for what differs.
+_STYLES = (
+    _Style("#a8adb3", 7.0, "solid", ""),
+    _Style("#d55e00", 2.4, "solid", "o"),
+    _Style("#0b2f6b", 1.9, (0, (6, 3)), ""),
+    _Style("#009e73", 1.0, "solid", "D"),
+)
+
+
+def save(curves: Sequence[Curve], path: str | Path, title: str, notes: Sequence[str] = ()) -> Path:
+    """Write the chart as a PNG, in full or not at all. Returns the path.
+
+    Args:
+        curves: at least one; the first one's name is the reference.
+        path: an existing file is replaced.
+        title: stands above the chart.
+        notes: sentences for below the chart: the settings, what was emulated.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    picture = BytesIO()
+    with matplotlib.rc_context(RC):
+        figure(curves, title, notes).savefig(picture, format="png", dpi=DPI)
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.part")
+    try:
+        beside.write_bytes(picture.getvalue())
+        return beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def figure(curves: Sequence[Curve], title: str, notes: Sequence[str] = ()) -> Figure:
+    """Validation losses as strong lines, training losses as faint ones; of several seeds the mean, each seed thinly."""
+
+    def draw(made: Figure) -> None:
+        axes = made.subplots()
+        _draw(axes, curves)
+        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=20)
+        _footnotes(axes, curves, notes)
+
+    return drawn(_HEIGHT, draw)
+
+
+def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
+    axes.set_xlim(0, max(curve.steps for curve in curves))
+    axes.set_ylim(*_limits(curves))
+    groups = list(by_name(curves).values())
+    for place, group in enumerate(groups):
+        _training(axes, group, _style(place))
+    for place, group in enumerate(groups):
+        _validation(axes, group, place)
+    _labels(axes, groups, curves)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("cross-entropy, nats a word")
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+
+
+def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
+    """From the lowest loss to the highest after the first steps, whose plunge would leave no height for the rest."""
+    late: list[float] = []
+    for curve in curves:
+        begin = int(_PLUNGE * curve.steps)
+        late += curve.training_losses[begin:]
+        late += [loss for step, loss in curve.validation_losses if step > begin]
+    finite = [loss for loss in late if math.isfinite(loss)] or [0.0]
+    room = 0.06 * (max(finite) - min(finite)) or 0.5
+    return min(finite) - room, max(finite) + room
+
+
+def _training(axes: Axes, group: Sequence[Curve], style: _Style) -> None:
+    losses = [fmean(step) for step in zip(*(curve.training_losses for curve in group), strict=False)]
+    axes.plot(range(1, len(losses) + 1), losses, color=style.colour, linewidth=1.0, alpha=0.45, zorder=2)
+
+
+def _validation(axes: Axes, group: Sequence[Curve], place: int) -> None:
+    style = _style(place)
+    for curve in group if len(group) > 1 else ():
+        axes.plot(*zip(*curve.validation_losses, strict=True), color=style.colour, linewidth=0.7, alpha=0.8, zorder=3)
+    steps, losses = _mean(group)
+    axes.plot(steps, losses, **_line(style), zorder=4 + place)
+    if len(steps) == 1:
+        # A line through one point is invisible.
+        axes.plot(steps, losses, "s", color=style.colour, zorder=4 + place, clip_on=False)
+    if style.marker and axes.get_ylim()[0] <= losses[-1] <= axes.get_ylim()[1]:
+        # The axes' edge would cut the last marker in half.
+        axes.plot(steps[-1:], losses[-1:], **_line(style), zorder=4 + place, clip_on=False)
+
+
+def _style(place: int) -> _Style:
+    return _STYLES[place % len(_STYLES)]
+
+
+def _line(style: _Style) -> dict[str, Any]:
+    return {
+        "color": style.colour,
+        "linewidth": style.width,
+        "linestyle": style.dashes,
+        "marker": style.marker,
+        "markersize": 5,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+        "solid_capstyle": "round",
+    }
+
+
+def _mean(group: Sequence[Curve]) -> tuple[list[int], list[float]]:
+    """The mean validation loss at the steps at which every run of the group has one."""
+    runs = [dict(curve.validation_losses) for curve in group]
+    steps = sorted(set.intersection(*(set(run) for run in runs)))
+    return steps, [fmean(run[step] for run in runs) for step in steps]
+
+
+# -- words in the picture -----------------------------------------------------------------------------------------------
+
+
+def _labels(axes: Axes, groups: Sequence[Sequence[Curve]], curves: Sequence[Curve]) -> None:
+    """At the end of each line its key, its name and where it ends; moved apart where lines end together."""
+    training = fmean(curve.final_training_loss for curve in curves)
+    ends = [_height(axes, loss) for loss in (*(_mean(group)[1][-1] for group in groups), training)]
+    heights = _spread(ends, _LABEL)
+    free: Any = {"transform": axes.transAxes, "clip_on": False}
+    for place, (group, end, height) in enumerate(zip(groups, ends[:-1], heights[:-1], strict=True)):
+        axes.plot([1.008, 1.03], [end, height], color="#999999", linewidth=0.7, **free)
+        axes.plot([1.035, 1.06, 1.085], [height] * 3, **_line(_style(place)), markevery=[1], **free)
+        axes.text(1.1, height, _end_words(group, curves), fontweight="bold", va="bottom", **free)
+        axes.text(1.1, height, _scale_words(group), fontsize=8, color="#555555", va="top", **free)
+    axes.text(1.1, heights[-1], "training loss (faint lines)", fontsize=8, color="#555555", va="center", **free)
+    axes.text(
+        1.1,
+        max(heights) + 0.07,
+        "validation loss at the end (from the reference)",
+        fontsize=8,
+        color="#555555",
+        va="bottom",
+        **free,
+    )
+
+
+def _height(axes: Axes, loss: float) -> float:
+    """Where a loss lies on the axis, 0 at its foot, 1 at its top; 1 for a loss above it or not finite."""
+    low, high = axes.get_ylim()
+    return min((loss - low) / (high - low), 1.0) if math.isfinite(loss) else 1.0
+
+
+def _spread(heights: Sequence[float], gap: float) -> list[float]:
+    """The heights, moved apart to be ``gap`` from each other at least, in their order: those that touch keep their middle."""
+    order = sorted(range(len(heights)), key=lambda place: (heights[place], -place))
+    clusters: list[list[float]] = []
+    for place in order:
+        clusters.append([heights[place], 1])
+        while len(clusters) > 1 and clusters[-1][0] - clusters[-2][0] < gap * (clusters[-1][1] + clusters[-2][1]) / 2:
+            (upper, many), (lower, few) = clusters.pop(), clusters.pop()
+            clusters.append([(upper * many + lower * few) / (many + few), many + few])
+    moved = [middle + gap * (number - (size - 1) / 2) for middle, size in clusters for number in range(int(size))]
+    found = dict(zip(order, moved, strict=True))
+    return [found[place] for place in range(len(heights))]
+
+
+def _end_words(group: Sequence[Curve], curves: Sequence[Curve]) -> str:
+    gaps = [gap for gap in (from_reference(curve, curves) for curve in group) if gap is not None]
+    loss = fmean(curve.final_validation_loss for curve in group)
+    return f"{group[0].name}: {loss:.3f}" + (f" ({signed(fmean(gaps))})" if gaps else "")
+
+
+def _scale_words(group: Sequence[Curve]) -> str:
+    scales = dict.fromkeys(loss_scale(curve) for curve in group)
+    if list(scales) == [NOT_APPLICABLE]:
+        return "the reference"
+    skipped = [curve.skipped_steps for curve in group]
+    count = str(min(skipped)) if len(set(skipped)) == 1 else f"{min(skipped)} to {max(skipped)}"
+    steps = "step" if count == "1" else "steps"
+    return f"loss scale {' or '.join(scales)}" + (f", {count} {steps} skipped" if any(skipped) else "")
+
+
+def _footnotes(axes: Axes, curves: Sequence[Curve], notes: Sequence[str]) -> None:
+    lines = [line for note in (*_own_notes(axes, curves), *notes) for line in textwrap.wrap(note, _NOTE_CHARACTERS)]
+    below: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate("\n".join(lines), (0, 0), (0, -38), va="top", fontsize=8, color="#555555", linespacing=1.4, **below)
+
+
+def _own_notes(axes: Axes, curves: Sequence[Curve]) -> Iterator[str]:
+    seeds = {curve.seed for curve in curves}
+    yield (
+        "Validation loss (strong lines) is computed in FP32 from the FP32 weights for all, training loss as trained."
+        + (f" Means of {len(seeds)} seeds; thin lines: validation loss of each." if len(seeds) > 1 else "")
+    )
+    low, high = axes.get_ylim()
+    first = max(curve.training_losses[0] for curve in curves)
+    above = f"; the first steps, from {first:.1f} down, lie above it" if first > high else ""
+    yield f"The vertical axis runs from {low:.1f} to {high:.1f}, not from 0{above}."

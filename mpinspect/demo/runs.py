@@ -1,0 +1,168 @@
+"""One run of the demo's model in one precision, and the losses it leaves: what the demo's curves are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mpinspect.demo.demo import (
+    BATCH_TOKENS,
+    CONTEXT,
+    TOKENS,
+    VOCABULARY,
+    Corpus,
+    stdlib_tokens,
+    train_inspected,
+    word_loss,
+    word_model,
+)
+from mpinspect.demo.loss_curves import Curve
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.training.mixed_precision import MixedPrecision
+
+#: Gets each step's loss, 0-d.
+AfterStep = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of a comparison have in common.
+
+    Args:
+        steps: of each run.
+        learning_rate: of Adam. Higher than the demo's alone: so many steps then end where FP32 has stopped gaining, and what
+            a dynamic scale skipped at the beginning hardly shows any more.
+        batch_tokens: words whose losses a step averages.
+        tokens: of text, a tenth of it held out for validation.
+        vocabulary: distinct words.
+        validate_every: steps from one validation to the next; the last step is followed by one too.
+
+    Raises:
+        ValueError: steps or validate_every below 1.
+    """
+
+    steps: int = 140
+    learning_rate: float = 1.5e-2
+    batch_tokens: int = BATCH_TOKENS
+    tokens: int = TOKENS
+    vocabulary: int = VOCABULARY
+    validate_every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.validate_every < 1:
+            raise ValueError(f"steps={self.steps}, validate_every={self.validate_every}: both must be 1 or more")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps of Adam at a learning rate of {self.learning_rate:g}, {self.batch_tokens:,} words a step, "
+            f"a vocabulary of {self.vocabulary:,}"
+        )
+
+
+@dataclass(frozen=True)
+class Text:
+    """The words to train on, and those held out for validation."""
+
+    training: Corpus
+    held_out: Corpus
+
+    @classmethod
+    def read(cls, setting: Setting) -> Text:
+        """The Python standard library's; raises FileNotFoundError where its source is not there."""
+        return cls(*stdlib_tokens(setting.tokens, setting.vocabulary).split())
+
+    @property
+    def validation_words(self) -> int:
+        """Words that the validation loss is the mean of."""
+        return len(self.held_out.tokens) - CONTEXT
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train: its name, and what MixedPrecision is told."""
+
+    name: str
+    precision: str
+    loss_scale: float | str | None = None
+
+
+FP32 = Way("FP32", "fp32")
+
+
+def inspected(
+    setting: Setting, text: Text, seed: int, directory: Path, after_step: AfterStep
+) -> tuple[RangeReport, Curve]:
+    """The demo's own run in FP32: the inspector's report, and the losses."""
+    model = word_model(seed, setting.vocabulary)
+    losses = _Losses(setting, text, model.state_dict, after_step)
+    report = train_inspected(
+        model,
+        text.training,
+        directory,
+        steps=setting.steps,
+        seed=seed,
+        learning_rate=setting.learning_rate,
+        batch_tokens=setting.batch_tokens,
+        after_step=losses,
+    )
+    return report, Curve(FP32.name, seed, None, None, 0, tuple(losses.training), tuple(losses.validation))
+
+
+def trained(way: Way, setting: Setting, text: Text, seed: int, after_step: AfterStep) -> Curve:
+    """A run through MixedPrecision, from the same weights and with the same batches for every way."""
+    model = word_model(seed, setting.vocabulary)
+    optimizer = torch.optim.Adam(model.parameters(), lr=setting.learning_rate)
+    mixed = MixedPrecision(model, optimizer, precision=way.precision, loss_scale=way.loss_scale)
+    losses = _Losses(setting, text, mixed.weights, after_step)
+    start = None if way.loss_scale is None else mixed.loss_scale
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(setting.steps):
+        batch = text.training.batch(generator, setting.batch_tokens)
+        mixed.zero_grad()
+        with mixed.autocast():
+            loss = word_loss(model, batch)
+        mixed.backward(loss)
+        mixed.step()
+        losses(loss.detach())
+    return Curve(
+        name=way.name,
+        seed=seed,
+        loss_scale_start=start,
+        loss_scale_end=None if start is None else mixed.loss_scale,
+        skipped_steps=mixed.skipped_steps,
+        training_losses=tuple(losses.training),
+        validation_losses=tuple(losses.validation),
+        emulated=mixed.emulated,
+    )
+
+
+def validation_loss(weights: Mapping[str, torch.Tensor], text: Text) -> float:
+    """Mean cross-entropy over the held-out words, each once, computed in FP32 by a model of its own."""
+    model = word_model(0, len(weights["output.bias"]))
+    model.load_state_dict(weights)
+    total = 0.0
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for batch in text.held_out.in_order():
+            total += word_loss(model, batch).item() * len(batch[1])
+    return total / text.validation_words
+
+
+class _Losses:
+    """Collects a run's losses as it goes. Validation looks at the weights only: the run itself stays as it is."""
+
+    def __init__(
+        self, setting: Setting, text: Text, weights: Callable[[], Mapping[str, torch.Tensor]], after_step: AfterStep
+    ) -> None:
+        self.training: list[float] = []
+        self.validation: list[tuple[int, float]] = []
+        self._setting, self._text, self._weights, self._after_step = setting, text, weights, after_step
+
+    def __call__(self, loss: torch.Tensor) -> None:
+        self.training.append(loss.item())
+        taken = len(self.training)
+        if taken % self._setting.validate_every == 0 or taken == self._setting.steps:
+            self.validation.append((taken, validation_loss(self._weights(), self._text)))
+        self._after_step(loss)

@@ -1,0 +1,65 @@
+"""Kernel analysis: from traces to what ran on Tensor Cores, what did not, why, and what it cost. Pure; no torch, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mpinspect.kernels.analysis.calls import with_products
+from mpinspect.kernels.analysis.findings import findings
+from mpinspect.kernels.analysis.judged import gpus_of, rows_by_name
+from mpinspect.kernels.analysis.judged_by_operator import judged_by_operator
+from mpinspect.kernels.analysis.limits import limits
+from mpinspect.kernels.analysis.losses import losses
+from mpinspect.kernels.analysis.phrase import phrase
+from mpinspect.kernels.analysis.ranks import differences, rank_reports
+from mpinspect.kernels.analysis.rates import checked_by_rate
+from mpinspect.kernels.analysis.report import KERNEL_FINDING_IDS, KernelReport
+from mpinspect.kernels.analysis.shapes_of import LintedModules
+from mpinspect.kernels.analysis.shares import coverage, shares
+from mpinspect.kernels.analysis.tables import by_module, by_name
+from mpinspect.kernels.names import RULES_VERSION
+from mpinspect.kernels.records import KernelTrace
+from mpinspect.runtime.garbage_collection import without_collection
+from mpinspect.runtime.gpus import Gpu
+
+if TYPE_CHECKING:
+    from mpinspect.shapes.analysis import ShapeReport
+
+__all__ = ["KERNEL_FINDING_IDS", "KernelReport", "analyse_kernels"]
+
+
+def analyse_kernels(
+    traces: Sequence[KernelTrace], gpu: Gpu | None = None, shapes: ShapeReport | None = None
+) -> KernelReport:
+    """What ran on Tensor Cores in one trace, or in those of several ranks.
+
+    Args:
+        traces: of one run or several; an empty sequence, and traces without kernels, have a report too.
+        gpu: judges for this GPU instead of those that the traces describe.
+        shapes: a shape lint of the same model, whose causes stand beside kernels of the same module.
+    """
+    with without_collection():
+        return _analysed(traces, gpu, shapes)
+
+
+def _analysed(traces: Sequence[KernelTrace], gpu: Gpu | None, linted: ShapeReport | None) -> KernelReport:
+    rows = checked_by_rate(with_products(judged_by_operator(rows_by_name(traces, gpu))))
+    ranks = rank_reports(traces, rows)
+    lost = losses(rows, LintedModules(linted))
+    report = KernelReport(
+        kernels=tuple(rows),
+        gpus=gpus_of(traces, gpu),
+        shares=ranks[0].shares if len(ranks) == 1 else shares(rows),
+        coverage=ranks[0].coverage if len(ranks) == 1 else coverage(rows),
+        phrase=phrase(rows),
+        by_name=by_name(rows),
+        by_module=by_module(rows),
+        losses=lost,
+        limits=limits(rows, ranks),
+        ranks=ranks,
+        findings=(),
+        rules_version=RULES_VERSION,
+    )
+    return replace(report, findings=findings(report, differences(traces)))

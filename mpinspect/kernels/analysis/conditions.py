@@ -1,0 +1,120 @@
+"""Conditions on a report's shares, as CI writes them: "tensor-core share < 60%"."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpinspect.kernels.analysis.report import KernelReport
+from mpinspect.kernels.analysis.shares import Shares
+from mpinspect.reporting.words import percent
+
+#: A share as (lowest, highest) that it can be: they differ where verdicts are unknown. None where there is nothing to share.
+Range = tuple[float, float] | None
+
+
+def _exactly(value: float | None) -> Range:
+    return None if value is None else (value, value)
+
+
+def _idle(report: KernelReport) -> Range:
+    limits = report.limits
+    return _exactly(limits.idle_us / limits.span_us) if limits.span_us > 0 else None
+
+
+def _on_tensor_cores(whole: Callable[[Shares], float]) -> Callable[[KernelReport], Range]:
+    """Time on Tensor Cores, without and with the products of which it is unknown."""
+
+    def measured(report: KernelReport) -> Range:
+        total, known = whole(report.shares), report.shares.tensor_core_time_us
+        unknown = report.shares.verdict_time_us["unknown"]
+        return (known / total, min(1.0, (known + unknown) / total)) if total > 0 else None
+
+    return measured
+
+
+def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
+    """A verdict's share of the products; those of unknown verdict may belong to it."""
+
+    def measured(report: KernelReport) -> Range:
+        known, unknown = report.shares.of_products(verdict), report.shares.of_products("unknown")
+        return None if known is None or unknown is None else (known, min(1.0, known + unknown))
+
+    return measured
+
+
+_PRODUCTS, _ALL = "the matrix products' time", "all kernel time"
+
+#: What can be compared, each with what it is a share of.
+QUANTITIES: dict[str, tuple[Callable[[KernelReport], Range], str]] = {
+    "tensor-core share": (_on_tensor_cores(lambda shares: shares.product_time_us), _PRODUCTS),
+    "tensor-core share of all": (_on_tensor_cores(lambda shares: shares.kernel_time_us), _ALL),
+    "tensor-core share of compute": (
+        _on_tensor_cores(lambda shares: shares.compute_time_us),
+        "kernel time without communication",
+    ),
+    "native share": (_verdict("native"), _PRODUCTS),
+    "degraded share": (_verdict("degraded"), _PRODUCTS),
+    "off share": (_verdict("off"), _PRODUCTS),
+    "unknown share": (lambda report: _exactly(report.shares.of_products("unknown")), _PRODUCTS),
+    "communication share": (lambda report: _exactly(report.shares.communication_fraction), _ALL),
+    "attributed share": (lambda report: _exactly(report.attributed_fraction), _ALL),
+    "idle share": (_idle, "the GPUs' time from first to last kernel"),
+}
+#: An example for messages and help.
+EXAMPLE = "tensor-core share < 60%"
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_FORM = re.compile(
+    r"(?P<name>[a-z][a-z -]*?)\s*(?P<sign><=|>=|<|>)\s*(?P<value>(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)\s*(?P<percent>%?)"
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A share compared with a bound (0..1); ``text`` as it was written."""
+
+    text: str
+    name: str
+    sign: str
+    bound: float
+
+    def range(self, report: KernelReport) -> Range:
+        """The lowest and highest that the report's share can be; None where there is nothing that it is a share of."""
+        return QUANTITIES[self.name][0](report)
+
+    def holds(self, report: KernelReport) -> bool | None:
+        """Whether it is so; None where the share is not known, or not well enough to tell."""
+        found = self.range(report)
+        answers = {_COMPARISONS[self.sign](value, self.bound) for value in found} if found is not None else set()
+        return answers.pop() if len(answers) == 1 else None
+
+    def doubt(self, report: KernelReport) -> str:
+        """Why ``holds`` is None: a part of a sentence."""
+        found = self.range(report)
+        if found is None:
+            return f"the traces have none of what it is a share of ({QUANTITIES[self.name][1]})"
+        low, high = map(percent, found)
+        return f"it lies between {low} and {high}, for of some kernels nothing tells whether they used Tensor Cores"
+
+
+def parse(text: str) -> Condition:
+    """A condition from its text: a name of QUANTITIES, one of < <= > >=, and a share as "60%" or "0.6".
+
+    Raises:
+        ValueError: anything else; the message lists what can be compared.
+    """
+    found = _FORM.fullmatch(" ".join(text.lower().split()))
+    if found is None or found["name"] not in QUANTITIES:
+        raise ValueError(f"{text!r} compares nothing known; there are: {', '.join(QUANTITIES)}; as in {EXAMPLE!r}")
+    bound = float(found["value"]) / (100 if found["percent"] else 1)
+    if bound > 1:
+        raise ValueError(f"{text!r}: a share is at most 100%, or 1 without the percent sign")
+    return Condition(text, found["name"], found["sign"], bound)

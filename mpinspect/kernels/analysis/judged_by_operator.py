@@ -1,0 +1,89 @@
+"""Verdicts by the operator that launched a kernel, where its name tells nothing or cannot be right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from mpinspect.kernels.analysis.operands import Products
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.names import GUESSES, UNFAMILIAR, by_words
+from mpinspect.kernels.records import TraceOp
+from mpinspect.shapes.operators import product_name
+
+#: What torch's own operators are called.
+_TORCH = "aten::"
+
+_remembered = lru_cache(maxsize=1 << 12)
+
+
+def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """The rows in the same order, with the verdicts that follow from their operators' calls.
+
+    The call of a product computes one: where no kernel of it is a product by name, its longest is of unknown verdict, kernels of
+    known families aside, which are what they are called. Where one is, a shorter kernel of unfamiliar name stands beside it. A
+    kernel of unfamiliar name is no product where its operator computes none.
+    """
+    found, calls = list(rows), defaultdict[tuple[object, ...], list[int]](list)
+    for index, row in enumerate(rows):
+        product = _product(row)
+        if product is not None and not row.is_communication:
+            number = row.kernel.call
+            calls[row.trace, number is None, id(product) if number is None else number].append(index)
+        elif row.named.rule == UNFAMILIAR.id and row.kernel.op is not None and _computes_none(row.kernel.op.name):
+            found[index] = _with(row, "other", f"launched by {row.kernel.op.name}, which computes no matrix product")
+    products = Products()
+    for indices in calls.values():
+        _judge(found, indices, products)
+    return found
+
+
+def _product(row: KernelRow) -> TraceOp | None:
+    """The product that launched it: torch's, or another library's operator whose name says so."""
+    op = row.kernel.matmul_op or row.kernel.op
+    return op if op is not None and _is_product(op.name) else None
+
+
+@_remembered
+def _is_product(name: str) -> bool:
+    rule = by_words(name.lower())
+    return bool(product_name(name)) or ("::" in name and rule is not None and rule.verdict == "unknown")
+
+
+@_remembered
+def _computes_none(name: str) -> bool:
+    rule = by_words(name.lower())
+    return name.startswith(_TORCH) if rule is None else rule.verdict in ("other", "helper")
+
+
+def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> None:
+    """Judge the kernels of one call by each other; of an operator's calls together where they can't be told apart."""
+    by_name = [rows[index] for index in indices if rows[index].is_product and rows[index].named.rule != UNFAMILIAR.id]
+    guessed = [rows[index] for index in indices if rows[index].named.rule in GUESSES]
+    longest = max(guessed, key=lambda row: row.time_us, default=None)
+    if longest is None:
+        return
+    if by_name:
+        most = max(row.time_us for row in by_name)
+        for index in indices:
+            row = rows[index]
+            if row.named.rule == UNFAMILIAR.id and row.time_us < most:
+                rows[index] = _with(row, "helper", f"launched by {row.op} beside a longer product")
+    elif not longest.kernel.encloses and not longest.is_product and not _is_empty(products, longest.kernel.matmul_op):
+        op = _product(longest)
+        why = f"the longest kernel of {op.name if op is not None else ''}, a product, none of whose kernels is one by name"
+        for index in indices:
+            if rows[index].name == longest.name:
+                rows[index] = _with(rows[index], "unknown", why)
+
+
+def _is_empty(products: Products, op: TraceOp | None) -> bool:
+    """Whether the product is of no elements, so that nothing but filling its result is to be done."""
+    of_call = products.of(op)
+    return bool(of_call) and not any(product.flops for product in of_call)
+
+
+def _with(row: KernelRow, verdict: str, reason: str) -> KernelRow:
+    return replace(row, verdict=verdict, reason=reason, basis="operator")

@@ -1,0 +1,137 @@
+"""The most that mixed precision and Tensor Cores can still bring to what was recorded: Amdahl's law with rooflines as bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mpinspect.kernels.analysis.records import Limits, RankReport
+from mpinspect.kernels.analysis.roofline import bound, bound_as_run, tensor_core_peak
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.savings import can_gain, half_precision, ways
+from mpinspect.kernels.analysis.widths import is_layout_conversion, is_wide
+
+_PRODUCTS = {
+    "off": "products off Tensor Cores",
+    "degraded": "degraded products",
+    "unknown": "products that may be off",
+}
+_WIDE, _MAY_BE_WIDE = "other FP32 kernels in 16 bits", "other kernels of unknown dtype, were they FP32"
+#: Where bounds of savings come from, in the order of reports.
+CAUSES = (
+    *_PRODUCTS.values(),
+    "native TF32 products in 16 bits",
+    _WIDE,
+    _MAY_BE_WIDE,
+    "layout conversions",
+)
+
+_ASSUMPTIONS = (
+    "products reach their roofline, in the narrowest dtype of 16 bits or more that the GPU's Tensor Cores multiply",
+    "where FLOPs or rates are unknown, all the time of a product that is off or degraded counts as saved",
+    "kernels that are no products are memory-limited: FP32 ones take half as long in 16 bits, optimizers' excepted, and those "
+    "whose dtype neither name nor operator tells count as FP32",
+    "layout conversions vanish (channels_last)",
+    "native 16-bit and FP8 products, communication, copies and idle time stay as they are",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What limits a kernel's runs, and what they could save at most: (time - least_us) * factor, for ``cause``."""
+
+    limited_by: str
+    cause: str = ""
+    least_us: float = 0.0
+    factor: float = 0.0
+
+
+def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
+    """Over all traces together."""
+    parts = tuple(ranks)
+    kinds = {"math": 0.0, "memory": 0.0, "unknown": 0.0, "communication": 0.0}
+    saved = dict.fromkeys(CAUSES, 0.0)
+    known: dict[tuple[object, ...], _Outlook] = {}
+    for row in rows:
+        # Operators and products by identity: the rows keep them alive, and hashing shapes takes longer than all the rest.
+        key = (
+            row.name,
+            row.verdict,
+            id(row.gpu),
+            id(row.matmul),
+            id(row.kernel.op),
+            row.flops,
+            row.dtype,
+            row.phase,
+        )
+        outlook = known.get(key)
+        if outlook is None:
+            outlook = known[key] = _outlook(row)
+        time = row.time_us
+        kinds[outlook.limited_by] += time
+        if outlook.cause:
+            saved[outlook.cause] += max(0.0, time - outlook.least_us) * outlook.factor
+    known_gpus = _all_have_tensor_cores(rows)
+    span = sum(device.span_us for part in parts for device in part.devices)
+    busy = sum(device.busy_us for part in parts for device in part.devices)
+    return Limits(
+        span_us=span,
+        idle_us=max(0.0, span - busy),
+        copies_us=sum(part.copies_us for part in parts),
+        communication_us=kinds["communication"],
+        math_limited_us=kinds["math"],
+        memory_limited_us=kinds["memory"],
+        unknown_us=kinds["unknown"],
+        saved_at_most_us=saved,
+        speedup_at_most=_speedup(span, sum(saved.values())) if known_gpus else None,
+        kernel_speedup_at_most=_speedup(sum(kinds.values()), sum(saved.values())) if known_gpus else None,
+        assumptions=_ASSUMPTIONS,
+    )
+
+
+def _all_have_tensor_cores(rows: Sequence[KernelRow]) -> bool:
+    return bool(rows) and all(row.gpu.has_tensor_cores for row in rows)
+
+
+def _speedup(span: float, saved: float) -> float | None:
+    """None without a span, or where kernels beside each other leave no bound."""
+    return span / (span - saved) if span > saved else None
+
+
+def _outlook(row: KernelRow) -> _Outlook:
+    if row.is_communication:
+        return _Outlook("communication")
+    is_product = row.is_product and can_gain(row)
+    run = bound_as_run(row) if is_product else None
+    limited_by = "memory" if not is_product else "unknown" if run is None else run.limited_by
+    if not row.gpu.has_tensor_cores:
+        return _Outlook(limited_by)
+    if row.verdict == "native":
+        return _Outlook(limited_by, "native TF32 products in 16 bits", factor=_tf32_gain(row))
+    if is_product:
+        least = _least(row)
+        return _Outlook(limited_by) if least is None else _Outlook(limited_by, _PRODUCTS[row.verdict], least, 1.0)
+    if is_layout_conversion(row.name):
+        return _Outlook(limited_by, "layout conversions", factor=1.0)
+    wide = is_wide(row)
+    if row.phase == "optimizer" or wide is False:
+        return _Outlook(limited_by)
+    return _Outlook(limited_by, _WIDE if wide else _MAY_BE_WIDE, factor=0.5)
+
+
+def _least(row: KernelRow) -> float | None:
+    """The roofline of the best way, in us; 0 where that, or the dtype, is unknown; None where there is no way."""
+    if not row.dtype or row.dtype.startswith("complex"):
+        return 0.0
+    chosen = [row.dtype] if row.verdict == "unknown" else [dtype for _, dtype in ways(row)]
+    left = [least.time_us if least is not None else 0.0 for least in (bound(row, dtype) for dtype in chosen)]
+    return min(left, default=None)
+
+
+def _tf32_gain(row: KernelRow) -> float:
+    """Share of a native FP32 (TF32) product's time that 16 bits save at most: the peaks' ratio; half where it is unknown."""
+    half = half_precision(row.gpu)
+    if row.dtype != "float32" or half is None:
+        return 0.0
+    wide, narrow = tensor_core_peak(row.gpu, "float32"), tensor_core_peak(row.gpu, half[1])
+    return max(0.0, 1 - wide / narrow) if wide and narrow else 0.5

@@ -1,0 +1,242 @@
+"""Findings about matrix products: off, degraded, unknown, or contradicted by their rate. One finding a cause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from mpinspect.kernels.analysis.records import Loss
+from mpinspect.kernels.analysis.report import KernelReport
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.savings import can_gain
+from mpinspect.kernels.analysis.words import duration
+from mpinspect.kernels.names.classify import FULL_ALIGNMENT
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import format_name, percent, some
+from mpinspect.shapes.records import ITEM_SIZES
+
+#: Shares of all kernel time: from the first on a loss is a warning; unknown verdicts are worth a line from the second on.
+_WORTH_A_WARNING, _WORTH_A_LINE = 0.05, 0.01
+#: Names listed in evidence, and dtypes in a sentence.
+_MOST_LISTED, _MOST_NAMED = 20, 4
+
+_FP16 = "torch.autocast('cuda', dtype=torch.float16) with a loss scaler (mpinspect.MixedPrecision)."
+#: By id of the cause.
+_FIXES = {
+    "tf32-off-cuBLAS": "torch.set_float32_matmul_precision('high') for TF32, or torch.autocast('cuda', dtype=torch.bfloat16).",
+    "tf32-off-cuDNN": "torch.backends.cudnn.allow_tf32 = True and torch.backends.cudnn.benchmark = True; or 16-bit autocast.",
+    "tf32-not-chosen-cuBLAS": "Sizes and strides in multiples of 4 (16 bytes); mpinspect lint names those that are not.",
+    "tf32-not-chosen-cuDNN": "torch.backends.cudnn.benchmark = True, channels_last, and channels in multiples of 4.",
+    "fp32": _FP16,
+    "dtype-bfloat16": _FP16,
+    "rate": "mpinspect lint shows sizes and strides; a rate alone tells no cause.",
+}
+
+
+def product_findings(report: KernelReport) -> Iterator[Finding]:
+    yield from _unused(report)
+    yield from _losses(report, report.eligible, "eligible-not-used")
+    yield from _losses(report, report.degraded, "used-but-degraded")
+    yield from _contradicted(report)
+    yield from _unknown(report)
+
+
+def _unused(report: KernelReport) -> Iterator[Finding]:
+    """Not one product ran on Tensor Cores of GPUs that have them, and none may have."""
+    shares = report.shares
+    if shares.product_time_us <= 0 or shares.tensor_core_time_us > 0 or shares.verdict_time_us["unknown"] > 0:
+        return
+    if not all(gpu.has_tensor_cores for gpu in report.gpus):
+        return
+    off = shares.verdict_calls["off"]
+    severity, why, fix = _of_the_unused(report)
+    yield Finding(
+        "tensor-cores-unused",
+        severity,
+        "",
+        f"No kernel ran on Tensor Cores: {_kernels(off)} of matrix products, {percent(_of_all(report))} of all kernel "
+        f"time, and {'every one' if off > 1 else 'that'} on CUDA cores{why}.",
+        {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
+        fix,
+    )
+
+
+def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
+    """Severity, what kept the products off, and the fix."""
+    severity = "warning" if _of_all(report) >= _WORTH_A_WARNING else "info"
+    if report.eligible:
+        return severity, "", "See eligible-not-used for the causes."
+    products = [row for row in report.kernels if row.is_product]
+    if all(row.kind == "gemv" or (row.shape is not None and row.shape.cause == "matrix-vector") for row in products):
+        return (
+            "info",
+            "; they are matrix-vector products, which memory limits: Tensor Cores would change nothing",
+            "Several requests at once, or a larger batch, make them matrix products that Tensor Cores speed up.",
+        )
+    if not any(map(can_gain, products)):
+        return (
+            "info",
+            "; memory limits them, so that Tensor Cores would change nothing",
+            "No change of precision is expected to help.",
+        )
+    is_known = all(row.dtype for row in products)
+    return (
+        severity,
+        f"; none is known to be eligible ({_dtypes(products)})",
+        "Compute in FP16 what need not be wider."
+        if is_known
+        else "Record with record_shapes=True, to learn their dtypes.",
+    )
+
+
+def _dtypes(products: Sequence[KernelRow]) -> str:
+    names = dict.fromkeys(format_name(row.dtype) or "dtype unknown" for row in products)
+    return ", ".join(list(names)[:_MOST_NAMED])
+
+
+def _of_all(report: KernelReport) -> float:
+    return report.shares.product_time_us / report.shares.kernel_time_us
+
+
+def _losses(report: KernelReport, losses: Sequence[Loss], id: str) -> Iterator[Finding]:
+    causes: dict[str, list[Loss]] = defaultdict(list)
+    for loss in losses:
+        causes[loss.cause_id].append(loss)
+    for cause, group in sorted(causes.items(), key=lambda item: -sum(loss.time_us for loss in item[1])):
+        yield (_eligible if id == "eligible-not-used" else _degraded)(cause, group)
+
+
+def _eligible(cause: str, group: list[Loss]) -> Finding:
+    first = group[0]
+    fraction = sum(loss.fraction for loss in group)
+    return Finding(
+        "eligible-not-used",
+        "warning" if fraction >= _WORTH_A_WARNING else "info",
+        first.module,
+        f"{_total(group)} did not use Tensor Cores: {first.cause}.{_saved(group)}",
+        _evidence(cause, group),
+        _FIXES.get(cause, "mpinspect lint shows which size, stride or dtype keeps it there."),
+    )
+
+
+def _degraded(cause: str, group: list[Loss]) -> Finding:
+    first = group[0]
+    fraction = sum(loss.fraction for loss in group)
+    sizes = f" ({first.m:,} x {first.n:,} x {first.k:,})" if first.m is not None else ""
+    others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return Finding(
+        "used-but-degraded",
+        "warning" if fraction >= _WORTH_A_WARNING else "info",
+        first.module,
+        f"{_total(group)} ran on Tensor Cores, but degraded: {_where(first)}{sizes}{others}: {first.cause}.{_saved(group)}",
+        _evidence(cause, group),
+        _FIXES[cause] if cause == "rate" else _alignment_fix(first),
+    )
+
+
+def _alignment_fix(loss: Loss) -> str:
+    """The sizes to pad, where the product's own tell them."""
+    step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2) or 1
+    if loss.kind == "convolution":
+        return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
+    # Without strides either size may be the one between two rows.
+    rows = loss.uneven_rows if loss.uneven_rows is not None else (loss.n, loss.k)
+    sizes = dict.fromkeys(size for size in rows if loss.kind == "gemm" and size and size % step)
+    if not sizes:
+        return f"Make every row stride and slice's start a multiple of 16 bytes ({step} elements); mpinspect lint names them."
+    padded = ", ".join(f"{size} -> {-(-size // step) * step}" for size in sizes)
+    return (
+        f"Pad {padded}: a row stride that is a multiple of 16 bytes ({step} elements). mpinspect lint names the sizes."
+    )
+
+
+def _kernels(calls: int) -> str:
+    return "1 kernel" if calls == 1 else f"{calls:,} kernels"
+
+
+def _total(group: Sequence[Loss]) -> str:
+    calls, time = sum(loss.calls for loss in group), sum(loss.time_us for loss in group)
+    fraction = percent(min(1.0, sum(loss.fraction for loss in group)))
+    return f"{_kernels(calls)} of matrix products, {duration(time)}, {fraction} of all kernel time,"
+
+
+def _where(loss: Loss) -> str:
+    return " in ".join(filter(None, (loss.op or "a kernel", loss.module)))
+
+
+def _saved(group: Sequence[Loss]) -> str:
+    """The estimates by way, over the losses that have one."""
+    found: dict[str, list[float]] = defaultdict(list)
+    bases: dict[str, set[str]] = defaultdict(set)
+    for loss in group:
+        for saving in loss.savings:
+            found[saving.way].append(saving.saved_us)
+            bases[saving.way].add(saving.basis)
+    if not found:
+        return " What that costs is unknown: the trace has no shapes of it, or the GPU's rates are not known."
+    words = [
+        f"{way} at most {duration(sum(saved))} (by the {' and the '.join(sorted(bases[way]))})"
+        for way, saved in found.items()
+    ]
+    judged = min(map(len, found.values()))
+    known = f" for {judged} of {len(group)} products" if judged < len(group) else ""
+    return f" Estimated saving{known}: {', '.join(words)}."
+
+
+def _evidence(cause: str, group: Sequence[Loss]) -> dict[str, object]:
+    ways = dict.fromkeys(saving.way for loss in group for saving in loss.savings)
+    return {
+        "cause": cause,
+        "calls": sum(loss.calls for loss in group),
+        "time_us": sum(loss.time_us for loss in group),
+        "fraction": sum(loss.fraction for loss in group),
+        "saved_us": {
+            way: sum(saving.saved_us for loss in group for saving in loss.savings if saving.way == way) for way in ways
+        },
+        "kernels": list(dict.fromkeys(loss.kernel for loss in group))[:_MOST_LISTED],
+        "modules": list(dict.fromkeys(module for loss in group for module in loss.modules))[:_MOST_LISTED],
+        "products": len(group),
+    }
+
+
+def _contradicted(report: KernelReport) -> Iterator[Finding]:
+    """Names that say CUDA cores and rates that say Tensor Cores."""
+    rows = [
+        row for row in report.kernels if row.basis == "rate" and row.verdict == "native" and row.named.verdict == "off"
+    ]
+    if not rows:
+        return
+    names = list(dict.fromkeys(row.name for row in rows))
+    yield Finding(
+        "rate-contradicts-name",
+        "info",
+        rows[0].module,
+        f"{_runs(len(rows))} faster than this GPU's CUDA cores can be, though the {_names(names)} CUDA cores "
+        f"({some(names, 2)}): counted as on Tensor Cores, by an estimate.",
+        {"calls": len(rows), "kernels": names[:_MOST_LISTED]},
+    )
+
+
+def _runs(count: int) -> str:
+    return "1 run was" if count == 1 else f"{count:,} runs were"
+
+
+def _names(names: Sequence[str]) -> str:
+    return "kernel's name says" if len(names) == 1 else "names of their kernels say"
+
+
+def _unknown(report: KernelReport) -> Iterator[Finding]:
+    fraction = report.shares.of_products("unknown")
+    names = [row.name for row in report.by_name if row.verdict == "unknown"]
+    if not fraction or fraction < _WORTH_A_LINE or all(gpu.vendor == "AMD" for gpu in report.gpus):
+        return
+    first = next(row for row in report.by_name if row.verdict == "unknown")
+    yield Finding(
+        "unknown-kernels",
+        "info",
+        "",
+        f"{percent(fraction)} of the products' time is in kernels of which no name can tell whether they used Tensor Cores "
+        f"({some(names, 2)}): {first.reason}.",
+        {"fraction": fraction, "time_us": report.shares.verdict_time_us["unknown"], "kernels": names[:_MOST_LISTED]},
+        "Record with record_shapes=True: rates can tell what names can't.",
+    )

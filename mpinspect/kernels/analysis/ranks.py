@@ -1,0 +1,93 @@
+"""The parts of a report: one a trace, each with its own figures, and whether they are ranks of one job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from mpinspect.kernels.analysis.records import DeviceTime, RankReport
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.shares import coverage, shares
+from mpinspect.kernels.records import KernelTrace
+
+#: Ranks of one job run the same code: of the fewer distinct kernel names of two ranks at least this share is common. Two ranks of
+#: a sharded recommender share 90% and more; unrelated models share torch's elementwise kernels.
+_SAME_CODE = 0.5
+
+
+def rank_reports(traces: Sequence[KernelTrace], rows: Sequence[KernelRow]) -> tuple[RankReport, ...]:
+    by_trace: list[list[KernelRow]] = [[] for _ in traces]
+    for row in rows:
+        by_trace[row.trace].append(row)
+    return tuple(
+        _rank_report(trace, of_trace, label)
+        for trace, of_trace, label in zip(traces, by_trace, labels(traces), strict=True)
+    )
+
+
+def labels(traces: Sequence[KernelTrace]) -> list[str]:
+    """A name a trace: "rank 3" where ranks tell them apart, else the file's; "this profile" where there is no file."""
+    ranks = [trace.rank for trace in traces]
+    if len(traces) > 1 and None not in ranks and len(set(ranks)) == len(ranks):
+        return [f"rank {rank}" for rank in ranks]
+    files = [PurePath(trace.source).name for trace in traces]
+    chosen = files if len(set(files)) == len(files) else [trace.source for trace in traces]
+    return [name or "this profile" for name in chosen]
+
+
+def differences(traces: Sequence[KernelTrace]) -> list[str]:
+    """Why the traces are not ranks of one job, a few words each; [] if nothing speaks against it."""
+    found = []
+    jobs = sorted({trace.job for trace in traces if trace.job})
+    if len(jobs) > 1:
+        found.append("they name different jobs")
+    sizes = sorted({trace.world_size for trace in traces if trace.world_size is not None})
+    if len(sizes) > 1:
+        found.append(f"their world sizes are {', '.join(map(str, sizes))}")
+    ranks = [trace.rank for trace in traces if trace.rank is not None]
+    if len(set(ranks)) < len(ranks):
+        found.append("a rank is there twice")
+    gpus = sorted({device.name for trace in traces for device in trace.devices if device.name})
+    if len(gpus) > 1:
+        found.append(f"they ran on {' and '.join(gpus)}")
+    if _run_different_code(traces):
+        found.append("they share few kernels")
+    return found
+
+
+def _run_different_code(traces: Sequence[KernelTrace]) -> bool:
+    names = [names for trace in traces if (names := {kernel.name for kernel in trace.kernels})]
+    return any(len(names[0] & other) < _SAME_CODE * min(len(names[0]), len(other)) for other in names[1:])
+
+
+def _rank_report(trace: KernelTrace, rows: Sequence[KernelRow], label: str) -> RankReport:
+    return RankReport(
+        label=label,
+        source=trace.source,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        job=trace.job,
+        operators=trace.operators,
+        launches=trace.launches,
+        shares=shares(rows),
+        coverage=coverage(rows),
+        copies_us=trace.copies_us,
+        devices=tuple(_device(trace, rows, number) for number in _numbers(trace)),
+        notes=trace.notes,
+        cut_short=trace.cut_short,
+    )
+
+
+def _numbers(trace: KernelTrace) -> list[int]:
+    return sorted({device.id for device in trace.devices} | set(trace.span_us) | set(trace.busy_us))
+
+
+def _device(trace: KernelTrace, rows: Sequence[KernelRow], number: int) -> DeviceTime:
+    name = next((device.name for device in trace.devices if device.id == number), "")
+    return DeviceTime(
+        device=number,
+        name=name,
+        kernels=sum(row.device == number for row in rows),
+        busy_us=trace.busy_us.get(number, 0.0),
+        span_us=trace.span_us.get(number, 0.0),
+    )

@@ -1,0 +1,165 @@
+"""Verdicts checked against achieved rates: a name can be silent or wrong, arithmetic per second cannot.
+
+All of it is *estimated*: FLOPs follow from the operator's shapes, peaks from data sheets.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from mpinspect.kernels.analysis.roofline import bound, cuda_core_peak, tensor_core_peak
+from mpinspect.kernels.analysis.rows import KernelRow
+
+#: Above the CUDA cores' data-sheet peak by this much, a kernel cannot have run on them. Cards run up to some 15% above their data
+#: sheet's boost clock (consumer cards most); the profiler's times of kernels this long are good to a percent.
+ABOVE_PEAK = 1.2
+#: What an algorithm with fewer operations than the direct one can pretend: Winograd's F(4x4, 3x3) multiplies 4 times less than
+#: a direct convolution (Lavin and Gray, 2015), a causal mask halves attention. Products by cuBLAS do what they say.
+_FEWER_OPERATIONS = {"gemm": 1.0, "convolution": 4.0, "attention": 2.0}
+
+#: Shorter kernels are not judged by rate: launch, the first loads and the last partial wave of tiles weigh too much.
+SHORTEST_US = 20.0
+#: Siblings are products of the same trace, GPU, kind and dtype whose FLOPs differ at most by this factor.
+SIMILAR = 4.0
+#: Fewer siblings than this many tell nothing typical.
+FEWEST_SIBLINGS = 3
+#: Degraded by rate: slower than the median sibling by more than a last wave that is nearly empty (2x) and a clock that was
+#: throttled (1.5x) explain together ...
+FAR_UNDER_SIBLINGS = 1 / 4
+#: ... or under this share of the roofline, at a size at which healthy kernels reach 40% and more. On an H100 a kernel of
+#: align1 reaches 51 of 989 TFLOP/s beside siblings at 520.
+FAR_UNDER_ROOFLINE = 1 / 12
+
+
+def checked_by_rate(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """The rows, with the verdicts that rates give where they know better than names.
+
+    Equal runs (name, product) are judged together, by their median rate: one run that was held up proves nothing.
+    """
+    found = list(rows)
+    groups = _equal_runs(found)
+    for group in groups:
+        _change(found, group, _impossible(found[group.typical]))
+    for group in groups:
+        _change(found, group, _above_cuda_cores(found[group.typical]))
+    siblings = SiblingRates(found)
+    for group in groups:
+        _change(found, group, _far_under(found[group.typical], siblings))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Indices of equal runs; ``typical`` is the one of median rate."""
+
+    runs: tuple[int, ...]
+    typical: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a rate says of all runs of a group: another verdict, or that their FLOPs are not theirs (``verdict`` None)."""
+
+    verdict: str | None = None
+    reason: str = ""
+
+
+class SiblingRates:
+    """Median rate of the native products of a trace and GPU that have the same kind and dtype and a similar size."""
+
+    def __init__(self, rows: Iterable[KernelRow]) -> None:
+        found: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
+        for row in rows:
+            if row.verdict == "native" and row.flops is not None and (rate := row.tflops) is not None:
+                found[_family(row)].append((row.flops, rate))
+        self._known = {key: sorted(pairs) for key, pairs in found.items()}
+        self._cache: dict[tuple[object, ...], float | None] = {}
+
+    def of(self, row: KernelRow) -> float | None:
+        """TFLOP/s; None without FLOPs or with too few siblings."""
+        if row.flops is None:
+            return None
+        key = (*_family(row), row.flops)
+        if key not in self._cache:
+            self._cache[key] = self._median(self._known.get(_family(row), []), row.flops)
+        return self._cache[key]
+
+    @staticmethod
+    def _median(pairs: list[tuple[float, float]], flops: float) -> float | None:
+        first, last = bisect_left(pairs, (flops / SIMILAR,)), bisect_right(pairs, (flops * SIMILAR, float("inf")))
+        return median(rate for _, rate in pairs[first:last]) if last - first >= FEWEST_SIBLINGS else None
+
+
+def _family(row: KernelRow) -> tuple[object, ...]:
+    return row.trace, row.device, row.kind, row.dtype
+
+
+def _equal_runs(rows: Sequence[KernelRow]) -> list[_Group]:
+    """The runs whose FLOPs are known, by what makes them equal."""
+    groups: dict[tuple[object, ...], list[tuple[float, int]]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        rate = row.tflops
+        if rate is not None:
+            groups[row.trace, row.device, row.verdict, row.name, id(row.matmul)].append((rate, index))
+    return [_Group(tuple(index for _, index in runs), sorted(runs)[len(runs) // 2][1]) for runs in groups.values()]
+
+
+def _change(rows: list[KernelRow], group: _Group, change: _Change | None) -> None:
+    if change is None:
+        return
+    for index in group.runs:
+        if change.verdict is None:
+            rows[index] = replace(rows[index], flops=None)
+        else:
+            rows[index] = replace(rows[index], verdict=change.verdict, basis="rate", reason=change.reason)
+
+
+def _impossible(row: KernelRow) -> _Change | None:
+    """FLOPs that even the Tensor Cores could not do in that time are not this kernel's: they are unknown then."""
+    peak = max(
+        filter(None, (tensor_core_peak(row.gpu, row.dtype), cuda_core_peak(row.gpu, row.dtype))),
+        default=None,
+    )
+    fewer = _FEWER_OPERATIONS.get(row.kind, 1.0)
+    if peak is None or row.tflops is None or row.tflops <= ABOVE_PEAK * fewer * peak:
+        return None
+    return _Change()
+
+
+def _above_cuda_cores(row: KernelRow) -> _Change | None:
+    """Off or unknown by name, but faster than CUDA cores are: it ran on Tensor Cores."""
+    rate, peak, fewer = row.tflops, cuda_core_peak(row.gpu, row.dtype), _FEWER_OPERATIONS.get(row.kind)
+    if row.verdict not in ("off", "unknown") or rate is None or peak is None or fewer is None:
+        return None
+    # A convolution that is off by name may be Winograd's or an FFT's: fewer operations, by any factor.
+    if not row.gpu.multiplies(row.dtype) or (row.kind == "convolution" and row.verdict == "off"):
+        return None
+    if row.time_us < SHORTEST_US or rate <= ABOVE_PEAK * fewer * peak:
+        return None
+    doubt = f", though its name says otherwise ({row.reason})" if row.verdict == "off" else ""
+    reason = f"by its rate, about {rate:.3g} TFLOP/s: this GPU's CUDA cores end at {peak:g} in {row.dtype}{doubt}"
+    return _Change("native", reason)
+
+
+def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
+    """Native by name, but far slower than its like or than the roofline: degraded, by an estimate."""
+    # Attention's softmax, and recurrent steps, cost what FLOPs do not count: products and convolutions only.
+    if row.verdict != "native" or row.basis == "rate" or row.kind not in ("gemm", "convolution"):
+        return None
+    least, rate = bound(row), row.tflops
+    if least is None or rate is None or row.time_us < SHORTEST_US or least.limited_by != "math":
+        return None
+    usual = siblings.of(row)
+    if usual is not None and rate < FAR_UNDER_SIBLINGS * usual:
+        how = f"about {rate:.3g} TFLOP/s, where its like in this trace reach {usual:.3g}"
+    # So large that at full speed, too, it would be long enough to be judged.
+    elif SHORTEST_US <= least.time_us < FAR_UNDER_ROOFLINE * row.time_us:
+        peak = tensor_core_peak(row.gpu, row.dtype)
+        how = f"about {rate:.3g} TFLOP/s, where this GPU's Tensor Cores end at {peak:g}"
+    else:
+        return None
+    return _Change("degraded", f"by its rate, {how}; {row.reason}")

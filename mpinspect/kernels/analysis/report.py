@@ -1,0 +1,107 @@
+"""What ran on Tensor Cores, as plain data: what every form of the kernel report renders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from mpinspect.kernels.analysis.records import Limits, Loss, ModuleRow, NameRow, RankReport
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.shares import Coverage, Shares
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.rendering import RendersItself
+
+if TYPE_CHECKING:
+    from mpinspect.runtime.gpus import Gpu
+
+#: Every finding's id; a new finding is listed here.
+KERNEL_FINDING_IDS = (
+    "trace-cut-short",
+    "no-gpu-activity",
+    "no-kernels",
+    "no-tensor-cores",
+    "not-nvidia",
+    "unknown-gpu",
+    "tensor-cores-unused",
+    "eligible-not-used",
+    "used-but-degraded",
+    "rate-contradicts-name",
+    "unknown-kernels",
+    "layout-conversions",
+    "communication",
+    "gpu-idle",
+    "low-attribution",
+    "different-jobs",
+    "ranks-differ",
+    "trace-note",
+)
+
+
+@dataclass(frozen=True, repr=False)
+class KernelReport(RendersItself):
+    """All that traces tell about Tensor Cores. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
+
+    Args:
+        kernels: one row a run of a kernel, by trace and start time.
+        gpus: the GPUs judged for, in order of appearance (one if the caller named it).
+        shares: times and shares over all traces together; ``tensor_core_fraction`` and its like are taken from it.
+        coverage: how much of the kernel time has an operator and a module.
+        phrase: the count that one takes with ``grep 884``: "884 kernels: 12 of 12 GEMMs"; "" without products.
+        by_name, by_module: most time first.
+        losses: what was eligible but not used, and what was used but degraded, most time first.
+        limits: math-limited, memory-limited and idle time, and the bound that follows.
+        ranks: one part a trace.
+        findings: the gravest first.
+        rules_version: of the table of kernel names.
+    """
+
+    kind: ClassVar[str] = "kernels"
+
+    kernels: tuple[KernelRow, ...]
+    gpus: tuple[Gpu, ...]
+    shares: Shares
+    coverage: Coverage
+    phrase: str
+    by_name: tuple[NameRow, ...]
+    by_module: tuple[ModuleRow, ...]
+    losses: tuple[Loss, ...]
+    limits: Limits
+    ranks: tuple[RankReport, ...]
+    findings: tuple[Finding, ...]
+    rules_version: str = ""
+
+    @property
+    def tensor_core_fraction(self) -> float | None:
+        """Share of the matrix products' time that ran on Tensor Cores, native and degraded together; None without products."""
+        return self.shares.tensor_core_fraction
+
+    @property
+    def tensor_core_fraction_of_all(self) -> float | None:
+        """The same time's share of all kernel time, communication included; None without kernels."""
+        return self.shares.tensor_core_fraction_of_all
+
+    @property
+    def tensor_core_fraction_of_compute(self) -> float | None:
+        """The same time's share of kernel time without communication; None without such kernels."""
+        return self.shares.tensor_core_fraction_of_compute
+
+    @property
+    def verdict_time_us(self) -> dict[str, float]:
+        """Kernel time by verdict, every verdict present; adds up to all kernel time."""
+        return self.shares.verdict_time_us
+
+    @property
+    def attributed_fraction(self) -> float | None:
+        """Share of kernel time whose operator is known; None without kernels."""
+        return self.coverage.attributed_fraction
+
+    @cached_property
+    def eligible(self) -> tuple[Loss, ...]:
+        """Eligible for Tensor Cores but not on them."""
+        return tuple(loss for loss in self.losses if loss.verdict == "off")
+
+    @cached_property
+    def degraded(self) -> tuple[Loss, ...]:
+        """On Tensor Cores, but degraded."""
+        return tuple(loss for loss in self.losses if loss.verdict == "degraded")

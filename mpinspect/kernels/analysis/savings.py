@@ -1,0 +1,88 @@
+"""What a product could save: the time that its like take, or that the roofline leaves, against the time it took. Estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpinspect.kernels.analysis.rates import SiblingRates
+from mpinspect.kernels.analysis.records import Saving
+from mpinspect.kernels.analysis.roofline import Bound, bound
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.runtime.gpus import Gpu
+
+#: Products that no dtype or alignment brings to Tensor Cores with a gain (causes of the shape rule).
+_NOTHING_TO_GAIN = ("matrix-vector", "depthwise", "empty", "raises")
+
+#: No kernel is shorter, however little it does: the least in real traces (of A100, H100).
+SHORTEST_KERNEL_US = 1.0
+
+SIBLINGS, ROOFLINE = "sibling kernels", "roofline"
+
+
+def savings(rows: Sequence[KernelRow], siblings: SiblingRates) -> tuple[Saving, ...]:
+    """Of equal runs (same product, kernel and verdict): one saving a way that they could go."""
+    return tuple(saving for way, dtype in ways(rows[0]) if (saving := _saving(rows, way, dtype, siblings)) is not None)
+
+
+def can_gain(row: KernelRow) -> bool:
+    """False for matrix-vector products, depthwise convolutions and their like: bound by memory on any unit."""
+    if row.kind == "gemv" or (row.shape is not None and row.shape.cause in _NOTHING_TO_GAIN):
+        return False
+    return row.named.rule != "depthwise-convolution"
+
+
+def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
+    """The changes that would bring a product to Tensor Cores at full speed, each with the dtype it would have."""
+    if row.verdict == "degraded":
+        # What held it back is known from its name or from the shape rule; a rate alone tells that something did.
+        is_known = row.basis == "name" or (row.shape is not None and row.shape.verdict == "degraded")
+        yield "aligned" if is_known else "at full speed", row.dtype
+    elif row.dtype == "float32":
+        if row.gpu.multiplies("float32"):
+            yield "TF32", "float32"
+        half = half_precision(row.gpu)
+        if half:
+            yield half[0], half[1]
+    elif row.gpu.multiplies(row.dtype):
+        yield "Tensor Cores", row.dtype
+    elif row.dtype == "bfloat16" and row.gpu.multiplies("float16"):
+        yield "FP16", "float16"
+
+
+def half_precision(gpu: Gpu) -> tuple[str, str] | None:
+    """The 16-bit dtypes that a GPU's Tensor Cores multiply, as words and as a key; None if none or unknown."""
+    if gpu.multiplies("bfloat16"):
+        return "FP16 or BF16", "bfloat16"
+    return ("FP16", "float16") if gpu.multiplies("float16") else None
+
+
+def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRates) -> Saving | None:
+    spent = least = expected = 0.0
+    by_siblings, limits = True, {"math": 0.0, "memory": 0.0}
+    known: dict[tuple[int, float | None], tuple[Bound | None, float | None]] = {}
+    for row in rows:
+        # Runs that shared one call have FLOPs of their own; most have the same.
+        key = id(row.matmul), row.flops
+        if key not in known:
+            floor = bound(row, dtype)
+            known[key] = floor, None if floor is None else _time_of_siblings(row, dtype, floor, siblings)
+        floor, typical = known[key]
+        if floor is None:
+            return None
+        by_siblings = by_siblings and typical is not None
+        spent, least = spent + row.time_us, least + max(floor.time_us, SHORTEST_KERNEL_US)
+        expected += max(typical or 0.0, SHORTEST_KERNEL_US)
+        limits[floor.limited_by] += floor.time_us
+    left = expected if by_siblings else least
+    return Saving(
+        way=way,
+        saved_us=max(0.0, spent - left),
+        basis=SIBLINGS if by_siblings else ROOFLINE,
+        limited_by="math" if limits["math"] > limits["memory"] else "memory",
+    )
+
+
+def _time_of_siblings(row: KernelRow, dtype: str, floor: Bound, siblings: SiblingRates) -> float | None:
+    """The run's time at the rate of native products like it (never under the roofline); None without such."""
+    rate = siblings.of(row) if dtype == row.dtype else None
+    return max(row.flops / rate / 1e6, floor.time_us) if rate and row.flops is not None else None

@@ -1,0 +1,1 @@
+"""A training step under torch.profiler, its modules marked."""

@@ -1,0 +1,186 @@
+"""One step of a running script under torch.profiler: begun between two steps, kept from the next to the one after.
+
+As in profiling.py each module's forward gets a range. The hooks are the modules' own and not torch's for all modules, of which a
+compiled model would warn.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, profile
+
+from mpinspect.kernels.capture import profiling
+from mpinspect.kernels.capture.module_ranges import PREFIX, plain_parts
+from mpinspect.runtime.hooks import HandleList, ModelHook
+
+
+def obstacle() -> str:
+    """Why no profile can be begun now; "" where it can."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return "the script profiles itself, and torch records for one at a time. Give its trace to mpinspect kernels"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the step is captured into a CUDA graph"
+    return ""
+
+
+class LiveProfile:
+    """Profiles two steps and keeps the second: the profiler's own start-up falls into the first.
+
+    Args:
+        models: by name; of several the names lead the paths of their modules.
+        path: where the trace is written (.json.gz); its directory is made.
+        unhookable: ids of modules that get no range: they are compiled, and would be once more when the hook goes.
+    """
+
+    def __init__(self, models: Mapping[str, torch.nn.Module], path: Path, *, unhookable: Collection[int] = ()) -> None:
+        self.path = path
+        self._models = models
+        self._unhookable = frozenset(unhookable)
+        self._handles = HandleList()
+        self._thread = threading.get_ident()
+        self._open: list[Any] = []
+        self._profiler: Any = None
+        self._yielded = False
+        self._put_back: Callable[[], None] | None = None
+        self._steps = 0
+        self._names_modules = True
+
+    def begin(self) -> None:
+        """Start the profiler. Waits for the GPU.
+
+        Raises:
+            OSError: the trace's directory can't be made.
+            RuntimeError: torch's profiler can't start.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _quietly():
+            profiling.wait_for_gpu()
+            self._profiler = profile(
+                activities=profiling.activities(), schedule=_keep_the_second, record_shapes=True, acc_events=True
+            )
+            self._profiler.start()
+        self._put_back = _make_way(self._give_way)
+
+    def next_step(self) -> bool:
+        """A step has ended; whether it was the one to keep. Waits for the GPU."""
+        self._steps += 1
+        if self._profiler is None or self._steps == 2:
+            return True
+        with _quietly():
+            profiling.wait_for_gpu()
+            self._profiler.step()
+        if self._names_modules:
+            self._hook()
+        return False
+
+    def end(self, stopped: str = "") -> str:
+        """Stop and write the trace; returns why there is none, "" where there is. Waits for the GPU.
+
+        Args:
+            stopped: why the step did not come to its end, "" if it did.
+        """
+        profiler = self._stop()
+        if self._yielded:
+            return "the script began to profile itself meanwhile, and torch records for one at a time"
+        if stopped or profiler is None:
+            return stopped or "the profiler did not start"
+        try:
+            profiler.export_chrome_trace(str(self.path))
+        except Exception as error:
+            return f"it could not be written to {self.path}: {error}"
+        return ""
+
+    def leave_modules(self) -> None:
+        """Something is about to be compiled: take the hooks off, and name no more modules in this step."""
+        self._names_modules = False
+        self._handles.remove_all()
+
+    def abandon(self) -> None:
+        """This is a forked child: the profiler is the parent's."""
+        self._unhook()
+        self._profiler = None
+
+    def _stop(self) -> Any:
+        self._unhook()
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            with _quietly():
+                profiling.wait_for_gpu()
+                profiler.stop()
+        return profiler
+
+    def _give_way(self) -> None:
+        self._yielded = True
+        self._stop()
+
+    def _hook(self) -> None:
+        for path, module in self._paths():
+            if isinstance(module, torch.jit.ScriptModule) or id(module) in self._unhookable:
+                continue
+            enter = ModelHook(module, functools.partial(self._enter, path))
+            self._handles.add(module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.add(module.register_forward_hook(ModelHook(module, self._leave), always_call=True))
+
+    def _unhook(self) -> None:
+        self._handles.remove_all()
+        while self._open:
+            self._open.pop().__exit__(None, None, None)
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
+
+    def _paths(self) -> list[tuple[str, torch.nn.Module]]:
+        several = len(self._models) > 1
+        return [
+            (".".join([*([name] if several else []), *plain_parts(model, path)]), module)
+            for name, model in self._models.items()
+            for path, module in model.named_modules()
+        ]
+
+    def _enter(self, path: str, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            opened = torch.profiler.record_function(PREFIX + path)
+            opened.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(opened)
+
+    def _leave(self, args: Any, output: Any = None) -> None:
+        if threading.get_ident() == self._thread and self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+def _keep_the_second(number: int) -> ProfilerAction:
+    return (ProfilerAction.WARMUP, ProfilerAction.RECORD_AND_SAVE)[number] if number < 2 else ProfilerAction.NONE
+
+
+def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
+    """Have ``give_way`` called before anybody else's profiler starts, which would fail. Returns what undoes that."""
+    owner: Any = torch.autograd.profiler.profile
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        give_way()
+        original(self, *args, **kwargs)
+
+    def put_back() -> None:
+        if owner.__init__ is __init__:
+            owner.__init__ = original
+
+    owner.__init__ = __init__
+    return put_back
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """What the profiler warns of is not for the script, whose warnings may be errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,163 @@
+"""What else a kernel's name spells: the architecture it was built for, its operands' dtypes, the alignment it asks for."""
+
+from __future__ import annotations
+
+import re
+
+from mpinspect.kernels.names.rules import MMA, MMA_DIGITS
+from mpinspect.runtime.gpus import architecture_of
+
+#: Patterns that begin with plain letters: re finds those fast in names of a thousand characters.
+_SM = re.compile(r"sm_?(\d{2,3})[af]?(?!\d)")
+_CUTLASS = re.compile(r"cutlass_(\d{2})(?!\d)")
+_WORDS = ("volta", "turing", "ampere", "hopper", "blackwell")
+
+#: The architecture whose instruction the digits are, where nothing else tells: m8n8k4 is Volta's, m16n8k8 Turing's, ...
+_INSTRUCTIONS = {"884": "volta", "1688": "turing", "8816": "turing", "8832": "turing"}
+
+#: Names of dtypes in kernels' names, most telling first: "tf32" before "f32" that surrounds it. FP32 only where nothing else is.
+_DTYPES = (
+    ("e4m3", "float8_e4m3fn"),
+    ("e5m2", "float8_e5m2"),
+    ("float_e4m3_t", "float8_e4m3fn"),
+    ("tf32", "tfloat32"),
+    ("bf16", "bfloat16"),
+    ("bfloat16", "bfloat16"),
+    ("fp16", "float16"),
+    ("f16", "float16"),
+    ("half", "float16"),
+    ("int8", "int8"),
+    ("i8i8", "int8"),
+    ("f64", "float64"),
+    ("double", "float64"),
+)
+_DTYPE = {
+    word: re.compile(
+        rf"(?<![a-z]){word}|(?<=_){word}"
+        if word in ("f16", "f64")
+        else rf"(?<![b]){word}"
+        if word in ("fp16", "half")
+        else word
+    )
+    for word, _ in _DTYPES
+}
+_NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z]{3,5})_")
+_NVJET_LETTERS = {
+    "h": "float16",
+    "t": "bfloat16",
+    "s": "float32",
+    "q": "float8_e4m3fn",
+    "r": "float8_e5m2",
+    "d": "float64",
+}
+_MMA = re.compile(MMA)
+_BLAS = re.compile(r"(?:^|[^a-z])(?:g?)([shdczi])gemm")
+_BLAS_LETTERS = {
+    "s": "float32",
+    "h": "float16",
+    "d": "float64",
+    "c": "complex64",
+    "z": "complex128",
+    "i": "int8",
+}
+_ALIGN = re.compile(r"align[abc]?(\d+)")
+_LOAD = re.compile(r"ldg(\d+)")
+
+_KINDS = (
+    ("convolution", ("fprop", "dgrad", "wgrad", "conv", "cudnn_", "cudnn", "implicit_gemm")),
+    ("gemm", ("gemm", "matmul", "bmm")),
+)
+
+
+def architecture(lowered: str, digits: str) -> str:
+    """The architecture a name was built for, "any" where it does not say; ``digits``: of the mma instruction, or ""."""
+    for word in _WORDS:
+        if f"{word}_" in lowered:
+            return word
+    number = _compute_capability(lowered)
+    if number:
+        return architecture_of(number // 10, number % 10) or "any"
+    if "nvjet_" in lowered:
+        # Clusters of two CTAs a tile, and block-scaled operands, exist from Blackwell on.
+        return "blackwell" if "2cta" in lowered or "ue8m0" in lowered or "ue4m3" in lowered else "hopper"
+    if "fmhasm100" in lowered:
+        return "blackwell"
+    if "wgmma" in lowered:
+        return "hopper"
+    return _INSTRUCTIONS.get(digits, "ampere" if digits else "any")
+
+
+def _compute_capability(lowered: str) -> int | None:
+    if "sm" in lowered:
+        for found in _SM.finditer(lowered):
+            start = found.start()
+            if start == 0 or not lowered[start - 1].isalnum():
+                return int(found.group(1))
+    built_for = _CUTLASS.search(lowered) if "cutlass_" in lowered else None
+    return int(built_for.group(1)) if built_for else None
+
+
+def instruction(lowered: str) -> tuple[str, str]:
+    """The mma instruction in a name: the letter of its accumulator ("m" where the name says mma) and its digits, or ("", "")."""
+    for each in MMA_DIGITS:
+        if each in lowered:
+            found = _MMA.search(lowered)
+            return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
+    return "", ""
+
+
+def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
+    """The operands' dtypes that a name tells, torch's names and "tfloat32"; () where it tells none."""
+    if "nvjet_" in lowered:
+        jet = _NVJET.search(lowered)
+        return _nvjet_dtypes(jet.group(1)) if jet else ()
+    if digits:
+        return _of_mma(lowered, letter, digits)
+    for word, dtype in _DTYPES:
+        if word in lowered and _DTYPE[word].search(lowered):
+            return (dtype,)
+    if "hmma" in lowered:
+        return ("float16",)
+    blas = _BLAS.search(lowered) if "gemm" in lowered else None
+    if blas:
+        return (_BLAS_LETTERS[blas.group(1)],)
+    if "f32f32" in lowered or "scudnn" in lowered or "<float" in lowered or "_f32" in lowered:
+        return ("float32",)
+    return ()
+
+
+def alignment(lowered: str) -> int | None:
+    """The fewest elements that a name says its operands are aligned to (_align2, aligna4_alignc4, ldg8); None if it does not."""
+    found = [int(number) for number in _ALIGN.findall(lowered)] if "align" in lowered else []
+    if "ldg" in lowered:
+        found += [int(number) for number in _LOAD.findall(lowered)]
+    return min(found, default=None)
+
+
+def kind(lowered: str) -> str:
+    """What a Tensor Core kernel multiplies, by its name."""
+    for name, words in _KINDS:
+        if any(word in lowered for word in words):
+            return name
+    return "gemm"
+
+
+def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
+    """nvjet_<A><B><C><compute><D>, or three letters where A and B are alike: the operands' dtypes."""
+    operands = letters[:2] if len(letters) == 5 else letters[:1]
+    return tuple(dict.fromkeys(_NVJET_LETTERS[letter] for letter in operands if letter in _NVJET_LETTERS))
+
+
+def _of_mma(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
+    if digits in ("8816", "8832", "16832", "16864"):
+        # m16n8k32 is int8's and FP8's; the letter before tells (i: integers).
+        return ("float8_e4m3fn",) if "e4m3" in lowered else ("float8_e5m2",) if "e5m2" in lowered else ("int8",)
+    if letter in ("d", "z"):
+        return ("float64",)
+    for word in ("bf16", "tf32", "fp16", "f16"):
+        if word in lowered:
+            return ({"bf16": "bfloat16", "tf32": "tfloat32"}.get(word, "float16"),)
+    if letter == "h" or digits == "884":
+        return ("float16",)
+    # s1688 without another dtype: FP32 operands read as TF32 (CUTLASS's procedural names).
+    return ("tfloat32",) if digits in ("1688", "1684") else ()

@@ -1,0 +1,820 @@
+"""What a kernel's name tells about Tensor Cores, as data: the first rule that matches decides.
+
+First come families: libraries whose kernels are known by name. A name of no family is judged by its words: one of a product's
+makes it a product of which nothing tells the unit, one of elementwise and other such work makes it no product. A name without
+either may be anything, so it is unknown and never called no product.
+
+A rule looks at the name in lower case, without its parameters. ``any_of`` are plain substrings, one of which must be there,
+``none_of`` such as must not: they make a thousand names cheap. ``pattern`` is a regular expression that must match too, if given.
+A new kind of kernel is a new line here, with its source and an example that no earlier rule takes.
+Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
+tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from mpinspect.kernels.names.spelling import Spelling
+
+#: Changes whenever a rule does; every report carries it.
+RULES_VERSION = "2026.12"
+
+VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table.
+
+    Args:
+        id: name of the rule, in reports.
+        verdict: one of VERDICTS but "degraded", which takes evidence beside the name's family.
+        kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "" (no product, or any).
+        any_of: lower-case substrings.
+        meaning: completes "this is ...".
+        source: where the name was seen or is defined.
+        example: a name that this rule decides.
+        pattern: regular expression on the lower-case name, or "".
+        none_of: lower-case substrings that rule it out.
+        own: looks at the function with its namespaces alone, not at its template arguments.
+        any_architecture: the name's prefix is not the GPU: cuBLAS runs volta_sgemm on a Turing card.
+        since: the first architecture on which it uses Tensor Cores, where it runs on older ones too.
+    """
+
+    id: str
+    verdict: str
+    kind: str
+    any_of: tuple[str, ...]
+    meaning: str
+    source: str
+    example: str
+    pattern: str = ""
+    none_of: tuple[str, ...] = ()
+    own: bool = False
+    any_architecture: bool = False
+    since: str = ""
+    regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regex", re.compile(self.pattern) if self.pattern else None)
+
+    def decides(self, text: str) -> bool:
+        """Whether pattern and ``none_of`` hold of a lower-case text in which one of ``any_of`` is."""
+        return (self.regex is None or self.regex.search(text) is not None) and not any(
+            each in text for each in self.none_of
+        )
+
+
+#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, behind the letter of what
+#: they accumulate in. Anchored on both sides: 884 inside another number is nothing.
+MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
+
+#: What of their digits must be in a name for that: "168" is in 1684, 1688, 16816, 16832, ...
+MMA_DIGITS = ("884", "168", "1616", "8816", "8832")
+
+#: The beginning and the end of a word in lower case.
+_B, _E = r"(?<![a-z])(?:", r")(?![a-z])"
+
+#: Words of matrix products, in names of functions and operators.
+PRODUCT_WORDS = (
+    r"(?<!fb)gemm|gmm|mat_?mul|mul_?mat|matrix_?mul|tensordot|einsum|conv(?:\d?d|olution|olve|_)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
+    r"|wgrad|blockscaled|attend|attention|attn|fmha|prefill|flash_?(?:fwd|bwd|decod|packed|kda)|mhsa|mqa_?logits|lightning_?indexer|kernel_stage1|marlin"
+    r"|__myl_\w*(?:fc|gemm|matmul|mha)|moe_?(?:kernel|mlp|fwd|bwd|gemm|forward|fused)|delta_?rule|chunk_(?:scan|state)_|chunk(?:wise)?_(?:\w+_)?(?:fwd|bwd)_\w*kernel"
+    r"|intra_sub|solve_tril|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"
+    rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
+)
+
+#: Words of what is done beside a product: where one of these is in its name, the kernel computes none itself ...
+HELPER_WORDS = (
+    r"reduc(?!escatter)|combine(?!d)|per_token_group_quant|finali[sz]e|pre_?process|post_?process|prep_|metadata|repack|prepack|_to_marlin|workspace|fixup|align_?block"
+    r"|_align\d?_|permut|routing|router|indices|_ids|histogram|prefix_?sum|cumsum(?!_\w*kkt|_house)|offset|count|sort|top_?k|scatter"
+    r"|gather(?!_kv_b|_gemm)|merge_?(?:states?|attn|kernel|vec|q(?![a-z]))|kernel_stage2|decode_stage2|vsm_stage2|_args|convert|cast_"
+    r"|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache|cache_(?:copy|store|update)|(?<!conv_)(?<!conv\dd_)transpose(?!d_bmm)|_trans_"
+    r"|transform|attentionsum|advance_step|smooth|gate_kernel|gating"
+    r"|mask_to|mask_kernel|softmax(?!_gemm)|dequant|layout|(?<!pre)shuffle|rope|rotary|aux_loss|norm_kernel|_helper|schedul|position"
+    r"|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info|per_tensor_(?:amax|quant|scale)|padding|states_fwd"
+    r"|varlen_states|gate_(?:fwd|bwd|chunk|cumsum)|save_|init_"
+)
+#: ... but where the product is its verb.
+_PRODUCT_VERB = (
+    r"(?:gemm|matmul|moe)_kernel|moe_gemm|decode_stage1|fused_\w*(?:(?<!fb)gemm|bmm)"
+    r"|gemm_\w*_(?:quant_kernel|split_cat)|dequant\w*gemm|kernel_stage1"
+)
+
+#: Words of elementwise kernels, reductions, normalisations, sorting, copies, random numbers, optimizers, losses, bookkeeping.
+OTHER_WORDS = (
+    r"element_?wise|pointwise|element_|reduc|softm|soft_?(?:max|cap)|sparsemax|norm|welford|memset|memcpy|copy|copies|quant|transpos|permut"
+    r"|sort|top_?[kp]|scan|scatter|gather|index|indices|embed|rope|rotary|rotate|silu|gelu|swish|swiglu|geglu|relu|sigmoid|activat|act_and"
+    r"|gating|gated|tanh|dropout|adam|optimi|multi_tensor|entropy|kl_?div|loss|distance|sinkhorn|sampl|penalt|argm(?:ax|in)|amax|abs_?max"
+    r"|hist|bincount|unique|pool|interp|upsampl|upscale|bicubic|bilinear|nms|roi_?(?:align|pool)|rand|philox|seed|fft|hadamard|thrust"
+    r"|rocprim|hipcub|barrier|pack|convert|upcast|downcast|concat|clamp|arange|linspace|triu|(?<!solve_)tril|residual|page_table|routing"
+    r"|router|align|offset|metadata|token_id|token_shift|count|cumsum|cumprod|prefix|compar|radix|segments|segment_(?:sum|reduce|mean|max)"
+    r"|segsum|fillfunctor|fill_|memory|delay|noop|dummy|init_|initial|signal|wait|unary|binary_op|op_?tensor|tensor_?op|bias|scaling|scale_"
+    r"|_scale|grid_sampler|logits|jagged|padded|padding|bucketize|linearize|cache(?<!prompt_cache)(?<!_k_cache)|functor|permutation|window"
+    r"|shuffle|masked|broadcast|flush|bounds_check|merge(?!_\d+x|d|_fwd)|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larft|geqr|gesvd|syev"
+    r"|addcmul|addcdiv|state_passing|_lens|mapping|_map_|_info|csr|marker|restore|_trans_|preprocess|position|kernel_stage2|smooth"
+    r"|rowwise_to|float_to|fp\d+_to|_to_(?:fp|float|mxfp|q_)|(?:get|set)_rows|bcast|dcpy|(?:cuda|fake)cast|exponent|divide|check_|assert|clean"
+    r"|clear|set_value|vector_set|finali[sz]e|numerics|nonfinite|_stats|publish|tensormaps|reorder|rearrange|remap|selective_state|ssm_"
+    r"|state_update|populate|qparam|prun|glu(?:fwd|bwd)|prelu|kthvalue|getitem|gradgamma|gradinput|submean|meanscale|combine|decompress|fwht"
+    r"|reconstruct|make_sequential|thd_|stochastic_round|sparse24_|kernel_args|descriptors|transform(?:4d)?_0|to_dense_|compute_cuda_kernel|gen_seq"
+    r"|batched_ptrs|pointers|strides|expand_?input|dispatch_(?:kernel|token)|fillgaps|curand|cudnn::(?:ops|bn)|timestep|mse"
+    r"|(?:exact|approx)_(?:forward|backward)|(?:loop|input|wrapped)_\w*(?:fusion|add|mul|reduce)"
+    rf"|{_B}add|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|fma|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
+    rf"|flip|repeat|stack|ln|rms|bn|gn|lamb|sgd|lars|lion|ce|jsd|zeros?|empty|cub|axpy|scal|nrm2|iamax|asum|swap|clip|unfold|fold|cpy|diag"
+    rf"|tri|acc{_E}"
+)
+
+FAMILIES = (
+    # -- not products, and the most frequent names: decided first ---------------------------------------------------
+    Rule(
+        "torch-native",
+        "other",
+        "",
+        ("at::", "at_cuda_detail"),
+        "one of torch's own kernels: no matrix product",
+        "traces; torch, aten/src/ATen/native/cuda",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1> >(int)",
+        rf"^(?:at(?:::|_cuda_detail))(?!.*(?:{_B}b?mm|bmm_\w*|sparse_?mm{_E}|gemm|depthwise|dwconv|im2col|col2im|vol2col|col2vol|conv_?\d?d|attention|attn))",
+        own=True,
+    ),
+    Rule(
+        "communication",
+        "other",
+        "communication",
+        (
+            "ccl",
+            "nvshmem",
+            "shmem",
+            "reduce",
+            "gather",
+            "cross_device",
+            "multimem",
+            "userbuffers",
+            "deep_ep",
+            "alltoall",
+            "all_to_all",
+            "fusion_kernel",
+        ),
+        "communication between GPUs",
+        "traces; NCCL, RCCL, NVSHMEM, DeepEP, TransformerEngine",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)",
+        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all",
+        none_of=("gemm", "matmul"),
+        own=True,
+    ),
+    Rule(
+        "triton-fused",
+        "other",
+        "",
+        ("triton_",),
+        "Inductor's fused pointwise or reduction kernel; a product in its name is the one it follows",
+        "torch, inductor's kernel names",
+        "triton_poi_fused_add_cos_sin_0",
+        r"triton_(?:poi|red|per|for|split_scan|mix)_|triton__\d+d\d+d|triton_(?:softmax|\w*fusion\w*reduce)",
+    ),
+    # -- AMD: matrix cores are not Tensor Cores ---------------------------------------------------------------------
+    Rule(
+        "amd-helper",
+        "other",
+        "",
+        (
+            "tensorop",
+            "op1dtensor",
+            "op2dtensor",
+            "op3dtensor",
+            "miopenbatchnorm",
+            "batched_transpose_",
+            "transpose_n",
+            "transpose_c",
+            "im2d2col",
+            "rocprim",
+        ),
+        "MIOpen's or rocPRIM's elementwise, normalisation or layout kernel",
+        "traces; MIOpen, src/kernels",
+        "SubTensorOpWithScalar1d",
+        r"subtensorop|op[1-5]dtensor|optensor|miopenbatchnorm|batched_transpose_\d|transpose_[nc]\w*2[nc]|im2d2col|rocprim::",
+    ),
+    Rule(
+        "amd-product",
+        "unknown",
+        "",
+        (
+            "cijk_",
+            "igemm_",
+            "gtcx",
+            "xdl",
+            "mfma",
+            "_cshuffle",
+            "wmma_gfx",
+            "ck::",
+            "ck_tile::",
+            "aiter::",
+            "miopen",
+            "_gfx",
+            "gridwise_",
+            "ll4mi",
+            "naive_conv_",
+            "wvsplitk",
+        ),
+        "an AMD product: matrix cores are not Tensor Cores",
+        "traces; Tensile, MIOpen, composable_kernel, AITER",
+        "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT32x32x256_MI16x16x1_SN",
+        r"cijk_|igemm_\w*gtcx|xdl|mfma|(?:gemm|conv|contraction)\w*_cshuffle|wmma_gfx|(?:ck|ck_tile|aiter)::.*(?:gemm|fmha|conv|attention|contraction|moe|mla|matmul)"
+        r"|miopen\w*conv|gridwise_\w*(?:conv|gemm)|naive_conv_|gemm_\w*_gfx\d|ll4mi_qkv|wvsplitk",
+        none_of=("generic_reduce",),
+    ),
+    # -- beside products --------------------------------------------------------------------------------------------
+    Rule(
+        "split-k-reduce",
+        "helper",
+        "gemm",
+        ("splitk", "split_k", "gemmk_reduce"),
+        "the sum of a product's partial results",
+        "labelled; cuBLAS, CUTLASS, AITER",
+        "void splitKreduce_kernel<32, 16, int, float, __half, float, __half, true, false, false>",
+        r"split_?k_?reduc|reducesplitk|gemmk_reduce",
+    ),
+    Rule(
+        "layout",
+        "helper",
+        "",
+        ("nhwc", "tensortransform", "converttensor"),
+        "a layout conversion beside a product",
+        "labelled; cuDNN",
+        "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, true, true, (cudnnKernelDataType_t)0>",
+        r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw|nhwcaddpadding|foldednhwc|tensortransform|converttensor",
+        none_of=("tensorop", "xmma", "hmma", "16816", "1688", "884", "cudnn_"),
+    ),
+    Rule(
+        "convolution-setup",
+        "helper",
+        "convolution",
+        ("offsetskernel", "kern_precompute", "reduce_wgrad"),
+        "the set-up of a convolution, or the sum of its parts",
+        "traces; cuDNN",
+        "void cask_cudnn_infer::computeOffsetsKernel<false, false>(cask_cudnn_infer::ComputeOffsetsParams)",
+        r"compute\w*offsetskernel|kern_precompute|reduce_wgrad",
+    ),
+    Rule(
+        "gemm-epilogue",
+        "helper",
+        "gemm",
+        ("epilogue::impl::globalkernel", "scal_kernel", "scalepackedtensor"),
+        "the bias or scale that follows a product",
+        "traces; cuBLASLt, cuDNN",
+        "void cudnn::ops::scalePackedTensor_kernel<float, float>(long, float*, float)",
+    ),
+    Rule(
+        "im2col",
+        "helper",
+        "convolution",
+        ("im2col", "col2im", "col2vol", "vol2col"),
+        "the unfolding beside a convolution",
+        "torch, im2col.cuh; ggml",
+        "void at::native::im2col_kernel<float>(long)",
+    ),
+    Rule(
+        "grouped-gemm-setup",
+        "helper",
+        "gemm",
+        ("grouped_gemm", "group_gemm"),
+        "the set-up of a grouped product",
+        "torch, GroupMM.cu; FlashInfer; TransformerEngine",
+        "at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>",
+        r"(?:prepare|compute|setup|set)_(?:sm\d+_)?(?:cutlass_)?(?:nvfp4_)?group(?:ed)?_gemm",
+    ),
+    Rule(
+        "attention-setup",
+        "helper",
+        "attention",
+        ("flash", "prepare_varlen", "fmhareduction", "dot_do_o"),
+        "preparation, conversion or combination beside attention",
+        "labelled; flash-attention, FlashMLA, ggml, TensorRT-LLM",
+        "void flash::prepare_varlen_num_blocks_kernel<false>(int, int)",
+        r"flashattn(?:bwdpreprocess|bwdpostprocess|fwdcombine)|flashattention\w*(?:preprocess|postprocess|combine)|prepare_varlen|fmhareduction|dot_do_o"
+        r"|flash_bwd_(?:convert|clear)|splitkv_combine|flash_fwd_\w*combine|flash_attn_(?:combine|mask_to|stream_k_fixup)",
+    ),
+    # -- CUDA cores, though the name sounds like more -----------------------------------------------------------------
+    Rule(
+        "small-gemm",
+        "off",
+        "gemm",
+        (
+            "gemmsn_",
+            "gemmk1_",
+            "gemm_small",
+            "cudacoregemm",
+            "cudacorevec",
+            "weight_int8pack_mm",
+            "router_gemm",
+            "dense_kernel0",
+        ),
+        "a product of a very small dimension: CUDA cores",
+        "traces; cuBLAS; TensorRT-LLM, FBGEMM cudaCoreGemm",
+        "void tensorrt_llm::kernels::cuda_core_gemm::cudaCoreGemm<__nv_fp8_e4m3, __nv_bfloat16, 2, 4, 128>(P)",
+    ),
+    Rule(
+        "quantised-gemv",
+        "off",
+        "gemv",
+        (
+            "kgemm_4bit_inference",
+            "gemm_4bit_simt",
+            "weight_only::kernel",
+            "mul_mat_vec",
+            "matvec",
+            "gemm_half_q_half",
+            "h_gemm_tall",
+            "h_gemm_wide",
+            "matmulkernel",
+            "bgmv",
+            "llgemm",
+        ),
+        "a product of quantised weights by few rows: dot products on CUDA cores",
+        "bitsandbytes, TensorRT-LLM weight_only, ggml mmvq, exllama, GPTQ, punica",
+        "void kgemm_4bit_inference_naive<__nv_bfloat16, 128, 16>(int, int, int)",
+        r"kgemm_4bit_inference_naive|gemm_4bit_simt|weight_only::kernel|mul_mat_vec|matvec|gemm_half_q_half|h_gemm_(?:tall|wide)"
+        r"|(?:vecquant\d|nuq4)matmulkernel|bgmv_(?:shrink|expand)_kernel|llgemm",
+    ),
+    Rule(
+        "gemv",
+        "off",
+        "gemv",
+        ("gemv", "dot_kernel", "gevv", "dotc", "reduce_1block"),
+        "a matrix-vector or scalar product: bound by memory, CUDA cores",
+        "labelled; traces; cuBLAS, AWQ",
+        "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensorStridedBatched<float const> > >",
+        r"gemv|(?<![a-z_])dot_kernel|gevv|dotc|reduce_1block",
+        none_of=("triton", "flash"),
+    ),
+    Rule(
+        "sparse-product",
+        "off",
+        "gemm",
+        ("csrm", "spmm", "spmv"),
+        "a product of a sparse matrix: CUDA cores",
+        "cuSPARSE",
+        "void cusparse::csrmm_alg2_kernel<cusparse::CsrMMPolicy<4, false>, float>(P)",
+        r"csrm[mv]|(?<![a-z])spm[mv](?![a-z])",
+    ),
+    Rule(
+        "depthwise-convolution",
+        "off",
+        "convolution",
+        ("depthwise", "dwconv", "causal_conv1d", "ssm_conv", "conv2d_dw"),
+        "a depthwise convolution: CUDA cores",
+        "torch, DepthwiseConv2d.cu; causal-conv1d; ggml",
+        "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16> >(P)",
+        none_of=("_states", "state_update"),
+    ),
+    Rule(
+        "cuda-core-attention",
+        "off",
+        "attention",
+        (
+            "paged_attention_v",
+            "flash_attn_vec",
+            "flash_attn_ext_vec",
+            "flash_attn_tile",
+            "batchdecodewithpagedkvcache",
+            "singledecodewithkvcache",
+            "masked_multihead_attention",
+            "mmha",
+            "flash_fwd_kernel_cpu",
+        ),
+        "attention of one query a head by dot products on CUDA cores",
+        "vLLM, csrc/attention; ggml, fattn-vec and fattn-tile; FlashInfer, decode.cuh; TensorRT-LLM",
+        "void vllm::paged_attention_v1_kernel<unsigned short, unsigned short, 128, 16, 128, (vllm::Fp8KVCacheDataType)0, false>",
+        none_of=("reduce", "sm80", "tensorop", "hmma"),
+    ),
+    Rule(
+        "efficient-attention-cuda-cores",
+        "off",
+        "attention",
+        ("fmha_cutlass",),
+        "memory-efficient attention built for a GPU, or FP32 on one, without fitting Tensor Cores: SIMT",
+        "torch, mem_eff_attention/kernels (Sm50 has none, FP32 below Sm80 is SIMT)",
+        "fmha_cutlassF_f32_aligned_64x64_rf_sm75(PyTorchMemEffAttention::AttentionKernel<float>)",
+        r"fmha_cutlass[fb]_(?:\w*_sm5\d|\w*_sm6\d|f32_\w*_sm7\d)",
+    ),
+    # -- attention --------------------------------------------------------------------------------------------------
+    Rule(
+        "efficient-attention",
+        "native",
+        "attention",
+        ("fmha_cutlass",),
+        "memory-efficient attention on Tensor Cores (FP32 as three TF32 products)",
+        "labelled; torch, mem_eff_attention/kernels",
+        "fmha_cutlassB_f16_aligned_64x64_k64_sm70",
+        r"fmha_cutlass[fb]_(?:f16|bf16|f32)",
+    ),
+    Rule(
+        "flash-attention",
+        "native",
+        "attention",
+        (
+            "flash",
+            "fmhasm",
+            "fmha_v2",
+            "sparse_attn_fwd",
+            "fmha_fprop_",
+            "fmha_dgrad_",
+            "fmha_fwd_loop",
+            "fmha_bwd_loop",
+        ),
+        "flash attention",
+        "labelled; traces; flash-attention, FlashMLA, TensorRT-LLM, ggml",
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>",
+        r"flash_(?:fwd|bwd)_\w*kernel|flash_attn_ext_f16|flashattn(?:fwd|bwd)|flashattention(?:forward|backward)\w*sm\d|flash::\w*(?:fwd|bwd)"
+        r"|fmhasm\d|fmha_v2|fmha_(?:fprop|dgrad)_\w*fp16|fmha_(?:fwd|bwd)_loop_kernel|(?<![a-z_])sparse_attn_fwd\w*_kernel",
+    ),
+    Rule(
+        "flashinfer-attention",
+        "native",
+        "attention",
+        (
+            "withpagedkvcache",
+            "withraggedkvcache",
+            "withkvcache",
+            "mlapagedattention",
+            "mlapageattention",
+            "kernel_mha",
+            "attention_kernel_ws",
+            "attend_ker",
+        ),
+        "attention by mma instructions, for prefill or several queries a head",
+        "FlashInfer, prefill.cuh and mla.cuh; TensorRT-LLM, xqa; ThunderKittens",
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1, 128u>>(P)",
+        none_of=("decodewith", "append"),
+    ),
+    Rule(
+        "sage-attention",
+        "native",
+        "attention",
+        ("qk_int", "compute_attn_ws", "attn_kernel"),
+        "SageAttention: 8-bit products of queries and keys by mma instructions",
+        "SageAttention, csrc/qattn; Hopper's flash-attention 3",
+        "void qk_int_sv_f8_attn_kernel<128u, 64u, 32u, 64u, 128u, (DataType)1, (QuantGranularity)3>",
+        r"qk_int\d?_sv_f(?:8|16)|compute_attn_ws",
+    ),
+    Rule(
+        "cudnn-attention",
+        "native",
+        "attention",
+        ("sdpa", "cudnn_mha"),
+        "cuDNN's fused attention",
+        "labelled; cuDNN",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
+        r"cudnn.*sdpa|cudnn_mha|sdpa_sm\d+",
+    ),
+    # -- Tensor Cores, said by the name -----------------------------------------------------------------------------
+    Rule(
+        "mma-digits",
+        "native",
+        "",
+        MMA_DIGITS,
+        "built on an mma instruction that its name spells",
+        "labelled; traces; cuBLAS, cuDNN, CUTLASS",
+        "volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn",
+        MMA,
+    ),
+    Rule(
+        "tensorop",
+        "native",
+        "",
+        ("tensorop", "mma", "m16n", "tcgen05"),
+        "a kernel whose name says Tensor Core",
+        "labelled; traces; CUTLASS, cuDNN, AWQ, bitsandbytes",
+        "Volta_hmma_implicit_gemm_fprop_fp32_nhwc_128x128x64x1_1x3x3x0x1",
+        rf"{_B}tensorop|(?:opclass|warp|default)?w?mma_?tensorop{_E}|opclass\w*tensorop|multiplyadd\w*tensorop|mmatensorop"
+        rf"|{_B}[hidq]?mma|wgmma|wmma|utc[a-z]*mma|umma{_E}|hopperwgmma|tcgen05|m16n\d*x?k\d",
+    ),
+    Rule(
+        "nvjet",
+        "native",
+        "gemm",
+        ("nvjet_",),
+        "cuBLAS's nvjet family, all of which is Tensor Core",
+        "labelled; cuBLAS on Hopper and later",
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
+    ),
+    Rule(
+        "xmma-cuda-cores",
+        "off",
+        "",
+        ("xmma",),
+        "an xmma kernel of FP32 multiply-adds (ffma): CUDA cores",
+        "labelled; cuBLAS",
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel",
+        r"xmma.*ffma",
+    ),
+    Rule(
+        "xmma",
+        "native",
+        "",
+        ("xmma",),
+        "an xmma kernel whose operands, or whose GPU's xmma kernels, are Tensor Cores' alone",
+        "labelled; traces; cuBLAS, cuDNN, TensorRT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
+        r"xmma.*(?:_tensor\d+x\d+x\d+|tf32|bf16|(?<![a-z])f16f16|(?<![a-z])f16_|[iu]8[iu]8|e4m3|e5m2|e2m1|e3m2|e2m3|f8f8|mx|fp[48])|sm(?:9|1[0-9])\d_xmma",
+    ),
+    Rule(
+        "xmma-unknown",
+        "unknown",
+        "",
+        ("xmma",),
+        "an xmma kernel that names neither ffma nor operands that only Tensor Cores multiply",
+        "cuBLAS, cuDNN",
+        "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_kernel",
+    ),
+    Rule(
+        "trtllm-gen",
+        "native",
+        "gemm",
+        ("bmm_", "gemm_", "gemmkernel_", "gatedactkernel_"),
+        "a generated product for Hopper's or Blackwell's Tensor Cores",
+        "TensorRT-LLM, trtllm-gen kernels; traces",
+        "bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s6_et64x8_m64x8x64_cga1x1x1_16dp256b_sm100f",
+        r"(?<![a-z0-9])(?:bmm|gemm|gemmgatedact(?:kernel)?|gemmkernel)_[a-z0-9]+_.*(?:sm(?:9|1\d)\d[af]?(?![0-9])|(?:_t|tile)\d+x\d+x\d+)",
+    ),
+    Rule(
+        "deep-gemm",
+        "native",
+        "gemm",
+        ("deep_gemm", "sm90_", "sm100_", "sm120_", "smxx_", "gemm_kernel", "gemm_impl", "gemm_1d"),
+        "DeepGEMM's FP8, FP4, TF32 or BF16 product",
+        "DeepGEMM, deep_gemm/include/deep_gemm/impls",
+        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u>(float*)",
+        r"(?:sm\d+_|deep_gemm::)(?:fp8|fp4|bf16|tf32)\w*(?:gemm|mqa_logits|b[mh][kr]_|bmk|hc_prenorm|moe)|deep_gemm::\w*gemm_kernel",
+        none_of=("metadata", "clean_logits"),
+    ),
+    Rule(
+        "marlin",
+        "native",
+        "gemm",
+        (
+            "marlin",
+            "machete::",
+            "_forward_4bit_cuda",
+            "turbomind::gemm",
+            "quant_gemm_kernel",
+            "exl3_gemm",
+            "gemm_w4a16_t",
+            "gemm_w4a4",
+            "gemm_w8a8_",
+        ),
+        "a product of quantised weights by mma instructions",
+        "vLLM, csrc/quantization; Marlin; sparse Marlin; FP6-LLM; exllamav3; AWQ; nunchaku",
+        "void marlin_24::Marlin_24<4, 256, 4, 2, 2, 4, -1>(int4 const*, int4 const*, int4 const*)",
+        r"(?:marlin\w*(?:::|<|$)|(?<![a-z])marlin(?:moe|_24|_qqq|_moe\w*)?(?![a-z])|machete::|gemm(?:v2)?_forward_4bit_cuda|turbomind::gemm|quant_gemm_kernel|exl3_gemm|gemm_w4a16_t\d|gemm_w4a4|gemm_w8a8)"
+        r"(?!.*(?:repack|permute|prepack|transpose|quantize|dequant_|awq_to|gptq_to))",
+        none_of=("_to_marlin", "dequant_marlin", "repack"),
+    ),
+    Rule(
+        "llama-cpp",
+        "native",
+        "gemm",
+        ("mul_mat_q",),
+        "llama.cpp's product of quantised weights by mma instructions",
+        "ggml, ggml-cuda/mmq.cuh (DP4A on CUDA cores before Turing)",
+        "void mul_mat_q<(ggml_type)2, 128, false>(char const*, int const*)",
+        r"(?<![a-z])mul_mat_q(?:_moe)?(?![a-z0-9_])",
+        since="turing",
+    ),
+    Rule(
+        "llama-cpp-float",
+        "native",
+        "gemm",
+        ("mul_mat_f",),
+        "llama.cpp's product of few columns by mma instructions",
+        "ggml, ggml-cuda/mmf.cuh",
+        "void mul_mat_f<__half2, 32, 8, 4, false>(__half2 const*, float const*)",
+        r"(?<![a-z])mul_mat_f(?:_ids)?(?![a-z0-9_])",
+    ),
+    Rule(
+        "tinygemm",
+        "native",
+        "gemm",
+        ("tinygemm",),
+        "a product of few rows by mma instructions",
+        "torch, int4mm.cu (m16n8k16); TensorRT-LLM, tinygemm2",
+        "void at::native::tinygemm2_kernel<16, 16, 8, 64, 16, 4, false>(P)",
+    ),
+    Rule(
+        "cute-dsl-cuda-cores",
+        "off",
+        "gemm",
+        ("kernel_cutlass_",),
+        "a CuTe product of FP32 multiply-adds: CUDA cores",
+        "CUTLASS, examples/python/CuTeDSL/ampere/sgemm.py",
+        "kernel_cutlass_kernel___main__SGemm_object_at__tensorptrf32gmem_o1_tensorptrf32gmem_o1",
+        r"(?<![a-z])sgemm",
+    ),
+    Rule(
+        "cute-dsl",
+        "native",
+        "",
+        ("kernel_cutlass_", "sm100blockscaled", "sm120blockscaled", "sm90blockscaled", "sm103blockscaled"),
+        "a product that the CuTe DSL built for Tensor Cores",
+        "CUTLASS, examples/python/CuTeDSL; FlashInfer; flash-attention",
+        "kernel_cutlass_kernel_flashinfergemmkernelsSm100BlockScaledPersistentDenseGemmKernel_object_at__TiledMMA_ThrLayoutVMNK",
+        r"gemm|attention|mla|conv(?:2d|3d|olution|_)|blockscaled|grouped|fmha|wgmma",
+        none_of=("preprocess", "postprocess", "combine", "reduction", "layernorm", "rmsnorm"),
+    ),
+    Rule(
+        "cutlass-simt",
+        "off",
+        "",
+        ("simt",),
+        "CUTLASS on CUDA cores (SIMT)",
+        "labelled; CUTLASS",
+        "cutlass_80_simt_sgemm_128x64_8x5_nt_align1",
+        any_architecture=True,
+    ),
+    Rule(
+        "cutlass-device-product",
+        "native",
+        "",
+        ("device_kernel", "rht_gemm_device"),
+        "a CUTLASS 3 product: collectives for Tensor Cores",
+        "CUTLASS 3; traces of SGLang; TransformerEngine",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>>>(P)",
+        r"device_kernel.*(?:gemm|fmha|attention|mla|attn|conv(?:universal|olution))|rht_gemm_device",
+    ),
+    Rule(
+        "cutlass-attention",
+        "native",
+        "attention",
+        ("attention_kernel_batched", "attention_kernel_backward_batched"),
+        "CUTLASS's memory-efficient attention, whose template argument names a GPU with Tensor Cores",
+        "xformers; DeepSpeed, evoformer",
+        "void attention_kernel_batched_impl<AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 64, 64, 64>>(P)",
+        r"arch::sm[7-9]\d",
+    ),
+    Rule(
+        "cutlass-opaque",
+        "unknown",
+        "gemm",
+        ("device_kernel", "cutlass::kernel", "cutlass6kernel", "cutlass7kernel2"),
+        "a CUTLASS kernel whose template argument hides what it computes",
+        "labelled; CUTLASS 3",
+        "void cutlass::device_kernel<MyKernel>",
+    ),
+    # -- CUDA cores -------------------------------------------------------------------------------------------------
+    Rule(
+        "cuda-core-gemm",
+        "off",
+        "gemm",
+        ("sgemm", "dgemm", "hgemm", "cgemm", "zgemm", "igemm"),
+        "a product on CUDA cores: no mma instruction in its name",
+        "labelled; traces; cuBLAS",
+        "volta_sgemm_128x64_nn",
+        none_of=("cublasdgemm",),
+        any_architecture=True,
+    ),
+    Rule(
+        "scudnn",
+        "off",
+        "convolution",
+        ("scudnn", "hcudnn", "icudnn", "winograd"),
+        "cuDNN's convolution on CUDA cores",
+        "labelled; traces; cuDNN",
+        "volta_scudnn_128x64_relu_interior_nn_v1",
+        any_architecture=True,
+    ),
+    Rule(
+        "fft-convolution",
+        "off",
+        "convolution",
+        ("fft2d_", "fft1d_", "fft3d_"),
+        "the transform of an FFT convolution: CUDA cores",
+        "traces; cuDNN",
+        "void fft2d_r2c_32x32<float, false, 0u, false>(float2*)",
+    ),
+    Rule(
+        "cudnn-engines",
+        "off",
+        "convolution",
+        (
+            "wgrad_alg",
+            "dgrad_engine",
+            "dgrad2d_",
+            "wgrad2d_",
+            "dgrad_alg",
+            "convolve_sgemm",
+            "convolve_common_engine",
+            "conv2d_grouped_direct",
+            "conv2d_c1_k1",
+            "grouped_direct_kernel",
+            "first_layer",
+            "convolution_kernel_direct",
+        ),
+        "cuDNN's older engines: CUDA cores",
+        "traces; cuDNN",
+        "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
+    ),
+    # -- what no name can tell --------------------------------------------------------------------------------------
+    Rule(
+        "triton-template",
+        "unknown",
+        "",
+        ("triton_tem_", "triton_mm", "triton_bmm"),
+        "a Triton template of Inductor's, a product or attention: the name cannot tell",
+        "labelled; torch, inductor's templates",
+        "triton_tem_fused_addmm_0",
+    ),
+    Rule(
+        "persistent-recurrent",
+        "unknown",
+        "recurrent",
+        ("persist", "rnn_"),
+        "cuDNN's persistent recurrent kernel: the name cannot tell",
+        "cuDNN",
+        "void RNN_blockPersist_fp_LSTM<__half, __half, float, 512>(int)",
+        r"rnn_\w*persist|persist\w*rnn|persistent_(?:lstm|gru)",
+    ),
+)
+
+#: Rules for a name of no family, by the words of the function, or of its template arguments where that has none of them.
+WORDS = (
+    Rule(
+        "tensorrt-myelin",
+        "other",
+        "",
+        ("__myl_",),
+        "TensorRT's fused pointwise or reduction kernel",
+        "TensorRT, Myelin's names: the operations that were fused, shortened",
+        "__myl_CastMulMeanAddSqrtDivMul_myl0_3",
+        r"__myl_(?!\w*(?:fc|gem|mat|mha|conv|att|dot))",
+    ),
+    Rule(
+        "beside-product",
+        "helper",
+        "",
+        ("",),
+        "work beside a product, by its name",
+        "vLLM, SGLang, FlashInfer, AITER: reductions, routing, caches and layouts of products",
+        "moe_align_block_size_kernel",
+        rf"^(?=.*(?:{PRODUCT_WORDS}))(?:(?=.*(?:{HELPER_WORDS}))(?!.*(?:{_PRODUCT_VERB}))|.*_reduce(?:_kernel)?$|\W*interleave)",
+    ),
+    Rule(
+        "product-word",
+        "unknown",
+        "",
+        ("",),
+        "a product by its name, of a family whose name cannot tell",
+        "Triton kernels of vLLM, SGLang, Mamba, flash-linear-attention, AITER",
+        "fused_moe_kernel",
+        PRODUCT_WORDS,
+    ),
+    Rule(
+        "other-word",
+        "other",
+        "",
+        ("",),
+        "by its name elementwise, a reduction, normalisation, sorting, a copy or their like: no matrix product",
+        "traces; Triton and CUDA kernels of vLLM, Liger, apex, TransformerEngine, FBGEMM, ggml",
+        "_rms_norm_forward_kernel",
+        OTHER_WORDS,
+    ),
+)
+
+#: What is left: a name that looks like nothing known may be a product's.
+UNFAMILIAR = Rule(
+    "unfamiliar",
+    "unknown",
+    "",
+    ("",),
+    "a name of no family known here: it may be a product or not",
+    "none",
+    "_fwd_kernel",
+)
+
+RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
+
+#: Ids of the rules that go by words or by nothing, and give way to what an operator tells.
+GUESSES = frozenset(rule.id for rule in (*WORDS, UNFAMILIAR))
+
+#: One line a substring: first_match walks it without inner loops, since traces have thousands of names.
+_TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of)
+
+
+def first_match(name: str) -> Rule:
+    """The rule that decides about a name, as a profiler wrote it."""
+    spelt = Spelling.of(name)
+    for literal, rule in _TABLE:
+        text = spelt.function if rule.own else spelt.whole
+        if literal in text and rule.decides(text):
+            return rule
+    # Template arguments tell what a product does beside it too: those of an attention name its softmax.
+    return by_words(spelt.function) or by_words(spelt.arguments, ("unknown", "other")) or UNFAMILIAR
+
+
+def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:
+    """The rule that decides about a function's or an operator's name by its words; None where it has none that is known."""
+    return next(
+        (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of[0] in lowered and rule.decides(lowered)),
+        None,
+    )

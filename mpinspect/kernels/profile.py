@@ -1,0 +1,120 @@
+"""profile_kernels() and read_trace(): one of the rooms that know both capture and analysis."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpinspect.kernels.analysis import KernelReport, analyse_kernels
+from mpinspect.kernels.trace import read_trace_file, read_trace_files
+from mpinspect.runtime import gpus
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mpinspect.runtime.gpus import Gpu
+    from mpinspect.shapes.analysis import ShapeReport
+
+
+def profile_kernels(
+    step: Callable[[], object],
+    *,
+    model: nn.Module | None = None,
+    warmup: int = 3,
+    gpu: str | None = None,
+    shapes: ShapeReport | None = None,
+    trace: str | PathLike[str] | None = None,
+) -> KernelReport:
+    """Run one training iteration under torch.profiler and tell which of its kernels ran on Tensor Cores.
+
+    Args:
+        step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, the last one recorded.
+        model: whose dotted paths the report uses. None: the largest of the modules that ``step`` calls.
+        warmup: iterations before, in which libraries choose their kernels and torch.compile compiles.
+        gpu: an architecture or card whose rates and rules to use; None: the one that ran.
+        shapes: lint_shapes' report of the model, for the causes it names beside slow kernels.
+        trace: where to keep torch.profiler's trace (.json or .json.gz); None: it is not kept.
+
+    Returns:
+        The report. Without a GPU it says that there was no GPU activity, and holds no kernel.
+
+    Synchronises the GPU before and after the recorded iteration. Recording costs time: kernels' own times are the GPU's, the
+    gaps between them are not those of an unprofiled run.
+
+    Raises:
+        TypeError: ``step`` can't be called, ``model`` or ``shapes`` are something else.
+        ValueError: a negative ``warmup``, a GPU not known by that name.
+        OSError: ``trace`` can't be written; said before anything is run.
+        RuntimeError: another torch profiler is running.
+        Exception: whatever ``step`` raises passes through.
+    """
+    from mpinspect.kernels.capture.profiling import record_trace
+
+    _check(step, model, warmup, shapes)
+    chosen = _gpu(gpu)
+    with tempfile.TemporaryDirectory(prefix="mpinspect-") as folder:
+        path = Path(trace) if trace is not None else Path(folder) / "trace.json"
+        _ensure_writable(path)
+        notes = record_trace(step, path, model=model, warmup=warmup)
+        found = read_trace_file(path)
+    return analyse_kernels([replace(found, notes=(*found.notes, *notes))], chosen, shapes)
+
+
+def read_trace(
+    path: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    gpu: str | None = None,
+    shapes: ShapeReport | None = None,
+) -> KernelReport:
+    """Read what torch.profiler wrote on any machine and tell which kernels ran on Tensor Cores. Needs no GPU and no torch.
+
+    Args:
+        path: a trace (.json, .json.gz), a folder with one a rank, or several of them.
+        gpu: an architecture or card, for traces that do not describe theirs; None: as the trace says.
+        shapes: lint_shapes' report of the model, for the causes it names beside slow kernels.
+
+    Raises:
+        TraceError: (a ValueError) no trace, nothing readable in it, an empty folder: one sentence that says which.
+        OSError: the file can't be opened. ValueError: a GPU not known by that name.
+    """
+    if not isinstance(path, str | PathLike | Sequence):
+        raise TypeError(f"path must be a trace's path, a folder or a list of them, not {type(path).__name__}")
+    paths = [path] if isinstance(path, str | PathLike) else list(path)
+    chosen = _gpu(gpu)
+    return analyse_kernels(read_trace_files(paths), chosen, shapes)
+
+
+def _gpu(name: str | None) -> Gpu | None:
+    return None if name is None or name.strip().lower() == "auto" else gpus.named(name)
+
+
+def _check(step: object, model: object, warmup: int, shapes: object) -> None:
+    from torch import nn
+
+    from mpinspect.shapes.analysis import ShapeReport
+
+    if not callable(step):
+        raise TypeError(
+            f"step must be a function without arguments that runs one training iteration, not {type(step).__name__}: "
+            "wrap the iteration, profile_kernels(lambda: train_one(batch))"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be the torch.nn.Module that step trains, or None, not {type(model).__name__}")
+    if shapes is not None and not isinstance(shapes, ShapeReport):
+        raise TypeError(f"shapes must be what lint_shapes returns, or None, not {type(shapes).__name__}")
+    if warmup < 0:
+        raise ValueError(f"warmup={warmup}: the number of iterations before the recorded one can't be negative")
+
+
+def _ensure_writable(path: Path) -> None:
+    """Raise OSError now rather than after the run, whose trace would be lost; parent directories are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("ab"):
+        pass
+    if is_new:
+        path.unlink()

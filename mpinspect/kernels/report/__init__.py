@@ -1,0 +1,1 @@
+"""What a KernelReport says, in every form."""

@@ -1,0 +1,9 @@
+"""torch.profiler's traces (Chrome JSON, as Kineto writes it): a file, or a folder of ranks, to KernelTrace. No torch needed."""
+
+from __future__ import annotations
+
+from mpinspect.kernels.trace.error import TraceError
+from mpinspect.kernels.trace.folder import read_trace_files
+from mpinspect.kernels.trace.reader import read_trace_file
+
+__all__ = ["TraceError", "read_trace_file", "read_trace_files"]

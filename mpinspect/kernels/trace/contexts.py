@@ -1,0 +1,202 @@
+"""What was going on around each launch: module, phase, step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpinspect.kernels.trace.columns import Columns, Floats, Ints
+from mpinspect.kernels.trace.forwards import Forwards
+from mpinspect.kernels.trace.nesting import Nesting
+from mpinspect.kernels.trace.operators import Operators
+from mpinspect.kernels.trace.recording import STEP_RANGE, Recording
+
+#: What autograd's engine wraps a node's run in, and how it names nodes (torch/csrc/autograd/engine.cpp, function.h).
+_ENGINE = "autograd::engine::evaluate_function"
+_NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of each launch asked for, in its order. Positions are of the recording's columns, -1: none.
+
+    Args:
+        operators: innermost operator.
+        products: innermost matrix product.
+        calls: number of the product's call, in the order of calls; None without a product.
+        encloses: whether the product, or the innermost operator without one, is around another that launched kernels.
+        modules: module's name ("" for the model itself); None if unknown.
+        is_path: whether the names are dotted paths.
+        phases: "forward", "backward", "optimizer" or "".
+        steps: number of the profiler's step, or None.
+    """
+
+    operators: list[int]
+    products: list[int]
+    calls: list[int | None]
+    encloses: list[bool]
+    modules: list[str | None]
+    is_path: bool
+    phases: list[str]
+    steps: list[int | None]
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What holds for all launches of one innermost operator: ``node`` is of autograd's engine, ``forward`` what it is of."""
+
+    product: int = -1
+    node: int = -1
+    forward: int = -1
+
+
+def surroundings(recording: Recording, operators: Operators, threads: Ints, times: Floats) -> Surroundings:
+    """Of launches at these times on these threads."""
+    nesting = Nesting(recording.operators)
+    innermost = nesting.innermost(threads, times).tolist()
+    ranges, is_path = _module_ranges(recording)
+    forwards = Forwards(recording, nesting) if len(ranges) else None
+    chains = _Chains(recording, operators, nesting, forwards)
+    around = {operator: chains.around(operator) for operator in set(innermost)}
+    by_launch = [around[operator] for operator in innermost]
+    modules = _Modules(recording, ranges, is_path).of(by_launch, threads, times)
+    optimizing = Nesting(recording.optimizers, proper=False).innermost(threads, times).tolist()
+    phases = [
+        _phase(operator, launch, module, optimizer)
+        for operator, launch, module, optimizer in zip(innermost, by_launch, modules, optimizing, strict=True)
+    ]
+    products = [launch.product for launch in by_launch]
+    owners = [product if product >= 0 else operator for product, operator in zip(products, innermost, strict=True)]
+    return Surroundings(
+        innermost,
+        products,
+        _calls(recording, products),
+        [owner in chains.enclosing for owner in owners],
+        modules,
+        is_path,
+        phases,
+        _steps(recording, threads, times),
+    )
+
+
+class _Chains:
+    """Walks from an operator outwards. ``enclosing``: what may be a product around another that launched kernels."""
+
+    def __init__(self, recording: Recording, operators: Operators, nesting: Nesting, forwards: Forwards | None) -> None:
+        self._name = recording.operators["name"].tolist()
+        self._parents = nesting.parents.tolist()
+        self._forwards = forwards
+        self._is_product = operators.are_products()
+        self._may_be_product = operators.may_be_products()
+        self.enclosing: set[int] = set()
+        self._is_engine = [name.startswith(_ENGINE) for name in recording.names]
+        self._is_node = [_NODE.search(name) is not None for name in recording.names]
+
+    def around(self, operator: int) -> _Around:
+        product = engine = node = backward = -1
+        is_within = False
+        while operator >= 0:
+            name = self._name[operator]
+            if self._may_be_product[name]:
+                if is_within:
+                    self.enclosing.add(operator)
+                is_within = True
+            if product < 0 and self._is_product[name]:
+                product = operator
+            if engine < 0 and self._is_engine[name]:
+                engine = operator
+            if node < 0 and self._is_node[name]:
+                node = operator
+            if backward < 0 and self._forwards and self._forwards.is_backward(operator):
+                backward = operator
+            operator = self._parents[operator]
+        forward = self._forwards.of(backward) if self._forwards and backward >= 0 else -1
+        return _Around(product, engine if engine >= 0 else node, forward)
+
+
+def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -> str:
+    if launch.node >= 0:
+        return "backward"
+    if optimizer >= 0:
+        return "optimizer"
+    return "forward" if operator >= 0 or module is not None else ""
+
+
+def _module_ranges(recording: Recording) -> tuple[Columns, bool]:
+    """What tells modules: this package's own ranges where there are any, else frames of the Python stack."""
+    own = len(recording.modules) > 0 or len(recording.backwards) > 0
+    return (recording.modules, True) if own else (recording.frames, False)
+
+
+class _Modules:
+    """Names of modules by launch."""
+
+    def __init__(self, recording: Recording, ranges: Columns, is_path: bool) -> None:
+        self._recording = recording
+        self._names = list(recording.names)
+        self._ranges = ranges
+        self._range_names = ranges["name"].tolist()
+        self._is_path = is_path
+        self._nesting = Nesting(ranges, proper=False)
+        self._chains: dict[int, str | None] = {-1: None}
+
+    def of(self, launches: list[_Around], threads: Ints, times: Floats) -> list[str | None]:
+        """In the launches' order. In the backward the module is that of the forward operator, else the range of the backward."""
+        start = self._recording.operators.start
+        forwards = np.array([launch.forward for launch in launches], dtype=np.int64)
+        at_launch = self._nesting.innermost(threads, times).tolist()
+        origin_threads = (
+            np.where(forwards >= 0, self._recording.operators["thread"][forwards], -1) if len(start) else forwards
+        )
+        origin_times = np.where(forwards >= 0, start[forwards], 0.0) if len(start) else times
+        at_origin = self._nesting.innermost(origin_threads, origin_times).tolist()
+        backwards = Nesting(self._recording.backwards, proper=False).innermost(threads, times).tolist()
+        backward_names = self._recording.backwards["name"]
+        range_starts = self._ranges.start
+        modules: list[str | None] = []
+        for launch, here, origin, backward in zip(launches, at_launch, at_origin, backwards, strict=True):
+            if launch.node < 0 or (here >= 0 and range_starts[here] >= start[launch.node]):
+                # The forward, or a forward within the backward: activation checkpointing.
+                modules.append(self._name(here))
+            elif launch.forward >= 0 or backward < 0:
+                modules.append(self._name(origin))
+            else:
+                modules.append(str(self._names[backward_names[backward]]))
+        return modules
+
+    def _name(self, position: int) -> str | None:
+        """Dotted path, or the frames' classes from outside in."""
+        if position not in self._chains:
+            name = str(self._names[self._range_names[position]])
+            outer = None if self._is_path else self._name(int(self._nesting.parents[position]))
+            self._chains[position] = f"{outer}/{name}" if outer else name
+        return self._chains[position]
+
+
+def _calls(recording: Recording, products: list[int]) -> list[int | None]:
+    used = np.array(sorted(set(products) - {-1}), dtype=np.int64)
+    order = np.lexsort((recording.operators["id"][used], recording.operators.start[used]))
+    numbers: dict[int, int] = {position: number for number, position in enumerate(used[order].tolist())}
+    return [numbers.get(position) for position in products]
+
+
+def _steps(recording: Recording, threads: Ints, times: Floats) -> list[int | None]:
+    """The step's range is on the thread that called the profiler; it holds for every thread of the process."""
+    processes: dict[object, int] = {}
+    of_thread = np.array(
+        [processes.setdefault(thread[0], len(processes)) for thread in recording.threads], dtype=np.int64
+    )
+    steps = recording.steps
+    if not len(steps) or not len(times):
+        return [None] * len(times)
+    found = Nesting(steps, of_thread[steps["thread"]], proper=False).innermost(of_thread[threads], times)
+    names = list(recording.names)
+    numbers = [_step(names[name]) for name in steps["name"].tolist()]
+    return [numbers[position] if position >= 0 else None for position in found.tolist()]
+
+
+def _step(name: str) -> int | None:
+    digits = name.removeprefix(STEP_RANGE)
+    return int(digits) if digits.isdecimal() and len(digits) < 19 else None

@@ -1,0 +1,190 @@
+"""Chrome's trace JSON as a stream: batches of events, and what else stands at the top level. Memory holds one piece of the text.
+
+Many events are decoded at once, between two places that look like ends of events. A guess is checked by the decoding itself: text
+that begins at an event and is valid JSON between brackets ends at an event too. Where the guess is wrong (JSON without
+such places, or an event that is no valid JSON), events are decoded one by one. Text that is seen to be an event of no use is left
+out before; if it was none (an event within an event) the rest is no valid JSON either, and is decoded in full.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mpinspect.kernels.trace import refusals
+from mpinspect.kernels.trace.chunks import TextChunks
+from mpinspect.kernels.trace.error import TraceError
+from mpinspect.kernels.trace.json_text import JSON, LONGEST_VALUE, IncompleteError, JsonText, MalformedError
+from mpinspect.kernels.trace.unneeded import not_needed
+
+#: Characters of values beside the events that are kept: what ten thousand ranks say of their groups.
+_LARGEST_TOP_LEVEL = 4 << 20
+_SEPARATOR = re.compile(r"[ \t\r\n,]*")
+#: From the end of an event to the first key of the next.
+_NEXT_EVENT = re.compile(r'\}[ \t\r\n]*,?[ \t\r\n]*(?=\{[ \t\r\n]*")')
+_EVENTS_KEY = re.compile(r'"traceEvents"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
+
+# What profilers have written and JSON has not: C's names of non-finite numbers, and Windows' paths.
+_BARE_NUMBER = re.compile(r"(?<=[:,\[\s])[-+]?(?:inf|infinity|nan(?:\(\w*\))?)(?=[\s,\]}])", re.IGNORECASE)
+_BARE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
+
+
+class EventStream:
+    """The events of one trace, read once.
+
+    Args:
+        chunks: the text.
+
+    Attributes:
+        top_level: key -> value beside "traceEvents", up to the first 4 million characters of them; complete after the last batch.
+        events: how many were read, those that are not needed among them.
+        damaged: how many were no valid JSON and are left out.
+        problem: sentence about where the text is cut off or damaged; "" if nowhere.
+        is_cut: whether events are missing at the end.
+        header_problem: sentence about damage before the events, which were found all the same; "" if none.
+    """
+
+    def __init__(self, chunks: TextChunks) -> None:
+        self.top_level: dict[str, Any] = {}
+        self.events = 0
+        self.damaged = 0
+        self.problem = ""
+        self.is_cut = False
+        self.header_problem = ""
+        self._source = chunks
+        self._text = JsonText(chunks)
+        self._separator = ""
+        self._seen_events = False
+        self._kept = 0
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Lists of events, in the file's order (usually dicts: whatever stands in the array).
+
+        Raises:
+            TraceError: empty, no JSON, or JSON that is no trace.
+        """
+        first = self._text.peek()
+        if first == "[":
+            self._seen_events = True
+            yield from self._finished(self._array())
+        elif first == "{":
+            yield from self._finished(self._object())
+        else:
+            raise TraceError(refusals.no_json(self._source, self._text.text[self._text.at :][:20]))
+        if not self._seen_events:
+            raise TraceError(refusals.no_trace(self._source, list(self.top_level)))
+
+    def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """The events, and what there is to say on the end of the file."""
+        try:
+            yield from events
+            if self._text.peek().strip("\0\x1a"):
+                self.problem = f"What follows the end of the JSON, from byte {self._text.byte():,} on, is ignored."
+        except IncompleteError:
+            if not self.events:
+                raise TraceError(refusals.no_end(self._source)) from None
+            self.is_cut, self.problem = True, refusals.cut_short(self._source, self.events)
+        except MalformedError as error:
+            if not self._seen_events:
+                raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
+            self.problem = f"The file is damaged after the events ({error}): what follows them is left out."
+        if self._source.problem and not self.problem:
+            self.problem = refusals.damaged_at_the_end(self._source)
+
+    def _object(self) -> Iterator[list[Any]]:
+        text = self._text
+        text.at += 1
+        while (char := text.peek(_SEPARATOR)) != "}":
+            if not char:
+                raise IncompleteError
+            try:
+                key = text.value()
+                if not (colon := text.peek()):
+                    raise IncompleteError
+                if not isinstance(key, str) or colon != ":":
+                    raise MalformedError(f"a key and a value were expected at byte {text.byte():,}")
+                text.at += 1
+                if text.peek() == "[" and key == "traceEvents":
+                    yield from self._array()
+                else:
+                    self._keep(key)
+            except MalformedError:
+                if self._seen_events or not text.find(_EVENTS_KEY):
+                    raise
+                self.header_problem = "What stands before the events is damaged: the GPU's description may be missing."
+                yield from self._array()
+        text.at += 1
+
+    def _keep(self, key: str) -> None:
+        """Read a value of the top level; those that are read and not kept are not asked for in any trace."""
+        before = self._text.position
+        value = self._text.value()
+        self._kept += self._text.position - before
+        if self._kept <= _LARGEST_TOP_LEVEL:
+            self.top_level[key] = value
+
+    def _array(self) -> Iterator[list[Any]]:
+        self._seen_events = True
+        self._text.at += 1
+        while (char := self._text.peek(_SEPARATOR)) != "]":
+            if not char:
+                raise IncompleteError
+            batch = self._many()
+            if batch is None:
+                batch = self._few()
+            self.events += len(batch)
+            yield batch
+        self._text.at += 1
+
+    def _many(self) -> list[Any] | None:
+        """All events up to the last place that looks like the end of one, but for those not needed; None: can't be decoded."""
+        text, at = self._text.text, self._text.at
+        end = text.rfind(self._separator, at) if self._separator and text[at] == "{" else -1
+        if end < 0:
+            return None
+        events = text[at + 1 : end].split(self._separator)
+        kept = [event for event in events if not not_needed(event)]
+        try:
+            batch: list[Any] = JSON.decode(f"[{{{self._separator.join(kept)}}}]") if kept else []
+        except (ValueError, RecursionError):
+            return None
+        self.events += len(events) - len(kept)
+        self._text.at = end + 1
+        return batch
+
+    def _few(self) -> list[Any]:
+        """The complete events of the text at hand, decoded one by one; none: more text was needed, or one was damaged."""
+        batch: list[Any] = []
+        while True:
+            try:
+                event, end = self._text.decode()
+            except IncompleteError:
+                if not batch and not self._text.double():
+                    raise
+                return batch
+            except MalformedError:
+                return batch or self._mended()
+            batch.append(event)
+            text, self._text.at = self._text.text, end
+            if text[end - 1] != "}" or (following := _NEXT_EVENT.match(text, end - 1)) is None:
+                return batch
+            self._text.at = following.end()
+            # Most files have one way to write what is between two events, their braces included.
+            if (separator := text[end - 1 : following.end() + 1]) != self._separator:
+                self._separator = separator
+                return batch
+
+    def _mended(self) -> list[Any]:
+        """The event here, which is no valid JSON, with known faults mended; [] and one more damaged if that isn't enough."""
+        text = self._text
+        while (following := _NEXT_EVENT.search(text.text, text.at + 1)) is None:
+            if len(text.text) - text.at > LONGEST_VALUE or not text.double():
+                raise IncompleteError
+        event = text.text[text.at : following.start() + 1]
+        text.at = following.end()
+        try:
+            return [JSON.decode(_BARE_BACKSLASH.sub(r"\\\\", _BARE_NUMBER.sub("NaN", event)))]
+        except (ValueError, RecursionError):
+            self.damaged += 1
+            return []

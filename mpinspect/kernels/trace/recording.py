@@ -1,0 +1,238 @@
+"""Sorting a trace's events by what they are, and keeping of each what attribution needs."""
+
+from __future__ import annotations
+
+import marshal
+import math
+from operator import itemgetter
+from typing import Any
+
+from mpinspect.kernels.trace import categories
+from mpinspect.kernels.trace.categories import Takers
+from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number
+from mpinspect.kernels.trace.top_level import word
+
+#: What this package's own profiles mark: a module's forward, and the backward of its output.
+MODULE_RANGE, BACKWARD_RANGE = "mpinspect::module::", "mpinspect::backward::"
+MODULE_FRAME = "nn.Module: "
+STEP_RANGE = "ProfilerStep#"
+OPTIMIZER_RANGES = ("Optimizer.step#", "Optimizer.zero_grad#")
+
+#: marshal's version without references, whose output depends on the value alone.
+_MARSHAL = 2
+#: What every operator has.
+_USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
+_ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
+
+
+class Recording:
+    """All events of one trace that matter, as columns. Times in microseconds; -1: not there.
+
+    Attributes:
+        names, threads, arguments: of the numbers in the columns; a thread is (pid, tid); arguments are marshalled.
+        operators: name, thread, arguments, id (External id, else its like), sequence, forward_thread.
+        launches: name, thread, correlation.
+        kernels: name, device, stream, correlation, external, graph (1: the profiler names the graph it is a node of).
+        copies: device.
+        modules: this package's ranges around forwards: name, thread, id.   backwards: around backwards.
+        frames: nn.Module frames of the Python stack.   steps, optimizers: annotations.
+        flow_starts, flow_ends: forward to backward: id (number in ``flows``), thread.
+        window: the profiler's own marks of beginning and end; infinities if none.
+        unreadable, without_duration, pairs, without_phase: numbers of events left out or patched.
+    """
+
+    def __init__(self) -> None:
+        self.names, self.threads, self.arguments, self.flows = Numbering(), Numbering(), Numbering(), Numbering()
+        self.operators = Columns("name", "thread", "arguments", "id", "sequence", "forward_thread")
+        self.launches = Columns("name", "thread", "correlation")
+        self.kernels = Columns("name", "device", "stream", "correlation", "external", "graph")
+        self.copies = Columns("device")
+        self.modules = Columns("name", "thread", "id")
+        self.backwards = Columns("name", "thread", "id")
+        self.frames = Columns("name", "thread", "id")
+        self.steps = Columns("name", "thread", "id")
+        self.optimizers = Columns("name", "thread", "id")
+        self.flow_starts, self.flow_ends = Columns("id", "thread"), Columns("id", "thread")
+        self.window = (math.inf, -math.inf)
+        self.unreadable = self.without_duration = self.pairs = self.without_phase = 0
+        self.has_shapes = self.has_strides = False
+        self._operator_names: dict[object, int] = {}
+        self._takers = Takers(
+            {
+                categories.KERNELS: self._kernel,
+                categories.COPIES: self._copy,
+                categories.LAUNCHES: self._launch,
+                categories.OPERATORS: self._operator,
+                categories.ANNOTATIONS: self._annotation,
+                categories.FRAMES: self._frame,
+                categories.FLOWS: self._flow,
+            },
+            without_category=self._mark,
+        )
+
+    def add(self, batch: list[Any]) -> None:
+        """Take in events; what is no event is counted in ``unreadable``."""
+        takers = self._takers
+        for event in batch:
+            try:
+                takers[event.get("cat")](event)
+            except (AttributeError, TypeError, ValueError):
+                self.unreadable += 1
+                self.without_phase += not isinstance(event, dict)
+
+    # -- kinds of events --------------------------------------------------------------------------------------------------
+
+    def _operator(self, event: dict[str, Any]) -> None:
+        """Most of the events of most traces, and most of the time: the usual one with as few calls as possible."""
+        try:
+            start, duration, name, pid, tid, args, phase = _USUAL(event)
+            number_of_name = self._operator_names[name]
+            usual = phase == "X" and 0 <= duration < LONGEST > start > -LONGEST and args
+        except (KeyError, TypeError):
+            usual = False
+        if not usual:
+            if (unusual := self._unusual_operator(event)) is None:
+                return
+            number_of_name, start, duration, args = unusual
+            pid, tid = event.get("pid"), event.get("tid")
+        self.operators.add(
+            (
+                start,
+                duration,
+                number_of_name,
+                self.threads[pid, tid],
+                self._arguments(args) if "Input type" in args or "Input Dims" in args else -1,
+                _identity(args),
+                integer(args["Sequence number"]) if "Sequence number" in args else -1,
+                integer(args["Fwd thread id"]) if "Fwd thread id" in args else -1,
+            )
+        )
+
+    def _unusual_operator(self, event: dict[str, Any]) -> tuple[int, float, float, dict[str, Any]] | None:
+        """Of a name not seen before, or with numbers as strings, or without arguments; None: it was no operator."""
+        name, span, args = event.get("name"), self._span(event), event.get("args") or {}
+        if span is None or not isinstance(name, str):
+            return None
+        # Before there was a category for them, ranges were operators.
+        if name.startswith((MODULE_RANGE, BACKWARD_RANGE, STEP_RANGE, *OPTIMIZER_RANGES)):
+            self._range(name, span, event, args)
+            return None
+        number_of_name = self._operator_names[name] = self.names[name]
+        return number_of_name, *span, args
+
+    def _arguments(self, args: dict[str, Any]) -> int:
+        described = [args.get(key) for key in _ARGUMENTS]
+        self.has_shapes |= described[0] is not None
+        self.has_strides |= described[1] is not None
+        return self.arguments[marshal.dumps(described, _MARSHAL)]
+
+    def _launch(self, event: dict[str, Any]) -> None:
+        args = event.get("args") or {}
+        correlation = integer(args.get("correlation"))
+        if correlation >= 0 and (span := self._span(event)) is not None:
+            thread = self.threads[event.get("pid"), event.get("tid")]
+            self.launches.add((*span, self.names[str(event.get("name"))], thread, correlation))
+
+    def _kernel(self, event: dict[str, Any]) -> None:
+        if (span := self._span(event)) is None:
+            return
+        args = event.get("args") or {}
+        stream = integer(args.get("stream"))
+        self.kernels.add(
+            (
+                *span,
+                self.names[str(event.get("name"))],
+                _device(event, args),
+                stream if stream >= 0 else integer(event.get("tid")),
+                integer(args.get("correlation")),
+                integer(args.get("External id", args.get("external id"))),
+                1 if "graph id" in args or "graph node id" in args else 0,
+            )
+        )
+
+    def _copy(self, event: dict[str, Any]) -> None:
+        if (span := self._span(event)) is not None:
+            self.copies.add((*span, _device(event, event.get("args") or {})))
+
+    def _annotation(self, event: dict[str, Any]) -> None:
+        name = event.get("name")
+        if isinstance(name, str) and (span := self._span(event)) is not None:
+            self._range(name, span, event, event.get("args") or {})
+
+    def _frame(self, event: dict[str, Any]) -> None:
+        name = event.get("name")
+        if isinstance(name, str) and name.startswith(MODULE_FRAME) and (span := self._span(event)) is not None:
+            thread = self.threads[event.get("pid"), event.get("tid")]
+            args = event.get("args") or {}
+            identity = integer(args.get("Python id"), _identity(args))
+            self.frames.add((*span, self.names[name.removeprefix(MODULE_FRAME)], thread, identity))
+
+    def _range(self, name: str, span: tuple[float, float], event: dict[str, Any], args: dict[str, Any]) -> None:
+        if name.startswith(MODULE_RANGE):
+            columns, name = self.modules, name.removeprefix(MODULE_RANGE)
+        elif name.startswith(BACKWARD_RANGE):
+            columns, name = self.backwards, name.removeprefix(BACKWARD_RANGE)
+        elif name.startswith(STEP_RANGE):
+            columns = self.steps
+        elif name.startswith(OPTIMIZER_RANGES):
+            columns = self.optimizers
+        else:
+            return
+        thread = self.threads[event.get("pid"), event.get("tid")]
+        columns.add((*span, self.names[name], thread, _identity(args)))
+
+    def _flow(self, event: dict[str, Any]) -> None:
+        time = number(event.get("ts"))
+        phase = event.get("ph")
+        if time is not None and phase in ("s", "f"):
+            columns = self.flow_starts if phase == "s" else self.flow_ends
+            flow = self.flows[event.get("pid"), event.get("id")]
+            columns.add((time, 0.0, flow, self.threads[event.get("pid"), event.get("tid")]))
+
+    def _mark(self, event: dict[str, Any]) -> None:
+        """Kineto's instants at the beginning and the end of what it recorded; the rest is names of processes and threads."""
+        if event.get("ph") in ("i", "I"):
+            name, time = word(event.get("name")), number(event.get("ts"))
+            if time is not None and name.startswith(("Iteration Start", "Record Window End")):
+                self.window = (min(self.window[0], time), max(self.window[1], time))
+        elif "ph" not in event:
+            self.without_phase += 1
+
+    def _span(self, event: dict[str, Any]) -> tuple[float, float] | None:
+        """Start and duration; None if there is no start, or if the event is no complete one."""
+        start: Any = event.get("ts")
+        duration: Any = event.get("dur")
+        phase = event.get("ph")
+        if phase != "X":
+            self.pairs += phase in ("B", "E")
+            return None
+        if _is_span(start, duration):
+            return start, duration
+        start, duration = number(start), number(duration)
+        if start is None:
+            self.unreadable += 1
+            return None
+        if duration is None or duration < 0:
+            self.without_duration += 1
+            duration = 0.0
+        return start, duration
+
+
+def _is_span(start: Any, duration: Any) -> bool:
+    """Whether these are numbers that a clock may show: no strings, no infinities, no NaN."""
+    try:
+        return bool(0 <= duration < LONGEST > start > -LONGEST)
+    except TypeError:
+        return False
+
+
+def _identity(args: dict[str, Any]) -> int:
+    """What orders events of one thread that begin and end together: of operators it grows with the order of their calls."""
+    found = args.get("External id")
+    return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
+
+
+def _device(event: dict[str, Any], args: dict[str, Any]) -> int:
+    """The GPU's number; Kineto makes it the pid of the GPU's events too."""
+    device = integer(args.get("device"))
+    return device if device >= 0 else max(integer(event.get("pid"), 0), 0)

@@ -1,0 +1,1 @@
+"""Number formats and the histogram of exponents: what everything else is computed from."""

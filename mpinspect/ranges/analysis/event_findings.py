@@ -1,0 +1,286 @@
+"""Infinities and NaNs: what they say about the run, and what a dynamic loss scale can and can't do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpinspect.ranges.analysis.report import LossScaleAdvice
+from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
+from mpinspect.ranges.session import END, LOSSES, Event, Session, TensorKey, TensorWindow
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import some
+
+#: A dynamic scaler that skips more than one step in ten is no longer probing (its growth interval is hundreds of steps).
+SKIPPED_TOLERANCE = 0.1
+#: Skips in a row at the start that a dynamic scaler, halving each time, may take to find its scale: from 2^24 down to 1.
+LONGEST_SEARCH = 24
+#: Fewer skips than this are no frequency.
+FEWEST_SKIPS = 3
+
+_ID = "non-finite-event"
+
+
+def event_findings(session: Session, totals: dict[TensorKey, TensorWindow], advice: LossScaleAdvice) -> list[Finding]:
+    """At most one finding for the forward and one for the backward; from the counts alone where nothing watched the steps."""
+    left = [event for event in session.events if event.phase == END]
+    harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
+    forward = [
+        event
+        for event in session.events
+        if event not in harmless and (event.phase == "forward" or event.forward_finite is False)
+    ]
+    backward = [event for event in session.events if event.phase == "backward" and event not in forward]
+    findings = []
+    if harmless:
+        findings.append(_harmless(harmless))
+    stepped = next((event.step for event in backward if event.skipped is False), None)
+    if backward:
+        findings.append(_backward(backward, session, advice))
+    if forward and (stepped is None or forward[0].step <= stepped):
+        in_half = any(window.passed_through == "float16" for window in totals.values())
+        # What came first is the cause, or nearest to it.
+        findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
+    findings = [_left_broken(event, session) for event in left] + (findings or _from_counts(totals))
+    return findings if backward else [*findings, *_unseen_skips(session)]
+
+
+def _left_broken(event: Event, session: Session) -> Finding:
+    """Weights that were found not to be finite when the run ended."""
+    seen, steps = session.progress.watched_steps, session.progress.steps
+    again = "Run it again with the watch at every step (watch=True, no max_overhead): it names the step and the module."
+    if not session.info.watch:
+        why, fix = "the watch was off", again
+    elif seen is not None:
+        why, fix = f"the watch looked at {seen} of {steps} steps (max_overhead)", again
+    else:
+        why = "of no step that was taken did the watch see anything but finite values"
+        fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
+    return Finding(
+        _ID,
+        "error",
+        event.module,
+        f"When the run ended {event.tensor!r} held {_value(event)}; {event.explanation}. "
+        f"In which step that began is not known: {why}.",
+        _evidence(event),
+        fix,
+    )
+
+
+def _harmless(events: Sequence[Event]) -> Finding:
+    first = min(events, key=lambda event: (event.step, event.micro_batch))
+    return Finding(
+        _ID,
+        "info",
+        first.module,
+        f"In step {first.step} {_what(first)} and every gradient was finite all the same: on purpose, perhaps (a mask).",
+        _evidence(first),
+    )
+
+
+def _forward(events: Sequence[Event], in_half: bool) -> Finding:
+    first = min(events, key=lambda event: (event.step, event.micro_batch))
+    steps = {event.step for event in events}
+    skipped = len({event.step for event in events if event.skipped})
+    useless = (
+        f" The loss scale was backed off for it {_times(skipped)}, which can't help: the forward does not depend on it, and"
+        " every such step only takes half of the scale away."
+        if skipped
+        else ""
+    )
+    return Finding(
+        _ID,
+        "error",
+        first.module,
+        f"The forward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}"
+        f"{_known_cause(first)}.{useless}",
+        {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
+        f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
+        + ("; where its values grow beyond 65504, compute it in FP32 or BF16" if in_half else "")
+        + ". No loss scale repairs a forward.",
+    )
+
+
+def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice) -> Finding:
+    first = min(events, key=lambda event: (event.step, event.micro_batch))
+    steps = sorted({event.step for event in events})
+    stepped = [event for event in events if event.skipped is False]
+    # Between sampled steps a skip may be all that is known of one.
+    skipped = max(len({event.step for event in events if event.skipped}), session.progress.skipped_steps)
+    count = max(len(steps), skipped)
+    evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
+    begin = f"The backward was not finite in {_steps(count)}: first in step {first.step}, where {_what(first)}"
+    begin += _scale_too_high(first) + _never_updated(session)
+    if stepped:
+        return Finding(
+            _ID,
+            "error",
+            first.module,
+            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
+            "is not finite later may come from that.",
+            evidence,
+            f"{_remedy(first, advice)} Start again from a checkpoint before that step.",
+        )
+    if not all(event.skipped for event in events):
+        return Finding(
+            _ID,
+            "warning",
+            first.module,
+            f"{begin}.",
+            evidence,
+            _remedy(first, advice),
+        )
+    if _keeps_skipping(steps, skipped, session):
+        return Finding(
+            _ID,
+            "warning",
+            first.module,
+            f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
+            " explains.",
+            evidence,
+            f"{_take(advice)} If the scale is static, it is too large. NaNs at small scales are no overflow: look at the backward"
+            " of the module named.",
+        )
+    return Finding(
+        _ID,
+        "info",
+        first.module,
+        f"{begin}; the scaler skipped the step, as a dynamic loss scale does when it has grown too large.",
+        evidence,
+    )
+
+
+def _remedy(first: Event, advice: LossScaleAdvice) -> str:
+    """What to do about gradients that broke and that nobody skipped."""
+    if _scale_too_high(first):
+        return _take(advice)
+    module = repr(first.module or "the model")
+    where = f"what comes after {module}, the loss first of all" if first.after else f"the backward of {module}"
+    return (
+        f"Look at {where}: a division by zero, a square root or logarithm at zero, an overflow. torch.amp.GradScaler would skip "
+        "such steps, and mend nothing."
+    )
+
+
+def _scale_too_high(first: Event) -> str:
+    """That a finite loss had an infinite gradient, with the scale that made it so; "" where no scale did."""
+    if first.value != "inf" or not first.forward_finite or (first.loss_scale is not None and first.loss_scale <= 1):
+        return ""
+    if first.loss_scale is not None:
+        return f": the forward was finite, so a loss scale of {first.loss_scale:.15g} is too high"
+    largest = max(first.last_maxima, default=0.0)
+    before = f" (its largest finite magnitude in the steps before was {largest:.3g})" if largest else ""
+    return f": the forward was finite, so whatever the loss is multiplied by is too high{before}"
+
+
+def _never_updated(session: Session) -> str:
+    """That no update was ever applied, where that is known."""
+    if session.progress.weights_moved is not False or not session.progress.backwards:
+        return ""
+    return f"; of {session.progress.backwards} backwards no update was ever applied"
+
+
+def _take(advice: LossScaleAdvice) -> str:
+    """Which scale to take, by the advice."""
+    if advice.recommended is None:
+        return "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
+    if advice.needed is False:
+        return "Train without a loss scale (1): none is needed."
+    return f"Take a loss scale of {advice.recommended:.17g}, or begin with it in a scaler that skips such steps."
+
+
+def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:
+    """Whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over.
+
+    ``steps``: those that were seen not to be finite; ``skipped``: how many were skipped in all.
+    """
+    opening = next((index for index, step in enumerate(steps) if step != index), len(steps))
+    if opening > max(LONGEST_SEARCH, SKIPPED_TOLERANCE * session.progress.steps):
+        return True
+    if skipped >= session.progress.steps:
+        scales = [event.loss_scale for event in session.events]
+        # Every step so far was skipped: hopeless where the scale does not fall.
+        return skipped >= FEWEST_SKIPS and len(set(scales)) == 1
+    later, rest = skipped - opening, session.progress.steps - opening
+    return later >= FEWEST_SKIPS and later > SKIPPED_TOLERANCE * rest
+
+
+def _unseen_skips(session: Session) -> list[Finding]:
+    """Steps that were skipped where the watch was off, or did not look at every step."""
+    progress, skipped = session.progress, session.progress.skipped_steps
+    if not skipped or (session.info.watch and progress.watched_steps is None):
+        return []
+    often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
+    why = "the watch looked at none of them (max_overhead)" if session.info.watch else "the watch was off"
+    return [
+        Finding(
+            "unwatched-skips",
+            "warning" if often else "info",
+            "",
+            f"{skipped} of {progress.steps} steps were skipped for their gradients, and {why}: in which layer these turned "
+            "infinite or NaN is not known."
+            + (" That is more than a dynamic scaler's probing explains." if often else ""),
+            {"skipped_steps": skipped, "steps": progress.steps},
+            "To have it named, watch every step: watch=True without max_overhead (mpinspect run does by default).",
+        )
+    ]
+
+
+def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
+    """Where the steps were not watched, the counts still hold the infinities and NaNs of the sampled ones."""
+    broken = [key for key, window in totals.items() if window.histogram.infs or window.histogram.nans]
+    in_forward = [key.name for key in broken if key.kind == ACTIVATION]
+    names = in_forward or [key.name for key in broken if key.kind in GRADIENT_KINDS]
+    if not names:
+        return []
+    where = "the activations" if in_forward else "gradients"
+    elements = {name: sum(getattr(totals[key].histogram, name) for key in broken) for name in ("infs", "nans")}
+    return [
+        Finding(
+            _ID,
+            "error" if in_forward else "warning",
+            names[0],
+            f"There are {elements['infs']} infinities and {elements['nans']} NaNs in {where} of {some(names)}.",
+            {**elements, "layers": len(names)},
+            "Run with watch=True to learn in which step and module that begins.",
+        )
+    ]
+
+
+def _value(event: Event) -> str:
+    return "an inf" if event.value == "inf" else "a NaN"
+
+
+def _what(event: Event) -> str:
+    value = _value(event)
+    what = event.what.replace("_", " ")
+    if event.after:
+        return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already"
+    return (
+        f"the {what} held {value}"
+        if event.what in LOSSES
+        else f"the {what} of {event.module or 'the model'!r} held {value}"
+    )
+
+
+def _known_cause(event: Event) -> str:
+    return f" ({event.explanation})" if event.explanation else ""
+
+
+def _evidence(event: Event) -> dict[str, object]:
+    return {
+        "step": event.step,
+        "micro_batch": event.micro_batch,
+        "phase": event.phase,
+        "tensor": event.tensor,
+        "value": event.value,
+        "loss_scale": event.loss_scale,
+        "last_maxima": list(event.last_maxima),
+    }
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

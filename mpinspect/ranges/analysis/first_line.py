@@ -1,0 +1,63 @@
+"""What broke, in one line: the first thing to read when a run has failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpinspect.ranges.session import END, Event
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.analysis.report import RangeReport
+
+_VALUES = {"inf": "inf", "nan": "NaN"}
+
+
+def first_line(event: Event) -> str:
+    """``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``; what is not known is left out."""
+    if event.phase == END:
+        return f"end of the run (step {event.step}), {event.tensor}, first {_VALUES.get(event.value, event.value)}"
+    parts = [f"step {event.step}"]
+    if event.micro_batch:
+        parts.append(f"micro-batch {event.micro_batch}")
+    parts += [event.phase, event.place, f"first {_VALUES.get(event.value, event.value)}"]
+    if event.loss_scale is not None:
+        parts.append(f"scale {_scale(event.loss_scale)}")
+    if event.phase == "backward" and event.forward_finite is not None:
+        parts.append("forward finite" if event.forward_finite else "forward not finite")
+    if event.skipped:
+        parts.append("step skipped")
+    return ", ".join(parts)
+
+
+def _scale(scale: float) -> str:
+    """A number that one has heard of, or the power of two that it is."""
+    mantissa, exponent = math.frexp(scale)
+    is_known = mantissa != 0.5 or 0 <= exponent - 1 <= 24
+    return f"{scale:.15g}" if is_known else f"2^{exponent - 1}"
+
+
+def what_broke(report: RangeReport) -> Event | None:
+    """The event that a run failed by; None where nothing did harm."""
+    alarming = any(finding.id == "non-finite-event" and finding.severity != "info" for finding in report.findings)
+    # A scale that never lets a step through: each skip alone looks like probing.
+    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
+
+
+def gravest(events: Sequence[Event]) -> Event | None:
+    """The first event that no loss scaler caught and that did harm; None without one.
+
+    A dynamic loss scale is found by overflowing: a skipped step with a finite forward is how it probes. A forward that is not
+    finite while every gradient is, as with a mask of infinities, does no harm.
+    """
+    return next((event for event in events if not _is_probing(event) and not _is_harmless(event)), None)
+
+
+def _is_probing(event: Event) -> bool:
+    """Whether a loss scaler caught it, as it does when it has grown too large."""
+    return bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False
+
+
+def _is_harmless(event: Event) -> bool:
+    return event.phase == "forward" and bool(event.gradients_finite)

@@ -1,0 +1,289 @@
+"""What the ranges of the gradients say: flushed, flushed already, overflowing, at odds, moving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+
+from mpinspect.ranges.analysis.drift import moved
+from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
+from mpinspect.ranges.analysis.scale_advice import Advised, Decision, Loss
+from mpinspect.ranges.analysis.scale_window import HEADROOM
+from mpinspect.ranges.analysis.scale_words import in_steps
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
+from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import format_name, percent, power, scale_of, some, upper_first
+
+#: How many layers the evidence lists.
+MOST_LAYERS_LISTED = 20
+
+
+def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: Advised) -> list[Finding]:
+    """All findings about gradients, from the layers' reports and the decision on the scale."""
+    advice, decision = advised.advice, advised.decision
+    gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
+    if not session.progress.scale_known:
+        return [_scale_unknown(advice)]
+    found: list[Finding | None] = []
+    if advised.diverged:
+        found.append(_diverged(advice))
+    if decision is not None:
+        found += [
+            _flushed(session, decision),
+            _weights_fine(decision),
+            _already_flushed({layer.key: layer for layer in gradients}, decision),
+            _overflow(session, gradients, decision),
+            _window_empty(decision),
+            _drift(advice),
+        ]
+    found.append(_noise(gradients))
+    return [finding for finding in found if finding is not None]
+
+
+def _flushed(session: Session, decision: Decision) -> Finding | None:
+    if not decision.suffering:
+        return None
+    worst, *more = decision.suffering
+    needed = max(loss.log2_lowest for loss in decision.suffering)
+    spared = why_no_alarm(session, worst, needed)
+    limit = percent(decision.rules.tolerance)
+    others = (
+        f" {len(more)} more {'layer loses' if len(more) == 1 else 'layers lose'} more than {limit}." if more else ""
+    )
+    return Finding(
+        "gradients-flushed",
+        "info" if spared else "warning",
+        worst.key.name,
+        f"Without loss scaling {format_name(decision.rules.format.name)} would flush {percent(worst.flushed_fraction)} of the "
+        f"non-zero elements of {phrase(*worst.key)}{in_steps(worst.steps)}, {percent(worst.lost_l1_share)} of their sum of "
+        f"magnitudes.{others}" + (f" {spared}" if spared else ""),
+        {
+            "kind": worst.key.kind,
+            "flushed_fraction": worst.flushed_fraction,
+            "lost_l1_share": worst.lost_l1_share,
+            "log2_scale_needed": needed,
+            "steps": list(worst.steps) if worst.steps else None,
+            "layers": {loss.key.name: loss.lost_l1_share for loss in decision.suffering[:MOST_LAYERS_LISTED]},
+            "layers_count": len(decision.suffering),
+        },
+        "" if spared else _scale_fix(decision),
+    )
+
+
+def _scale_fix(decision: Decision) -> str:
+    """How to get the recommended scale; the ways out where no scale serves every layer."""
+    if decision.window.is_empty:
+        return _ways_out(decision)
+    return (
+        f"Multiply the loss by {scale_of(decision.log2_scale):.17g}, or begin with that in a dynamic scaler. The batch size is "
+        "part of it: a mean over twice as many samples needs twice the scale."
+    )
+
+
+def why_no_alarm(session: Session, worst: Loss, needed: int) -> str:
+    """Why a layer that scale 1 fails is no alarm in this run; "" if it is one."""
+    if runs_at_least(session, needed):
+        return "The run's own loss scale serves it."
+    if runs_in_bfloat16(session, [worst.key]):
+        return "The run uses BF16, which holds them without."
+    return ""
+
+
+def runs_in_bfloat16(session: Session, keys: Collection[TensorKey]) -> bool:
+    """Whether the run holds these tensors in BF16, whose range is FP32's."""
+    return session.passed_through(keys) == {"bfloat16"}
+
+
+def runs_at_least(session: Session, log2_scale: int) -> bool:
+    """Whether the run's known loss scale was at least 2^log2_scale in nine steps of ten."""
+    changes = session.progress.scales
+    if not changes:
+        return False
+    end = max(session.progress.steps, changes[-1].step + 1)
+    ends = [change.step for change in changes[1:]] + [end]
+    enough = sum(
+        stop - change.step
+        for change, stop in zip(changes, ends, strict=True)
+        if change.scale and math.log2(change.scale) >= log2_scale
+    )
+    return enough >= 0.9 * (end - changes[0].step)
+
+
+def _weights_fine(decision: Decision) -> Finding | None:
+    weights = [loss for loss in decision.losses if loss.key.kind == WEIGHT_GRADIENT]
+    others = [loss for loss in decision.suffering if loss.key.kind == ACTIVATION_GRADIENT]
+    if not weights or not others or weights[0].log2_lowest > 0:
+        return None
+    worst, worst_weight, format = others[0], weights[0], format_name(decision.rules.format.name)
+    return Finding(
+        "weight-gradients-fine",
+        "info",
+        worst.key.name,
+        f"The weight gradients are fine without loss scaling ({format} loses {percent(worst_weight.lost_l1_share)} of the sum of "
+        f"magnitudes in the worst); it is {phrase(*worst.key)} that would flush.",
+        {
+            "worst_weight_gradient": worst_weight.key.name,
+            "lost_l1_share": worst_weight.lost_l1_share,
+            "flushed_fraction": worst.flushed_fraction,
+        },
+    )
+
+
+def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision) -> Finding | None:
+    """Where values flushed before counting may need a larger scale than those seen; a warning where they very likely do."""
+    if not decision.hides:
+        return None
+    format, tolerance = decision.rules.format, decision.rules.tolerance
+    doubtful = [loss for loss in decision.losses if loss.log2_certain > max(loss.log2_lowest, 0) and loss.key in layers]
+    if not doubtful:
+        return None
+    worst = max(doubtful, key=lambda loss: (loss.gradient.seen.likely_hidden_l1_share(), loss.log2_certain))
+    layer = layers[worst.key]
+    likely = worst.gradient.seen.likely_hidden_l1_share()
+    alarm = likely > tolerance
+    share = layer.already_flushed_fraction.high if layer.already_flushed_fraction else 0.0
+    return Finding(
+        "gradients-already-flushed",
+        "warning" if alarm else "info",
+        worst.key.name,
+        f"Of {phrase(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
+        f"2^{layer.floor_exponent}; "
+        + (
+            "the counts crowd just above that, so part of the zeros were values."
+            if alarm
+            else "how many of them is not known."
+        ),
+        {
+            "floor_exponent": layer.floor_exponent,
+            "already_flushed_fraction_high": share,
+            "lost_l1_share_high": worst.gradient.seen.lost_l1_share(format).high,
+            "lost_l1_share_likely": likely,
+            "layers_count": len(doubtful),
+        },
+        "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them"
+        + (
+            f", or run at a loss scale of at least 2^{worst.log2_certain}."
+            if worst.log2_certain <= decision.window.log2_highest
+            else "."
+        ),
+    )
+
+
+def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
+    over = [layer for layer in gradients if layer.overflowed]
+    if not over or not decision.overflows_unscaled:
+        # A few steps of very many may overflow, as they do under a dynamic scaler; the layers' rows have them.
+        return None
+    format = decision.rules.format
+    worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
+    if decision.window.is_empty:
+        fix = _ways_out(decision)
+    else:
+        fix = (
+            f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (no floor of 1 must stand in its "
+            "way), or use BF16."
+        )
+    return Finding(
+        "gradients-overflow",
+        "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
+        worst.name,
+        f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
+        f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.",
+        {
+            "overflowed": worst.overflowed,
+            "max_log2_scale": worst.max_log2_scale,
+            "layers": [layer.name for layer in over[:MOST_LAYERS_LISTED]],
+            "layers_count": len(over),
+        },
+        fix,
+    )
+
+
+def _window_empty(decision: Decision) -> Finding | None:
+    if not decision.window.is_empty:
+        return None
+    large, small, lowest, highest = _at_odds(decision)
+    pair = f"{large!r} and {small!r}" if small else f"{large!r} alone"
+    return Finding(
+        "scale-window-empty",
+        "warning",
+        large,
+        f"No one loss scale serves {pair}: at least 2^{lowest} is needed, above 2^{highest} it overflows.",
+        {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
+        _ways_out(decision),
+    )
+
+
+def _ways_out(decision: Decision) -> str:
+    """What to do where no scale serves every layer."""
+    large, small, *_ = _at_odds(decision)
+    return (
+        f"Compute {large!r} in FP32{f' (or {small!r})' if small else ''}, clip the large gradients where they arise, scale the "
+        "layer by itself, or use BF16, which needs no scale."
+    )
+
+
+def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
+    """The layer that needs a large scale, the one that overflows at it ("": the same, or not known), lowest and highest."""
+    if decision.conflicts:
+        pair = decision.conflicts[0]
+        small = "" if pair.needs_large == pair.needs_small else pair.needs_small
+        return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
+    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
+
+
+def _scale_unknown(advice: LossScaleAdvice) -> Finding:
+    return Finding(
+        "scale-unknown",
+        "warning",
+        "",
+        "The loss scale of a backward is not known: the gradients' ranges are those of the gradients as they arrived.",
+        {"reason": advice.reason},
+        "Give the inspector the scaler (scalers=...) or, where the loop scales by hand, the scale (loss_scale=...).",
+    )
+
+
+def _diverged(advice: LossScaleAdvice) -> Finding:
+    return Finding(
+        "training-diverged",
+        "warning",
+        "",
+        upper_first(advice.reason.removeprefix("No advice: ")),
+        {},
+        "Train at a lower learning rate, warm it up, or clip the gradients.",
+    )
+
+
+def _drift(advice: LossScaleAdvice) -> Finding | None:
+    blocks, powers_moved = advice.blocks, moved(advice.blocks)
+    if powers_moved <= HEADROOM:
+        return None
+    known = [(block, block.log2_highest) for block in blocks if block.log2_highest is not None]
+    (low, lowest), (high, highest) = min(known, key=lambda b: b[1]), max(known, key=lambda b: b[1])
+    return Finding(
+        "scale-window-moves",
+        "info",
+        "",
+        f"The largest safe loss scale moves by {powers_moved} powers of two: {power(lowest)} in steps {low.first_step}-"
+        f"{low.last_step}, {power(highest)} in steps {high.first_step}-{high.last_step}.",
+        {"powers_of_two": powers_moved, "static_scale": advice.static_scale},
+        "A dynamic loss scale follows it; a static one must fit the steps with the largest gradients.",
+    )
+
+
+def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
+    names = [layer.name for layer in gradients if layer.rounding_noise]
+    if not names:
+        return None
+    return Finding(
+        "rounding-noise",
+        "info",
+        names[0],
+        f"The gradients of {some(names)} look like rounding noise, as those do that are zero in theory: no scale need serve "
+        "them.",
+        {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
+        "A bias before a normalisation or a softmax has no effect and can be left out.",
+    )

@@ -1,0 +1,179 @@
+"""The loss scale that fits the gradients of a session, or of histograms alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
+from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, divergence, time_blocks
+from mpinspect.ranges.analysis.evidence import Evidence, evidence
+from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings
+from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_highest, overflowed_at
+from mpinspect.ranges.analysis.ranges import tensor_infos
+from mpinspect.ranges.analysis.report import LossScaleAdvice
+from mpinspect.ranges.analysis.scale_advice import Advised, Block, Decision, ScaleRules, decide, no_advice, scale_advice
+from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, gradient_ranges, scale_window
+from mpinspect.ranges.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
+from mpinspect.reporting.words import lower_first
+
+#: Powers of two within which FP32 holds a scale and its inverse.
+FARTHEST = 126
+#: The kind of a gradient that is given as a bare histogram.
+_GRADIENT = "gradient"
+
+
+def recommend_loss_scale(
+    histograms: Session | ExponentHistogram | Mapping[str, ExponentHistogram] | Iterable[ExponentHistogram],
+    *,
+    format: FormatLike = FLOAT16,
+    headroom: int = HEADROOM,
+    tolerance: float = LOST_L1_TOLERANCE,
+    growth_interval: int = LONGEST_GROWTH_INTERVAL,
+) -> LossScaleAdvice:
+    """The loss scale that fits these gradients.
+
+    Args:
+        histograms: unscaled gradients, one histogram a layer: by name, or in any iterable (then named "0", "1", ...), or a
+            single one; or a whole session, which adds the steps' peaks (and with them the confidence), drift and noise.
+        format: the format that the scaled gradients are held in: a FloatFormat, a name or a dtype.
+        headroom: powers of two to leave below the overflow, at least 0.
+        tolerance: the lost L1 share up to which a layer counts as served, in (0, 1).
+        growth_interval: steps; a probability of overflow of 1/growth_interval a step is accepted.
+
+    A mean over N samples in the loss is a scale of 1/N that is already in the gradients: another batch size, or
+    gradient accumulation over N micro-batches, moves the whole window by log2 N powers of two.
+
+    Raises:
+        ValueError: an option is out of its range, or names no format.
+        TypeError: ``histograms`` is none of the above.
+    """
+    rules = ScaleRules(as_format(format), headroom, tolerance, growth_interval)
+    if isinstance(histograms, Session):
+        seen = evidence(histograms)
+        totals = seen.session.totals()
+        ceilings = rounding_noise_ceilings(tensor_infos(histograms, totals), totals)
+        return advise(seen, totals, ceilings, noise_of(totals, ceilings), rules).advice
+    gradients = [
+        GradientRange(TensorKey(name, _GRADIENT), Visibility(histogram))
+        for name, histogram in _by_name(histograms).items()
+    ]
+    window = scale_window(gradients, None, rules.format, rules.tolerance)
+    if window is None:
+        return no_advice(nothing_to_serve(gradients))
+    decision = decide(gradients, window, Ceiling(window.log2_highest), {}, (), rules)
+    return _advised(decision, (), gradients).advice
+
+
+def noise_of(totals: Mapping[TensorKey, TensorWindow], ceilings: Mapping[TensorKey, float]) -> frozenset[TensorKey]:
+    """The tensors that hold nothing but rounding noise."""
+    return frozenset(key for key, ceiling in ceilings.items() if is_rounding_noise(totals[key].histogram, ceiling))
+
+
+def advise(
+    seen: Evidence,
+    totals: dict[TensorKey, TensorWindow],
+    ceilings: dict[TensorKey, float],
+    noise: frozenset[TensorKey],
+    rules: ScaleRules,
+) -> Advised:
+    """The advice for what speaks for a session, whose totals and noise are known already."""
+    session, format = seen.session, rules.format
+    gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
+    if not session.progress.scale_known:
+        return Advised(no_advice(scale_unknown(session, gradients, rules.format, rules.tolerance)))
+    if not session.windows and seen.left_out:
+        return Advised(no_advice(f"No advice: {lower_first(seen.left_out)}"))
+    groups = time_blocks(session.windows)
+    peaks = [add_counts(part.gradient_peaks for part in group) for group in groups]
+    overflowed = _overflowed(session, format)
+    exact = [_without_overflows(session, group, of_steps) for group, of_steps in zip(groups, peaks, strict=True)]
+    ceiling = log2_highest(
+        [each for each in peaks if each], format, rules.growth_interval, [each for each in exact if each]
+    )
+    if ceiling is not None:
+        ceiling = ceiling.below(overflowed_at(overflowed))
+    window = scale_window(gradients, ceiling.log2_highest if ceiling else None, format, rules.tolerance)
+    if window is None:
+        return Advised(no_advice(nothing_to_serve(gradients, session)))
+    if ceiling is None:
+        ceiling = Ceiling(window.log2_highest).below(overflowed_at(overflowed))
+        window = replace(window, log2_highest=ceiling.log2_highest)
+    diverged = divergence(session.windows)
+    if diverged:
+        return Advised(no_advice(diverged), diverged=True)
+    blocks = []
+    for group, of_steps in zip(groups, peaks, strict=True):
+        found = gradient_ranges(block_histograms(group), ceilings, noise)
+        first, last = group[0].first_step, max(part.last_step for part in group)
+        top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
+        if top is not None:
+            # The margin of the whole run: a block's few steps would give another.
+            room = top.log2_highest + top.margin
+            top = Ceiling(max(room - ceiling.margin, min(room, 0)))
+            top = top.below(overflowed_at(event for event in overflowed if first <= event.step <= last))
+        blocks.append(
+            Block(first, last, found, scale_window(found, top.log2_highest if top else None, format, rules.tolerance))
+        )
+    decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules)
+    return _advised(decision, blocks, gradients, seen.left_out)
+
+
+def _advised(
+    decision: Decision, blocks: Sequence[Block], gradients: Sequence[GradientRange], left_out: str = ""
+) -> Advised:
+    window = decision.window
+    if window.log2_highest < -FARTHEST or window.log2_lowest > FARTHEST:
+        return Advised(
+            no_advice("No advice: no scale that FP32 holds would bring these gradients into the format's range.")
+        )
+    return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, left_out)), decision)
+
+
+def _without_overflows(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
+    """The peaks that are known: a step that overflowed FP16 at 2^k shows 2^(16 - k), whatever its gradients would have been."""
+    if "float16" not in session.passed_through():
+        return peaks
+    changes, first, last = session.progress.scales, group[0].first_step, max(part.last_step for part in group)
+    ends = [change.step for change in changes[1:]] + [last + 1]
+    shown = {
+        FLOAT16.max_exponent + 1 - (math.frexp(change.scale)[1] - 1)
+        for change, end in zip(changes, ends, strict=False)
+        if change.scale and change.step <= last and end > first
+    }
+    return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
+
+
+def _overflowed(session: Session, format: FloatFormat) -> list[Event]:
+    """The run's events, where an overflow of the run would have been one of ``format``."""
+    widest = min((FORMATS[name].max_exponent for name in session.passed_through() if name in FORMATS), default=0)
+    return list(session.events) if format.max_exponent <= max(widest, FLOAT16.max_exponent) else []
+
+
+def _by_name(
+    histograms: ExponentHistogram | Mapping[str, ExponentHistogram] | Iterable[ExponentHistogram],
+) -> dict[str, ExponentHistogram]:
+    if isinstance(histograms, ExponentHistogram):
+        return {"0": histograms}
+    if isinstance(histograms, Mapping):
+        named = {str(name): histogram for name, histogram in histograms.items()}
+    elif isinstance(histograms, Iterable):
+        named = {str(index): histogram for index, histogram in enumerate(histograms)}
+    else:
+        raise TypeError(_wrong_type(histograms))
+    for histogram in named.values():
+        if not isinstance(histogram, ExponentHistogram):
+            raise TypeError(_wrong_type(histogram))
+    return named
+
+
+def _wrong_type(found: object) -> str:
+    return (
+        f"histograms must hold ExponentHistogram, not {type(found).__name__}: count a tensor first, "
+        "with mpinspect.count_exponents(tensor)"
+    )

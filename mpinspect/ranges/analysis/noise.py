@@ -1,0 +1,101 @@
+"""Gradients that are zero in theory and hold rounding noise: no underflow, and nothing that a scale should serve.
+
+A bias before a BatchNorm, or the key part of an attention's bias before the softmax, has no influence on the loss: the
+terms of its gradient's sum cancel, and what is left is the rounding error of the sum. It looks like a layer that needs
+an enormous loss scale. The counts tell: a bias's gradient is the sum of the gradients of its layer's output, so its
+magnitude can be held against the sum of *their* magnitudes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
+
+#: An FP32 sum that cancels leaves about 2^-24 of the sum of the terms' magnitudes. Measured, as averages over a run's steps
+#: and elements: 2^-25 for a key bias before softmax (1,024 terms), 2^-22.6 for convolutions' biases before BatchNorm (4,096
+#: terms); true bias gradients were 2^-5 and more. The smallest to expect, a million terms of random sign, is 2^-10.
+FP32_NOISE_SHARE = 2.0**-16
+#: Terms rounded to FP16 or BF16 carry errors of up to 2^-9 each that do not cancel: at most this share remains ...
+NARROW_NOISE_SHARE = 2.0**-9
+#: ... and, the errors being of random sign, about 2^-9/sqrt(N). This share, over sqrt(N), is between that and 1/sqrt(N).
+NARROW_NOISE_SHARE_OF_ONE_TERM = 2.0**-6
+#: Without the output's gradients: a bias gradient this far below the weight gradient of its layer, averages again. A layer
+#: would need inputs of 2^16 for a true bias gradient to be that small; noise in sums of many terms goes undetected.
+NOISE_SHARE_OF_WEIGHT_GRADIENT = 2.0**-16
+
+
+def rounding_noise_ceilings(
+    infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]
+) -> dict[TensorKey, float]:
+    """For each bias gradient that can be judged, the average magnitude up to which its values are rounding noise.
+
+    Judged are one-dimensional parameters called "bias", which their module adds to its output (fused biases like
+    ``in_proj_bias`` and those of LSTMs enter elsewhere). An average over the samples, so an estimate.
+    """
+    ceilings = {}
+    for key, info in infos.items():
+        window = totals.get(key)
+        is_bias = key.kind == WEIGHT_GRADIENT and len(info.shape) == 1 and key.name.rpartition(".")[2] == "bias"
+        if not is_bias or window is None or not window.samples or not info.shape[0]:
+            continue
+        output = totals.get(TensorKey(info.module, ACTIVATION_GRADIENT))
+        ceiling = _ceiling_from_output(window, output, info.shape[0]) if output else None
+        if ceiling is None:
+            ceiling = _ceiling_from_weight(key, totals)
+        if ceiling is not None:
+            ceilings[key] = ceiling
+    return ceilings
+
+
+def is_rounding_noise(histogram: ExponentHistogram, ceiling: float) -> bool:
+    """Whether the values are noise: their average magnitude is within the ceiling. False where there is no value.
+
+    The average, not the maximum: over a run whose gradients shrink, one early maximum is far above the average step.
+    """
+    return 0 < _mean_abs(histogram) <= ceiling
+
+
+def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHistogram:
+    """The histogram without the exponents that lie wholly below the ceiling (a fused bias is noise in part)."""
+    if not len(histogram.counts) or ceiling <= 0:
+        return histogram
+    drop = math.frexp(ceiling)[1] - 1 - histogram.min_exponent
+    if drop <= 0:
+        return histogram
+    return ExponentHistogram.from_counts(
+        histogram.counts[drop:],
+        histogram.min_exponent + drop,
+        powers_of_two=histogram.powers_of_two[drop:],
+        near_top=histogram.near_top[drop:],
+        zeros=histogram.zeros,
+        infs=histogram.infs,
+        nans=histogram.nans,
+        max_abs=histogram.max_abs if len(histogram.counts) > drop else None,
+    )
+
+
+def _ceiling_from_output(bias: TensorWindow, output: TensorWindow, elements: int) -> float | None:
+    """Noise share times the sum of |output gradient| per sample and bias element; None where no output was seen."""
+    if not output.histogram.nonzero:
+        return None
+    parts = bias.samples * elements
+    terms = max(output.histogram.total / parts, 1.0)
+    share = FP32_NOISE_SHARE
+    if {bias.passed_through, output.passed_through} != {"float32"}:
+        share = max(share, min(NARROW_NOISE_SHARE, NARROW_NOISE_SHARE_OF_ONE_TERM / math.sqrt(terms)))
+    return share * output.histogram.sum_abs().estimate / parts
+
+
+def _ceiling_from_weight(key: TensorKey, totals: dict[TensorKey, TensorWindow]) -> float | None:
+    prefix = key.name.rpartition(".")[0]
+    weight = totals.get(TensorKey(f"{prefix}.weight" if prefix else "weight", WEIGHT_GRADIENT))
+    return NOISE_SHARE_OF_WEIGHT_GRADIENT * _mean_abs(weight.histogram) if weight else None
+
+
+def _mean_abs(histogram: ExponentHistogram) -> float:
+    """Mean magnitude of the finite elements, zeros included, estimated; 0.0 if there is none."""
+    elements = histogram.nonzero + histogram.zeros
+    return histogram.sum_abs().estimate / elements if elements else 0.0

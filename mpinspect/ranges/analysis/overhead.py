@@ -1,0 +1,51 @@
+"""What inspecting cost, and what a budget (max_overhead) made of it, in words."""
+
+from __future__ import annotations
+
+from mpinspect.ranges.session import Session
+
+#: From so many times the budget on the report says why it was not kept.
+_CLEARLY_ABOVE = 1.25
+
+
+def overhead_line(session: Session) -> str:
+    """A sentence on the cost that was measured and on what was looked at for it; "" where there was no budget.
+
+    Times are those inside the inspector's callbacks (and of its kernels on a CUDA device) over the bare steps.
+    """
+    most, progress = session.info.max_overhead, session.progress
+    if most is None:
+        return ""
+    if progress.overhead is None:
+        cost = f"the cost is not measured yet (max_overhead {most:.3g})"
+    else:
+        cost = (
+            f"measured cost {progress.overhead:.2%} of the bare steps (max_overhead {most:.3g}): {progress.own_s:.3g} s to "
+            f"{progress.bare_s:.3g} s over {progress.measured_steps:,} steps"
+        )
+        if progress.overhead > _CLEARLY_ABOVE * most:
+            cost += (
+                ", above what was asked for: the first two steps are sampled whatever they cost, and of very short steps the "
+                "hooks alone take more"
+            )
+    parts = [cost]
+    if session.info.kinds:
+        parts.append(f"sampled {_share(progress.sampled_steps, progress.steps)}")
+    if session.info.watch and progress.watched_steps is not None:
+        watched = f"the watch looked at {_share(progress.watched_steps, progress.steps)}"
+        if progress.watched_steps < progress.steps:
+            watched += ": an infinity or a NaN that came and went between them was not seen"
+        parts.append(watched)
+    return "; ".join(parts)
+
+
+def _share(looked_at: int, steps: int) -> str:
+    if not steps:
+        return "none so far"
+    if looked_at >= steps:
+        return f"all {steps:,} steps"
+    if not looked_at:
+        return f"none of {steps:,} steps"
+    interval = steps / looked_at
+    about = f", about 1 in {interval:.1f}" if interval < 10 else f", about 1 in {interval:,.0f}"
+    return f"{looked_at:,} of {steps:,} steps{about}"

@@ -1,0 +1,140 @@
+"""Per tensor: what a format does to the values that were counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpinspect.numeric.exponents import Interval
+from mpinspect.numeric.formats import FloatFormat
+from mpinspect.ranges.analysis.drift import time_blocks
+from mpinspect.ranges.analysis.evidence import Evidence
+from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.scale_advice import Decision
+from mpinspect.ranges.analysis.serving import least_log2_scale
+from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import Session, TensorInfo, TensorKey, TensorWindow, merge_tensor_windows, merge_windows
+
+
+def layer_reports(
+    session: Session,
+    totals: dict[TensorKey, TensorWindow],
+    format: FloatFormat,
+    noise: frozenset[TensorKey],
+) -> tuple[LayerReport, ...]:
+    """One report a tensor, in the order in which they were watched; ``noise`` names those that hold rounding noise."""
+    return tuple(
+        layer_report(info, totals.get(info.key), format, rounding_noise=info.key in noise)
+        for info in tensor_infos(session, totals).values()
+    )
+
+
+def over_the_run(
+    layers: Sequence[LayerReport], seen: Evidence, spoken: dict[TensorKey, TensorWindow], format: FloatFormat
+) -> tuple[LayerReport, ...]:
+    """The reports with the shares that hold for the run; their counts stay what was counted.
+
+    Args:
+        layers: of all that was counted.
+        seen, spoken: what of it speaks for the run, and its totals; of a tensor that is not among them no share is known.
+        format: asked about.
+    """
+    blocks = [merge_windows(*block).tensors for block in time_blocks(seen.session.windows)] if seen.is_weighed else []
+    return tuple(
+        layer
+        if layer.histogram is None
+        else _over_the_run(
+            layer, spoken.get(layer.key), [part[layer.key] for part in blocks if layer.key in part], format
+        )
+        for layer in layers
+    )
+
+
+def _over_the_run(
+    layer: LayerReport, spoken: TensorWindow | None, blocks: Sequence[TensorWindow], format: FloatFormat
+) -> LayerReport:
+    info = TensorInfo(layer.name, layer.kind, layer.module, layer.module_type)
+    run, parts = layer_report(info, spoken, format), [layer_report(info, block, format) for block in blocks]
+    return replace(
+        layer,
+        flushed_fraction=_between(run.flushed_fraction, [part.flushed_fraction for part in parts]),
+        lost_l1_share=_between(run.lost_l1_share, [part.lost_l1_share for part in parts]),
+        already_flushed_fraction=run.already_flushed_fraction,
+        floor_exponent=run.floor_exponent,
+        subnormal_fraction=run.subnormal_fraction,
+        noise_to_signal=run.noise_to_signal,
+        log2_scale_needed=run.log2_scale_needed,
+    )
+
+
+def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
+    """The reports with the scale that the decision found each gradient to need, in the block that needs most."""
+    needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
+    return tuple(
+        replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers
+    )
+
+
+def _between(run: Interval | None, blocks: Sequence[Interval | None]) -> Interval | None:
+    """An estimate over the run, between the lowest and the highest bound of its blocks."""
+    if run is None:
+        return None
+    known = [run, *(part for part in blocks if part is not None)]
+    return Interval(run.estimate, min(part.low for part in known), max(part.high for part in known))
+
+
+def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> tuple[LayerReport, ...]:
+    """One report a kind over all of its tensors together. For orientation: a scale is judged layer by layer, never pooled."""
+    reports = []
+    for kind in KINDS:
+        parts = [window for key, window in totals.items() if key.kind == kind]
+        if parts:
+            reports.append(layer_report(TensorInfo("", kind, "", ""), merge_tensor_windows(parts), format))
+    return tuple(reports)
+
+
+def tensor_infos(session: Session, totals: dict[TensorKey, TensorWindow]) -> dict[TensorKey, TensorInfo]:
+    """What is known of every tensor: those watched, and those counted without having been announced."""
+    infos = {info.key: info for info in session.watched}
+    for key in totals:
+        infos.setdefault(key, TensorInfo(key.name, key.kind, key.name, ""))
+    return infos
+
+
+def layer_report(
+    info: TensorInfo,
+    window: TensorWindow | None,
+    format: FloatFormat,
+    *,
+    log2_scale: int = 0,
+    rounding_noise: bool = False,
+) -> LayerReport:
+    """What ``format`` does to one tensor's values times 2^log2_scale; all fields None if it was never seen.
+
+    ``log2_scale_needed``, ``max_log2_scale`` and ``range_offset`` are of the unscaled values whatever the scale.
+    """
+    if window is None or not window.samples:
+        return LayerReport(info.name, info.kind, info.module, info.module_type, 0, None)
+    histogram, seen = window.histogram, Visibility.of(window)
+    needed = least_log2_scale(histogram, format)
+    return LayerReport(
+        name=info.name,
+        kind=info.kind,
+        module=info.module,
+        module_type=info.module_type,
+        samples=window.samples,
+        histogram=histogram,
+        range_offset=histogram.range_offset(format),
+        flushed_fraction=seen.flushed_fraction(format, log2_scale),
+        already_flushed_fraction=seen.already_flushed_fraction(),
+        floor_exponent=window.floor_exponent,
+        subnormal_fraction=histogram.subnormal_fraction(format, log2_scale),
+        overflowed=histogram.overflowed_bounds(format, log2_scale)[1],
+        lost_l1_share=seen.lost_l1_share(format, log2_scale),
+        noise_to_signal=histogram.noise_to_signal(format, log2_scale),
+        log2_scale_needed=None if needed is None else max(needed, 0),
+        max_log2_scale=histogram.max_log2_scale(format),
+        lost_updates=dict(window.lost_updates) or None,
+        rounding_noise=rounding_noise,
+    )

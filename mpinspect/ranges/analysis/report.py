@@ -1,0 +1,224 @@
+"""The findings of a session as plain data: what every report renders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpinspect.numeric.exponents import ExponentHistogram, Interval
+from mpinspect.ranges.session import Event, LostUpdates, Session, TensorKey
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.rendering import RendersItself
+
+#: Every finding's id; a new finding is listed here.
+FINDING_IDS = (
+    "gradients-already-flushed",
+    "gradients-flushed",
+    "gradients-overflow",
+    "never-fired",
+    "non-finite-event",
+    "reductions-overflow",
+    "rounding-noise",
+    "scale-unknown",
+    "scale-window-empty",
+    "scale-window-moves",
+    "training-diverged",
+    "unwatched-skips",
+    "updates-lost",
+    "values-overflow",
+    "weight-gradients-fine",
+)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What FP16 (or whichever format was asked about) does to one tensor, over the whole run, at scale 1.
+
+    Args:
+        name, kind, module, module_type: as in TensorInfo.
+        samples: tensors counted; 0 if never seen.
+        histogram: unscaled counts, or None if never seen.
+        range_offset: unused powers of two at the top of the format; None if there was no finite non-zero value.
+        flushed_fraction: share of the non-zero elements that flush. Measured where nothing was flushed before counting (the
+            three figures are equal); where the values had passed through a narrow format, the estimate is that of the
+            visible ones and the bounds are what the zeros leave (none of them, or all, were flushed values). Where samples
+            stand for different numbers of steps, it is an estimate over the run, between its lowest and its highest block.
+        already_flushed_fraction: share of the non-zero elements that was flushed before counting, as bounds (the estimate
+            is the low one: no figure follows from the counts); None where none can have been.
+        floor_exponent: visibility floor, see TensorWindow.
+        subnormal_fraction: share of the visible non-zero elements that survive with fewer bits.
+        overflowed: number of finite elements beyond the format (upper bound where not exact).
+        lost_l1_share: estimate with bounds, over the run as flushed_fraction.
+        noise_to_signal: estimate; inf if something overflows.
+        log2_scale_needed: least k >= 0 at which the lost L1 share is at most the tolerance, over the run and in each of its
+            blocks; None if there is no value.
+        max_log2_scale: largest k without overflow.
+        lost_updates: for kind "update".
+        rounding_noise: True where the gradient is zero in theory and the counts hold rounding noise (no scale need serve it).
+    """
+
+    name: str
+    kind: str
+    module: str
+    module_type: str
+    samples: int
+    histogram: ExponentHistogram | None
+    range_offset: int | None = None
+    flushed_fraction: Interval | None = None
+    already_flushed_fraction: Interval | None = None
+    floor_exponent: int | None = None
+    subnormal_fraction: float | None = None
+    overflowed: int | None = None
+    lost_l1_share: Interval | None = None
+    noise_to_signal: float | None = None
+    log2_scale_needed: int | None = None
+    max_log2_scale: int | None = None
+    lost_updates: dict[str, LostUpdates] | None = None
+    rounding_noise: bool = False
+
+    @property
+    def key(self) -> TensorKey:
+        return TensorKey(self.name, self.kind)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What was watched and what never fired: (name, kind, reason) of the latter."""
+
+    watched: int
+    seen: int
+    never_fired: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        if not self.never_fired:
+            return f"all {self.watched} watched tensors were seen"
+        return f"{self.seen} of {self.watched} watched tensors were seen"
+
+
+@dataclass(frozen=True)
+class ScaleConflict:
+    """Two layers that no one scale can serve: one needs at least log2_lowest, the other overflows above log2_highest."""
+
+    needs_large: str
+    log2_lowest: int
+    needs_small: str
+    log2_highest: int
+
+
+@dataclass(frozen=True)
+class DynamicSettings:
+    """Settings for a dynamic loss scaler (torch.amp.GradScaler's names)."""
+
+    init_scale: float
+    growth_interval: int
+
+
+@dataclass(frozen=True)
+class TimeBlock:
+    """The window of safe scales over one block of steps (powers of two)."""
+
+    first_step: int
+    last_step: int
+    log2_lowest: int | None
+    log2_highest: int | None
+
+
+@dataclass(frozen=True)
+class LossScaleAdvice:
+    """The loss scale that fits, and how sure that is. Scales are floats, powers of two.
+
+    Args:
+        available: False where no advice can be given (no gradients seen, scale unknown): ``reason`` says why, the rest is None.
+        needed: whether any layer that must be served loses more than the tolerance at scale 1, over the run or in a block of it,
+            or overflows; None where the values that were flushed before counting leave it open.
+        recommended: the scale; 1.0 where none is needed. Where no one scale serves every layer, the largest without overflow.
+        lowest, highest: the window: least scale that serves every layer, by what was counted; largest without overflow, with a
+            margin for larger steps than were seen, and below every scale at which the run itself overflowed.
+        headroom: powers of two between ``recommended`` and ``highest``.
+        flushed_fraction_unscaled, flushed_fraction_scaled: of the worst layer, at scale 1 and at ``recommended``.
+        worst_layer: its name.
+        conflicts: pairs of layers that no one scale serves.
+        samples: sampled steps without overflow at ``recommended``.
+        overflow_probability_bound: 95% upper bound of the probability that a step overflows there: 3/n if none of n did.
+        static_scale, dynamic: ``recommended`` for a scale that stays fixed; where a dynamic scaler starts: there too, unless no
+            one scale serves the whole run, then as its first block likes it.
+        blocks: drift over time.
+        reason: a sentence.
+    """
+
+    available: bool
+    needed: bool | None
+    recommended: float | None
+    lowest: float | None
+    highest: float | None
+    headroom: int | None
+    flushed_fraction_unscaled: float | None
+    flushed_fraction_scaled: float | None
+    worst_layer: str
+    conflicts: tuple[ScaleConflict, ...]
+    samples: int
+    overflow_probability_bound: float | None
+    static_scale: float | None
+    dynamic: DynamicSettings | None
+    blocks: tuple[TimeBlock, ...]
+    reason: str
+
+    def __repr__(self) -> str:
+        """The scale, its window and the headroom in one line."""
+        from mpinspect.ranges.report.scale_line import scale_line
+
+        return f"<LossScaleAdvice: {scale_line(self)}>"
+
+    def __str__(self) -> str:
+        """The same as a sentence, and the reason."""
+        from mpinspect.ranges.report.scale_line import scale_line
+
+        return f"{scale_line(self)}. {self.reason}"
+
+
+@dataclass(frozen=True)
+class FormatVerdict:
+    """Whether another format would do for one kind of tensor.
+
+    ``scaling``: "none", or "per-tensor" where each tensor is first multiplied by a power of two of its own that
+    brings its maximum just below the format's top. ``worst_lost_l1_share`` and ``worst_layer`` at that scaling.
+    """
+
+    format: str
+    kind: str
+    scaling: str
+    fits: bool
+    worst_layer: str
+    worst_lost_l1_share: float
+    overflows: bool
+
+
+@dataclass(frozen=True, repr=False)
+class RangeReport(RendersItself):
+    """Everything that a session tells. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
+
+    ``format`` is the name of the format asked about, ``layers`` one report a watched tensor, ``overall`` one a kind seen,
+    over all its tensors pooled (for orientation: scales are judged layer by layer). ``findings`` are the gravest first.
+    """
+
+    kind: ClassVar[str] = "ranges"
+
+    session: Session
+    format: str
+    layers: tuple[LayerReport, ...]
+    findings: tuple[Finding, ...]
+    events: tuple[Event, ...]
+    coverage: Coverage
+    loss_scale: LossScaleAdvice
+    formats: tuple[FormatVerdict, ...]
+    overall: tuple[LayerReport, ...] = ()
+
+    def to_dataframe(self) -> Any:
+        """One row a layer and kind, as a pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not installed (``pip install mpinspect[pandas]``).
+        """
+        from mpinspect.ranges.report.dataframe import render
+
+        return render(self)

@@ -1,0 +1,184 @@
+"""The decision on the loss scale in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpinspect.numeric.formats import FloatFormat
+from mpinspect.ranges.analysis.overflow_odds import RULE_OF_THREE, overflow_probability_bound
+from mpinspect.ranges.analysis.scale_advice import Decision
+from mpinspect.ranges.analysis.scale_window import GradientRange, scale_window
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
+from mpinspect.ranges.session import Session
+from mpinspect.reporting.words import format_name, percent, power, steps_named
+
+#: A lost share from which the sentence on a layer that is served says why that is enough.
+_WORTH_A_WORD = 1e-3
+
+
+def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str = "") -> str:
+    """Why this scale: what scale 1 would do, the window, how sure."""
+    return " ".join(sentence for sentence in _reason(decision, gradients, left_out) if sentence)
+
+
+def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str) -> Iterator[str]:
+    yield _at_scale_1(decision)
+    yield _window(decision)
+    yield _overflowed(decision)
+    yield _hidden(decision)
+    yield _confidence(decision)
+    if {gradient.key.kind for gradient in gradients} == {WEIGHT_GRADIENT}:
+        yield "Activation gradients were not captured; they often need a larger scale than weight gradients."
+    yield left_out
+
+
+def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None = None) -> str:
+    """Why there is no advice although the scale is known, and what to do."""
+    if any(gradient.histogram.total for gradient in gradients):
+        if any(gradient.is_noise for gradient in gradients):
+            return "No advice: the only gradients with a value are zero in theory and hold rounding noise."
+        if any(gradient.seen.hidden for gradient in gradients):
+            return (
+                "No advice: every gradient seen is zero, infinite or NaN, and had been rounded to a narrow format before: "
+                "take some steps with autocast off, or start with a loss scale of 2^16."
+            )
+        return "No advice: every gradient seen is zero, infinite or NaN; see the events for where that began."
+    if session is not None and session.progress.backwards and not session.progress.sampled_steps:
+        return "No advice: no step was sampled; run on, or lower every=."
+    return (
+        "No advice: no gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
+    )
+
+
+def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
+    """Why there is no advice where a backward's scale is not known; what can be said of the gradients as they arrived."""
+    cause = (session.progress.scale_unknown_reason or "the loss scale of a backward could not be told").rstrip(".")
+    ask = "Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
+    if "loss_scale=" in cause:
+        ask = ""
+    return " ".join(filter(None, (f"No advice: {cause}.", _as_they_arrive(session, gradients, format, tolerance), ask)))
+
+
+def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
+    """What the format does to the gradients under the scale that they came with, where that was never known."""
+    if any(change.scale is not None for change in session.progress.scales):
+        # Some were unscaled before they were counted, some were not.
+        return ""
+    name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
+    if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
+        return f"As the gradients arrive they overflow {name}: whatever the loss is multiplied by is too much."
+    if window is None:
+        return ""
+    if window.log2_lowest > 0:
+        return (
+            f"As the gradients arrive {name} flushes too much of them: whatever the loss is multiplied by, "
+            f"2^{window.log2_lowest} times more is needed, and up to 2^{window.log2_highest} times more overflows nothing seen."
+        )
+    return (
+        f"As the gradients arrive {name} holds what was seen of every layer; up to 2^{window.log2_highest} times more "
+        "overflows nothing seen."
+    )
+
+
+def in_steps(steps: tuple[int, int] | None) -> str:
+    """ " in steps 800-999" behind a figure that is of them; "" where it is of the whole run."""
+    return f" in {steps_named(*steps)}" if steps else ""
+
+
+def _at_scale_1(decision: Decision) -> str:
+    worst, name = decision.worst, format_name(decision.rules.format.name)
+    what = phrase(worst.key.name, worst.key.kind)
+    lost = percent(worst.lost_l1_share)
+    if decision.needed is False:
+        enough = f"up to {percent(decision.rules.tolerance)} has not been seen to change a training"
+        return (
+            f"No loss scaling is needed: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer"
+            + (f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else ".")
+        )
+    if decision.needed is None:
+        doubtful = decision.doubtful.key
+        return (
+            f"Whether a loss scale is needed is not known: {phrase(*doubtful)} had been rounded before counting, and what was "
+            "flushed then may have weighed too much to lose."
+        )
+    if decision.overflows_unscaled and decision.window.is_empty:
+        return f"At scale 1 the largest gradients overflow {name}."
+    if decision.overflows_unscaled:
+        return f"A loss scale below 1 is needed: at scale 1 the largest gradients overflow {name}."
+    return (
+        f"A loss scale is needed: at scale 1 {name} flushes {percent(worst.flushed_fraction)} of the non-zero elements of "
+        f"{what}{in_steps(worst.steps)}, {lost} of their sum of magnitudes."
+    )
+
+
+def _window(decision: Decision) -> str:
+    window, chosen = decision.window, decision.log2_scale
+    if window.is_empty:
+        return _no_scale(decision)
+    if decision.needed is None:
+        return f"2^{window.log2_highest} is the largest without overflow."
+    span = f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every layer without overflow"
+    if decision.needed is False:
+        return f"{span}."
+    spare = window.log2_highest - chosen
+    return f"{span}; {power(chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
+
+
+def _no_scale(decision: Decision) -> str:
+    chosen = power(decision.log2_scale)
+    if decision.conflicts:
+        pair = decision.conflicts[0]
+        return (
+            f"No one scale serves every layer: {pair.needs_large!r} needs at least 2^{pair.log2_lowest}, "
+            f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow."
+        )
+    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    return (
+        f"No one scale serves the whole run: {needs.key.name!r} needs at least 2^{needs.log2_lowest}{in_steps(needs.steps)}, and "
+        f"{chosen} is the largest without overflow."
+    )
+
+
+def _overflowed(decision: Decision) -> str:
+    """What the window's top rests on where that is not what was counted."""
+    ceiling, top = decision.ceiling, decision.window.log2_highest
+    if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
+        return f"The run itself overflowed at 2^{ceiling.log2_overflowed}."
+    if not ceiling.margin:
+        return ""
+    interval = decision.rules.growth_interval
+    return (
+        f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two to the largest gradient seen, "
+        f"for the steps that were not: by the spread of the peaks fewer than one in {interval} would overflow (95% confidence)."
+    )
+
+
+def _hidden(decision: Decision) -> str:
+    """What is to be said of values that were flushed before they could be counted."""
+    window = decision.window
+    if not decision.hides:
+        return ""
+    keeps = window.log2_certain <= window.log2_highest
+    if decision.needed is None:
+        how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
+        sure = f"{power(window.log2_certain)} would serve every layer whatever that was. " if keeps else ""
+        return f"{sure}To know it, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
+    whatever = f"whatever they were, {power(window.log2_certain)} would keep them"
+    return "Smaller gradients were flushed before they could be counted; " + (
+        f"{whatever}." if keeps else "no scale in the window is sure to keep them."
+    )
+
+
+def _confidence(decision: Decision) -> str:
+    overflows, steps, chosen = decision.overflows, decision.steps, decision.log2_scale
+    if not steps:
+        return "How likely an overflow is can't be told without the peaks of single steps."
+    counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
+    bound = overflow_probability_bound(overflows, steps)
+    assert bound is not None
+    rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
+    if overflows:
+        return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound < 0.5 else ".")
+    if steps < 2 * RULE_OF_THREE:
+        return f"No overflow at 2^{chosen} in {counted}: too few to say how rare one is."
+    return f"No overflow at 2^{chosen} in {counted}, so {rarer}."

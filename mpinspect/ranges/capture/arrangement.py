@@ -1,0 +1,262 @@
+"""What the samples of a step are of, arranged for adding their rows up without a loop over tensors.
+
+Made from names and scales, not from values. Steps mostly look like the step before, and then share one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpinspect.ranges.capture.loss_scale import BackwardScale, is_power_of_two
+from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.store.tensor_columns import Context
+
+IntArray = npt.NDArray[np.int64]
+#: Positions in an array: a slice where they lie side by side, so that NumPy copies nothing.
+Positions = slice | IntArray
+
+#: The exponent of no value: below every other.
+NO_EXPONENT = -(1 << 14)
+#: What tensors have in common of which nothing was sampled.
+NOTHING_SAMPLED = Context((), "float32", None)
+
+
+class SampleOf(NamedTuple):
+    """What a sample is of. ``scale``: the number of its scale among those of its step."""
+
+    key: TensorKey
+    dtype: str
+    passed_through: str
+    scale: int
+
+
+class StepScale(NamedTuple):
+    """A loss scale as far as it is known, and the powers of two to take off counted exponents (None: no shift does it)."""
+
+    value: float | None
+    log2: int | None
+
+    @classmethod
+    def of(cls, scale: BackwardScale, value: float | None) -> StepScale:
+        """``value``: the scale's, which the host may have learned later."""
+        if scale.unknown or not scale.power_of_two:
+            return cls(value, 0)
+        if value is None or not is_power_of_two(value):
+            return cls(value, None)
+        return cls(value, math.frexp(value)[1] - 1)
+
+
+class RowSet(NamedTuple):
+    """Rows that travelled together: int64 values in a row, and how many rows."""
+
+    length: int
+    rows: int
+
+
+class Slot(NamedTuple):
+    """One of the sums that a window keeps: of one tensor, under one scale. ``tensor``: its place in the roster."""
+
+    tensor: int
+    log2_scale: int
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The tensors of a step or window, and which sums are kept of them.
+
+    Args:
+        order: their keys.
+        contexts: of each.
+        slots: by length of row.
+    """
+
+    order: tuple[TensorKey, ...]
+    contexts: tuple[Context, ...]
+    slots: Mapping[int, tuple[Slot, ...]]
+
+    @cached_property
+    def numbered_contexts(self) -> tuple[tuple[Context, ...], IntArray]:
+        """The different contexts, and of each tensor the position of its context among them."""
+        numbers: dict[Context, int] = {}
+        numbered = [numbers.setdefault(context, len(numbers)) for context in self.contexts]
+        return tuple(numbers), np.array(numbered, dtype=np.int64)
+
+    @cached_property
+    def slot_arrays(self) -> dict[int, tuple[IntArray, IntArray]]:
+        """By length of row, of each slot: its tensor, and its log2_scale."""
+        arrays = {}
+        for length, slots in self.slots.items():
+            tensors, scales = np.array(slots, dtype=np.int64).reshape(-1, 2).T.copy()
+            arrays[length] = tensors, scales
+        return arrays
+
+    def joined(self, other: Roster) -> Joined:
+        """This roster and what is new in the other behind it."""
+        places = {key: place for place, key in enumerate(self.order)}
+        tensors = [places.setdefault(key, len(places)) for key in other.order]
+        contexts = list(self.contexts)
+        for place, context in zip(tensors, other.contexts, strict=True):
+            if place == len(contexts):
+                contexts.append(context)
+            elif contexts[place] != context:
+                contexts[place] = contexts[place].merged(context)
+        slots, positions = dict(self.slots), {}
+        for length, others in other.slots.items():
+            numbers = {slot: number for number, slot in enumerate(self.slots.get(length, ()))}
+            moved = [numbers.setdefault(Slot(tensors[slot.tensor], slot.log2_scale), len(numbers)) for slot in others]
+            slots[length] = tuple(numbers)
+            positions[length] = np.array(moved, dtype=np.int64)
+        order = self.order if len(places) == len(self.order) else tuple(places)
+        return Joined(Roster(order, tuple(contexts), slots), np.array(tensors, dtype=np.int64), positions)
+
+
+class Joined(NamedTuple):
+    """Two rosters as one, and where the second's tensors, and its slots by length of row, stand in it."""
+
+    roster: Roster
+    tensors: IntArray
+    slots: dict[int, IntArray]
+
+
+EMPTY_ROSTER = Roster((), (), {})
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """The samples whose rows travelled together; the arrays have an entry for each that is counted.
+
+    Args:
+        counted: where their rows lie among those that travelled.
+        tensor: place in the roster.
+        slot: position among the roster's slots of this length.
+        log2_scale: to take off exponents.
+        overflow: least unscaled exponent of what became infinite; NO_EXPONENT where an infinity tells nothing of the scale.
+        is_gradient: whether its peak is one of the step's gradients.
+    """
+
+    length: int
+    counted: Positions
+    tensor: IntArray
+    slot: IntArray
+    log2_scale: IntArray
+    overflow: IntArray
+    is_gradient: npt.NDArray[np.bool_]
+
+    @cached_property
+    def one_for_each_slot(self) -> bool:
+        """Whether the samples are one for each of the first slots, in their order."""
+        return bool(np.array_equal(self.slot, np.arange(len(self.slot))))
+
+    @cached_property
+    def rounds(self) -> tuple[tuple[Positions, Positions], ...]:
+        """See ``rounds``, of ``slot``."""
+        return tuple(rounds(self.slot))
+
+    def moved(self, joined: Joined) -> SampleSet:
+        """The same samples in the roster that theirs was joined to."""
+        return replace(self, tensor=joined.tensors[self.tensor], slot=joined.slots[self.length][self.slot])
+
+
+class Arrangement:
+    """One step's samples.
+
+    Args:
+        samples: in the order in which their rows come.
+        scales: those that ``samples`` refer to.
+        row_sets: how the rows come; their counts add up to the number of samples.
+    """
+
+    def __init__(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[RowSet]) -> None:
+        self._made_from = (samples, scales, row_sets)
+        builder = _Builder(scales)
+        start = 0
+        sample_sets = []
+        for row_set in row_sets:
+            sample_sets.append(builder.sample_set(row_set.length, samples[start : start + row_set.rows]))
+            start += row_set.rows
+        self.sample_sets = tuple(sample_sets)
+        self.roster = builder.roster()
+        #: Names of tensors, one for each sample that can't be counted: its scale is no power of two.
+        self.not_counted = tuple(builder.not_counted)
+
+    def fits(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[RowSet]) -> bool:
+        """Whether it would be the same if it were made of these."""
+        return self._made_from == (samples, scales, row_sets)
+
+
+class _Builder:
+    """Numbers the tensors and sums of a step as its samples come."""
+
+    def __init__(self, scales: Sequence[StepScale]) -> None:
+        self._scales = scales
+        self._tensors: dict[TensorKey, int] = {}
+        self._contexts: list[Context] = []
+        self._slots: dict[int, dict[Slot, int]] = {}
+        self.not_counted: list[str] = []
+
+    def roster(self) -> Roster:
+        slots = {length: tuple(numbered) for length, numbered in self._slots.items()}
+        return Roster(tuple(self._tensors), tuple(self._contexts), slots)
+
+    def sample_set(self, length: int, samples: Sequence[SampleOf]) -> SampleSet:
+        slots = self._slots.setdefault(length, {})
+        counted, figures = [], []
+        for index, sample in enumerate(samples):
+            value, log2_scale = self._scales[sample.scale]
+            if log2_scale is None:
+                self.not_counted.append(sample.key.name)
+                continue
+            tensor = self._tensor(sample, value)
+            slot = slots.setdefault(Slot(tensor, log2_scale), len(slots))
+            is_gradient = sample.key.kind in GRADIENT_KINDS
+            tells = is_gradient and sample.passed_through != "float32"
+            overflow = overflow_exponent(sample.passed_through, value) if tells else NO_EXPONENT
+            counted.append(index)
+            figures.append((tensor, slot, log2_scale, overflow, is_gradient))
+        columns = np.array(figures, dtype=np.int64).reshape(-1, 5).T.copy()
+        tensor_of, slot_of, log2_of, overflow_of, gradient_of = columns
+        return SampleSet(
+            length,
+            _as_slice(np.array(counted, dtype=np.int64)),
+            tensor_of,
+            slot_of,
+            log2_of,
+            overflow_of,
+            gradient_of.astype(bool),
+        )
+
+    def _tensor(self, sample: SampleOf, scale: float | None) -> int:
+        narrow = sample.passed_through
+        floor = floor_exponent(narrow, scale) if narrow != "float32" else None
+        context = Context((sample.dtype,), narrow, floor)
+        tensor = self._tensors.setdefault(sample.key, len(self._tensors))
+        if tensor == len(self._contexts):
+            self._contexts.append(context)
+        elif self._contexts[tensor] != context:
+            self._contexts[tensor] = self._contexts[tensor].merged(context)
+        return tensor
+
+
+def rounds(targets: IntArray) -> Iterator[tuple[Positions, Positions]]:
+    """Each target with its position, in as few rounds as it takes for none to come twice in a round: (targets, positions)."""
+    left = np.arange(len(targets))
+    while len(left):
+        first = np.sort(np.unique(targets[left], return_index=True)[1])
+        yield _as_slice(targets[left[first]]), _as_slice(left[first])
+        left = np.delete(left, first)
+
+
+def _as_slice(indices: IntArray) -> Positions:
+    """The same positions, as a slice where each is one more than the last."""
+    if not len(indices) or (np.diff(indices) != 1).any():
+        return indices
+    return slice(int(indices[0]), int(indices[-1]) + 1)

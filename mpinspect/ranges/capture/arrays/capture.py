@@ -1,0 +1,193 @@
+"""The capture of a recorder: arrays in, step by step; windows, events and notes out to a Recording."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from mpinspect.ranges.capture.arrays.given import ArgumentError, Given, quoted, step_number, understand
+from mpinspect.ranges.capture.arrays.non_finite import NonFiniteWatch, owner
+from mpinspect.ranges.capture.arrays.numbering import StepNumbers
+from mpinspect.ranges.capture.arrays.open_step import OpenStep
+from mpinspect.ranges.capture.arrays.samples import ArraySample, sample
+from mpinspect.ranges.capture.arrays.trees import leaves
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT
+from mpinspect.ranges.session import Session, TensorInfo, TensorKey, Window, merge_windows
+
+
+class ArrayCapture:
+    """Counts what it is handed. No method raises an Exception for anything that a training loop may hand over.
+
+    Args:
+        recording: takes what is captured.
+        schedule: which steps are sampled, of those that are seen.
+    """
+
+    def __init__(self, recording: Recording, schedule: Schedule) -> None:
+        self._recording = recording
+        self._schedule = schedule
+        self._numbers = StepNumbers()
+        self._step: OpenStep | None = None
+        self._watch = NonFiniteWatch()
+        #: Sampled steps that make up no window yet.
+        self._windows: list[Window] = []
+        self._infos: dict[TensorKey, TensorInfo] = {}
+        self._announced: tuple[TensorInfo, ...] = ()
+        self._faults: set[str] = set()
+        self._skipped = self._backwards = 0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the open step is sampled; between steps, whether the next one will be."""
+        return self._step.sampled if self._step is not None else self._schedule.samples(self._numbers.count)
+
+    # -- arrays -------------------------------------------------------------------------------------------------------
+
+    def observe(self, name: str, array: Any, kind: str, step: Any, loss_scale: Any, passed_through: str | None) -> None:
+        """Count an array, or every array of a nested one; see ``Recorder.observe``."""
+        with self._guarded(name):
+            if self._enter(step).sampled:
+                self._check_name(name)
+                given = understand(kind, loss_scale, passed_through)
+                self._check_scale(given)
+                for leaf, part in leaves(str(name), array):
+                    with self._guarded(leaf, kind):
+                        self._take(sample(TensorKey(leaf, kind), part, given))
+
+    def _check_name(self, name: Any) -> None:
+        """Numbers of layers are names too; of anything else it is said what becomes of it."""
+        if not isinstance(name, (str, int)):
+            kind = f"name of type {type(name).__name__}"
+            self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
+
+    def _check_scale(self, given: Given) -> None:
+        """Each way in which a scale can be unknown is said, not only the first."""
+        if given.unknown and self._recording.progress.scale_known:
+            self._faults.add(f"scale {given.unknown_kind}")
+            self._recording.scale_unknown(given.unknown)
+        elif given.unknown:
+            sentence = f"the loss scale is not known at step {self._numbers.number} either ({given.unknown})"
+            self._note_once(f"scale {given.unknown_kind}", sentence)
+
+    def _note_once(self, kind: str, sentence: str) -> None:
+        if kind not in self._faults:
+            self._faults.add(kind)
+            self._recording.note(sentence)
+
+    def _take(self, taken: ArraySample) -> None:
+        if self._step is None:
+            return
+        self._step.add(taken)
+        self._watch.look(taken)
+        known = self._infos.get(taken.key)
+        if known is None or known.note:
+            self._announce(taken.key, taken.shape, taken.dtype)
+
+    def _announce(self, key: TensorKey, shape: tuple[int, ...] = (), dtype: str = "", note: str = "") -> None:
+        varies = key.kind in (ACTIVATION, ACTIVATION_GRADIENT)
+        self._infos[key] = TensorInfo(
+            key.name, key.kind, owner(key), "", () if varies else shape, "" if varies else dtype, note
+        )
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def next_step(self, skipped: bool | None) -> None:
+        """The step is over, even one in which nothing was observed."""
+        with self._guarded("next_step"):
+            if self._step is None:
+                self._begin_step(None)
+            self._end_step(skipped)
+
+    def finish(self) -> None:
+        """No more arrays come: end the open step and pass on what is left."""
+        with self._guarded("close"):
+            self._end_step(None)
+            self._close_window()
+
+    def _enter(self, step: Any) -> OpenStep:
+        """The step that something observed with this number belongs to."""
+        given = step_number(step)
+        if self._step is not None and self._numbers.belongs(given):
+            self._numbers.stay(given)
+            return self._step
+        if self._numbers.went_back(given):
+            self._recording.note(
+                f"the step number went back from {self._numbers.given} to {given}: steps are counted on from there. Give numbers "
+                "that grow over the whole run"
+            )
+        self._end_step(None)
+        return self._begin_step(given)
+
+    def _begin_step(self, given: int | None) -> OpenStep:
+        sampled = self._schedule.samples(self._numbers.count)
+        self._numbers.begin(given)
+        self._step = OpenStep(self._numbers.number, sampled)
+        return self._step
+
+    def _end_step(self, skipped: bool | None) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self._numbers.end()
+        infos = tuple(self._infos.values())
+        if infos != self._announced:
+            self._recording.watch(infos)
+            self._announced = infos
+        event = self._watch.end_step(step.number, skipped)
+        if event is not None:
+            self._recording.event(event)
+        for scale in step.scales:
+            self._recording.scale(step.number, scale)
+        window = step.window()
+        if window is not None:
+            self._windows.append(window)
+        if self._recording.wants_window(len(self._windows)):
+            self._close_window()
+        self._skipped += bool(skipped)
+        self._backwards += step.has_gradients
+        self._recording.step_done(self._numbers.span, self._skipped, self._backwards, window is not None)
+
+    def _close_window(self) -> None:
+        if self._windows:
+            self._recording.add_window(merge_windows(*self._windows))
+            self._windows.clear()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def session(self) -> Session:
+        """All that was recorded, the open step included, which goes on."""
+        session = self._recording.session()
+        windows = [*session.windows, *([merge_windows(*self._windows)] if self._windows else [])]
+        events, progress = list(session.events), session.progress
+        if self._step is not None:
+            window, event = self._step.window(), self._watch.judge(self._step.number, None)
+            windows += [window] if window is not None else []
+            events += [event] if event is not None else []
+            progress = replace(
+                progress,
+                steps=self._numbers.span,
+                sampled_steps=progress.sampled_steps + (window is not None),
+                backwards=self._backwards + self._step.has_gradients,
+            )
+        watched = tuple(self._infos.values())
+        return replace(session, watched=watched, windows=tuple(windows), events=tuple(events), progress=progress)
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str, kind: str = "") -> Iterator[None]:
+        """Lets no Exception pass: it is noted once for each reason, and beside the tensor it concerns."""
+        try:
+            yield
+        except Exception as error:
+            reason = str(error) if isinstance(error, (TypeError, ValueError)) else repr(error)
+            reason = " ".join(reason.split())[:400]
+            key = TensorKey(name, kind)
+            if kind and key not in self._infos:
+                self._announce(key, note=f"not recorded: {reason}")
+            what = error.kind if isinstance(error, ArgumentError) else reason
+            self._note_once(what, f"{name!r} is not recorded ({reason}); the training is not affected")

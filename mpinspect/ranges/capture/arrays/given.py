@@ -1,0 +1,117 @@
+"""What the caller says of an array beside its values, understood."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from mpinspect.counting.foreign import on_host
+from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS
+
+#: Step numbers are 64 bits wide in a session's file.
+_STEPS_END = 2**63
+#: Characters of an argument's value that are quoted.
+_LONGEST = 60
+
+
+class ArgumentError(ValueError):
+    """An argument beside the array is nonsense. ``kind``: which one and in which way, told once each."""
+
+    def __init__(self, argument: str, given: Any, why: str) -> None:
+        super().__init__(f"{argument}={quoted(given)} {why}")
+        self.kind = f"{argument} of type {type(given).__name__} {why}"
+
+
+@dataclass(frozen=True)
+class Given:
+    """How an array came to be what it is.
+
+    Args:
+        scale: what it is still multiplied by; None if that is not known.
+        passed_through: name of a format that its values were rounded to on their way; "float32" for none.
+        unknown: why the scale is not known; "" where it is.
+        unknown_kind: the same without the number: what is told once.
+    """
+
+    scale: float | None = 1.0
+    passed_through: str = "float32"
+    unknown: str = ""
+    unknown_kind: str = ""
+
+
+def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
+    """The arguments of ``Recorder.observe``. Only gradients are multiplied by the loss scale.
+
+    Raises:
+        ArgumentError: an unknown kind or format, or a loss scale that is no number.
+    """
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ArgumentError("kind", kind, f"is none of {', '.join(KINDS)}")
+    if passed_through is not None and not (isinstance(passed_through, str) and passed_through in FORMATS):
+        raise ArgumentError("passed_through", passed_through, f"is none of {', '.join(FORMATS)}")
+    through = passed_through or "float32"
+    if kind not in GRADIENT_KINDS:
+        return Given(passed_through=through)
+    if loss_scale is None:
+        return Given(None, through, "loss_scale=None was given", "None")
+    try:
+        scale = _number(loss_scale)
+    except Exception as error:
+        raise ArgumentError("loss_scale", loss_scale, "is no number; give a positive number, or None") from error
+    if not math.isfinite(scale) or scale <= 0:
+        kind_of_scale = "negative" if -math.inf < scale < 0 else str(scale)
+        return Given(None, through, f"the loss scale was {scale}", kind_of_scale)
+    return Given(scale, through)
+
+
+def step_number(given: Any) -> int | None:
+    """The number of a step, exactly; None where none was given. Waits for the device that it lies on, if any.
+
+    Raises:
+        ArgumentError: it is no whole number of 64 bits.
+    """
+    if given is None:
+        return None
+    try:
+        step = _whole(given)
+    except Exception as error:
+        raise ArgumentError("step", given, "is no step number; give a whole number") from error
+    if not -_STEPS_END < step < _STEPS_END:
+        raise ArgumentError("step", given, "is too large; a step is a whole number below 2^63")
+    return step
+
+
+def quoted(given: Any) -> str:
+    """What was given, in a few characters; its type where it can't say."""
+    try:
+        text = " ".join(repr(given).split())
+    except Exception:
+        return f"<{type(given).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _whole(given: Any) -> int:
+    """Raises an Exception of any kind if it is none."""
+    try:
+        return operator.index(given)
+    except TypeError:
+        # An array or variable that holds one, or a float that is one.
+        value = given.item() if hasattr(given, "item") else given
+    if isinstance(value, int):
+        return value
+    fraction = _number(given)
+    if fraction != math.floor(fraction):
+        raise ValueError("no whole number")
+    return int(fraction)
+
+
+def _number(given: Any) -> float:
+    """A number, or the one that an array or variable holds; waits for the device that it lies on."""
+    try:
+        # item(), where there is one: float() of an array with a dimension, or of a torch tensor in a graph, warns.
+        return float(given.item() if hasattr(given, "item") else given)
+    except (TypeError, ValueError):
+        return float(on_host(given).values.reshape(()))

@@ -1,0 +1,125 @@
+"""One array, counted: the window of a single sample, unscaled, and what the watch for infinities needs of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpinspect.counting import layout
+from mpinspect.counting.arrays import count_array
+from mpinspect.counting.foreign import on_host
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.capture.arrays.given import Given
+from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.session import TensorKey, TensorWindow, narrowest
+
+IntArray = npt.NDArray[np.int64]
+
+#: The format that values of a narrow dtype were rounded to; for dtypes without one the nearest that flushes no less.
+_FORMAT_OF = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8_e4m3": "float8_e4m3",
+    "float8_e4m3fn": "float8_e4m3",
+    "float8_e4m3fnuz": "float8_e4m3",
+    "float8_e4m3b11fnuz": "float8_e4m3",
+    "float8_e3m4": "float8_e4m3",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2",
+    "float6_e2m3fn": "float4_e2m1",
+    "float6_e3m2fn": "float4_e2m1",
+    "float4_e2m1fn": "float4_e2m1",
+}
+
+
+@dataclass(frozen=True)
+class ArraySample:
+    """An array counted.
+
+    Args:
+        key: which tensor it is.
+        window: its unscaled counts, as one sample.
+        peak: its peak exponent, unscaled; None if it has none.
+        largest: largest magnitude as it came; inf or NaN if there is one.
+        scale: as in Given.
+        shape, dtype: of the whole array.
+    """
+
+    key: TensorKey
+    window: TensorWindow
+    peak: int | None
+    largest: float
+    scale: float | None
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
+    """Count an array. Waits for the device that it lies on.
+
+    Raises:
+        TypeError: no array, or one without exponents.
+    """
+    power_of_two = given.scale is None or _is_power_of_two(given.scale)
+    row, shape, dtype = _counted(array, None if power_of_two else given.scale)
+    counts = layout.decode(row)
+    shift = _log2(given.scale) if power_of_two else 0
+    narrow = narrowest((given.passed_through, _FORMAT_OF.get(dtype, "float32")))
+    histogram = counts.shifted(-shift)
+    peak = _peak(key, histogram, narrow, given.scale)
+    window = TensorWindow(
+        histogram,
+        samples=1,
+        peaks={} if peak is None else {peak: 1},
+        dtypes=(dtype,),
+        passed_through=narrow,
+        floor_exponent=None if narrow == "float32" else floor_exponent(narrow, given.scale),
+        numel_max=counts.total,
+    )
+    largest = _largest(counts, 1.0 if power_of_two else given.scale or 1.0)
+    return ArraySample(key, window, peak, largest, given.scale, shape, dtype)
+
+
+def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ...], str]:
+    """Row of counts, shape and dtype; torch's tensors are counted on their device."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        from mpinspect.counting.fastest import count
+
+        row: IntArray = count(array, divisor).cpu().numpy()
+        return row, tuple(array.shape), str(array.dtype).removeprefix("torch.")
+    host = on_host(array)
+    row = count_array(host.values, divisor, dtype=host.encoding)
+    # Both parts of a complex number are counted.
+    row[layout.ZEROS] += host.implicit_zeros * (2 if host.values.dtype.kind == "c" else 1)
+    return row, host.shape, host.dtype
+
+
+def _peak(key: TensorKey, histogram: ExponentHistogram, narrow: str, scale: float | None) -> int | None:
+    """Exponent of the largest magnitude rounded to 11 bits."""
+    peak = histogram.peak_exponent if len(histogram.counts) else None
+    if histogram.infs and narrow != "float32" and key.kind in GRADIENT_KINDS:
+        least = overflow_exponent(narrow, scale)
+        return least if peak is None else max(peak, least)
+    return peak
+
+
+def _largest(counts: ExponentHistogram, divisor: float) -> float:
+    if counts.nans:
+        return math.nan
+    return math.inf if counts.infs else counts.max_abs * divisor
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.frexp(value)[0] == 0.5
+
+
+def _log2(scale: float | None) -> int:
+    """Of a power of two."""
+    return 0 if scale is None else math.frexp(scale)[1] - 1

@@ -1,0 +1,276 @@
+"""Which module made the first infinity or NaN of a step: a pure function of what was seen, in execution order.
+
+What is observed are tensors; what the user wants is a module. In the forward, the module whose output is the first to
+be not finite is named, unless its own input already was and no module made that input: then the innermost container around it
+whose own input was finite, or the data where there is none. In the backward, the gradient at a module's output is made by the
+*consumers* of that output, seen and unseen: the module named is the one whose output gradient was still finite and whose input
+gradient is not, unless it can't have made an infinity of what it was given: then the code that took the same tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import LOSSES
+
+FORWARD, BACKWARD = "forward", "backward"
+#: What is seen of the loss itself where a scaler multiplies it: before and after.
+LOSS, SCALED_LOSS = LOSSES
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at one tensor.
+
+    Args:
+        phase: FORWARD or BACKWARD.
+        what: a kind of tensor, LOSS or SCALED_LOSS.
+        name: dotted path of the module or parameter.
+        module: dotted path of the module.
+        tensor: number of the tensor within the step; -1 for parameters and the loss.
+        micro_batch: counted from 0.
+        largest: largest magnitude; inf or NaN if it is not finite.
+        is_input: seen as an input of the module, because no module was seen to make it.
+    """
+
+    phase: str
+    what: str
+    name: str
+    module: str
+    tensor: int
+    micro_batch: int
+    largest: float
+    is_input: bool = False
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.largest)
+
+    @property
+    def is_nan(self) -> bool:
+        return math.isnan(self.largest)
+
+
+@dataclass
+class TensorStory:
+    """Where a tensor of this step came from and where it went.
+
+    Args:
+        producers: modules that returned it, the maker first, then containers that passed it on; none if no module made it.
+        consumers: modules that were given it.
+        altered: somebody else's hook on it may have changed its gradient.
+    """
+
+    producers: list[str] = field(default_factory=list)
+    consumers: list[str] = field(default_factory=list)
+    altered: bool = False
+
+
+class Call(NamedTuple):
+    """One call of a module that returned.
+
+    Args:
+        module: dotted path.
+        given, returned: numbers of tensors; what was given and returned unchanged is in both.
+        overwritten: a tensor that was given was changed in place, and what it was before has no number.
+    """
+
+    module: str
+    given: list[int]
+    returned: list[int]
+    overwritten: bool = False
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The answer: the module, what was first seen not finite, and how it is known."""
+
+    phase: str
+    module: str
+    first: Seen
+    explanation: str
+    #: It arose after the module: in the loss, or in a function.
+    after: bool = False
+
+
+def first_broken(seen: Sequence[Seen]) -> Seen | None:
+    """The first look at something that is not finite, but for what modules were given in the forward; None if there is none."""
+    return next((look for look in seen if not look.finite and not (look.is_input and look.phase == FORWARD)), None)
+
+
+def find_culprit(
+    seen: Sequence[Seen],
+    stories: Sequence[TensorStory],
+    calls: Sequence[Call],
+    read: Collection[int],
+    innocent: Collection[str],
+) -> Culprit | None:
+    """The module in which the first infinity or NaN of a step arose, or None if everything seen was finite.
+
+    Args:
+        seen: in execution order.
+        stories: by tensor number.
+        calls: in the order in which they returned.
+        read: numbers of the tensors of which it is known whether they were finite.
+        innocent: modules that can't have made what is not finite of what they were given (forward: first_broken's module;
+            backward: consumers of its tensor).
+    """
+    look = first_broken(seen)
+    if look is None:
+        return None
+    if look.phase == FORWARD:
+        return _in_forward(look, seen, calls, read, innocent)
+    if look.what == SCALED_LOSS:
+        return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
+    if look.what == WEIGHT_GRADIENT:
+        return Culprit(BACKWARD, look.module, look, "its weight gradient was the first that was not finite")
+    return _in_backward(look, seen, stories, innocent)
+
+
+def _in_forward(
+    look: Seen, seen: Sequence[Seen], calls: Sequence[Call], read: Collection[int], innocent: Collection[str]
+) -> Culprit:
+    """Look outwards from the call that returned it, for the first whose inputs were finite."""
+    if look.what == LOSS:
+        reason = "every output seen was finite and the loss was not: it arose in the loss function"
+        return Culprit(FORWARD, "", look, reason)
+    bad = {other.tensor for other in seen if other.phase == FORWARD and not other.finite}
+    at = next((i for i, call in enumerate(calls) if call.module == look.module and look.tensor in call.returned), None)
+    if at is None:
+        return Culprit(FORWARD, look.module, look, "its output was the first that was not finite")
+    call = calls[at]
+    overwritten = call.overwritten and look.module in innocent
+    if not overwritten and not bad.intersection(call.given):
+        return Culprit(
+            FORWARD, look.module, look, f"its output was the first that was not finite; {_what_went_in(call, read)}"
+        )
+    inner, outermost = look.module, look.module == ""
+    for container in _containers(look.module):
+        # Its call ends after those inside of it. Lists of modules, and Sequentials that somebody loops over, are never called.
+        around = next((call for call in calls[at + 1 :] if call.module == container), None)
+        if around is None:
+            continue
+        outermost = container == ""
+        if not bad.intersection(around.given):
+            return _in_container(around, inner, look, read)
+        inner = container
+    if outermost:
+        reason = (
+            "what the model was given was not finite already (the data, or whatever made it): "
+            f"{look.module or 'the model'!r} is the first module that received it"
+        )
+    else:
+        reason = (
+            f"it arose before {inner!r}, whose input was not finite already: in the code around it or in the data, which is not "
+            "known since no call around it has returned"
+        )
+    return Culprit(FORWARD, "", look, reason)
+
+
+def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -> Culprit:
+    """Between the container's inputs, of which none is known not to be finite, and those of a module inside."""
+    where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
+    if not around.module and not around.given:
+        where += " or in the data,"
+    elif not read_all(around, read):
+        where += f" or before it (not every tensor that {around.module or 'the model'!r} was given was read),"
+    return Culprit(
+        FORWARD, around.module, look, f"it arose {where} before {inner!r}, whose input was not finite already"
+    )
+
+
+def read_all(call: Call, read: Collection[int]) -> bool:
+    """Whether of all that a call was given it is known if it was finite."""
+    return not call.overwritten and all(number in read for number in call.given)
+
+
+def _what_went_in(call: Call, read: Collection[int]) -> str:
+    if read_all(call, read):
+        return "what went in was finite"
+    if call.overwritten:
+        return "it changed its input in place, and whether that was finite before is not known"
+    return "whether all that went in was finite is not known: not all of it was read"
+
+
+def _in_backward(
+    look: Seen, seen: Sequence[Seen], stories: Sequence[TensorStory], innocent: Collection[str]
+) -> Culprit:
+    story = stories[look.tensor]
+    if story.altered and story.producers:
+        reason = "the gradient at its output was the first that was not finite (another hook may have changed it there)"
+        return Culprit(BACKWARD, story.producers[0], look, reason)
+    finite_at_output = set(largest_at_output(seen, stories, look))
+    consumers = [module for module in _innermost(story.consumers) if module not in innocent]
+    suspects = [module for module in consumers if module in finite_at_output]
+    if not suspects:
+        return _in_code_after(look, story, finite_at_output, consumers)
+    by_weight = {
+        other.module for other in seen if other.what == WEIGHT_GRADIENT and other.phase == BACKWARD and not other.finite
+    }
+    named = [module for module in suspects if module in by_weight] or suspects
+    reason = "the gradient at its output was finite, the gradient at its input was not"
+    others = [module for module in suspects if module != named[-1]]
+    if others:
+        reason += f" (that input is shared with {', '.join(others)})"
+    return Culprit(BACKWARD, named[-1], look, reason)
+
+
+def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], until: Seen) -> dict[str, float]:
+    """By module the largest magnitude in the gradients at its outputs, of those that were finite and came before a look."""
+    largest: dict[str, float] = {}
+    for look in seen:
+        if look is until:
+            break
+        if look.phase == BACKWARD and look.what == ACTIVATION_GRADIENT and look.finite:
+            for module in stories[look.tensor].producers:
+                largest[module] = max(look.largest, largest.get(module, 0.0))
+    return largest
+
+
+def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[str], unread: Sequence[str]) -> Culprit:
+    """No module that took the tensor made it: the code of a container around its producer did, or the loss."""
+    producer = story.producers[0] if story.producers else look.module
+    what = "input" if look.is_input else "output"
+    doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
+    for container in _containers(producer):
+        if container in finite_at_output:
+            if container in story.producers:
+                doubt += ", or outside, where it was returned too"
+            reason = (
+                f"the gradient at its output was finite, the one at the {what} of {producer!r} inside it was not: it arose in "
+                f"its own code{doubt}"
+            )
+            return Culprit(BACKWARD, container, look, reason)
+    reason = f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a function){doubt}"
+    return Culprit(BACKWARD, producer, look, reason, after=True)
+
+
+def _containers(module: str) -> list[str]:
+    """The modules around this one, innermost first; the model itself, "", is the last."""
+    parts = module.split(".")[:-1] if module else []
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
+
+
+def _innermost(modules: Sequence[str]) -> list[str]:
+    """The modules that do not contain another of them."""
+    unique = list(dict.fromkeys(modules))
+    return [
+        one
+        for one in unique
+        if not any(other != one and (one == "" or other.startswith(one + ".")) for other in unique)
+    ]
+
+
+def finite_in_forward(seen: Sequence[Seen]) -> bool:
+    """Whether every output seen was finite, and the loss."""
+    return all(look.finite for look in seen if look.phase == FORWARD and not look.is_input)
+
+
+def finite_gradients(seen: Sequence[Seen]) -> bool | None:
+    """Whether every gradient seen was finite; None if none was seen."""
+    gradients = [look.finite for look in seen if look.phase == BACKWARD and look.what != SCALED_LOSS]
+    return all(gradients) if gradients else None

@@ -1,0 +1,182 @@
+"""What there is to watch in a model: its layers and parameters under their dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.runtime.guard import Nameable
+from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, unwrapped
+
+#: The kinds that a parameter has, and those that a module's output has.
+
+#: Layers of torch whose submodules are never called: they count as leaves themselves.
+_SEALED = (torch.nn.MultiheadAttention,)
+
+
+@dataclass(frozen=True)
+class Layer(Nameable):
+    """A module that is hooked.
+
+    ``is_leaf``: it has no submodules that are called. ``counted``: its outputs are counted where output kinds are captured.
+    """
+
+    path: str
+    module: torch.nn.Module
+    is_leaf: bool
+    counted: bool
+
+    def __str__(self) -> str:
+        return repr(self.path) if self.path else "the model itself"
+
+    @cached_property
+    def gradient_key(self) -> TensorKey:
+        """Of the gradients at its outputs; made once, since every gradient that arrives asks for it."""
+        return TensorKey(self.path, ACTIVATION_GRADIENT)
+
+
+@dataclass(frozen=True)
+class WatchedParameter(Nameable):
+    """A parameter under its first name. ``counted``: whether its kinds are captured (integers have no exponents)."""
+
+    name: str
+    owner: str
+    parameter: torch.nn.Parameter
+    counted: bool
+
+    def __str__(self) -> str:
+        return repr(self.name)
+
+    @cached_property
+    def gradient_key(self) -> TensorKey:
+        """Of its gradients; made once."""
+        return TensorKey(self.name, WEIGHT_GRADIENT)
+
+
+class Selection:
+    """Which dotted paths are wanted: shell patterns (``encoder.*``), ``*`` matching dots too.
+
+    Args:
+        include: patterns, one string or several; None for everything.
+        exclude: patterns, taken away after that.
+    """
+
+    def __init__(self, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> None:
+        self.include = _patterns(include)
+        self.exclude = _patterns(exclude) or ()
+        self._matched: set[str] = set()
+
+    def wants(self, *names: str) -> bool:
+        """Whether any of a tensor's names (its own, its module's) is included and none excluded."""
+        included = self.include is None or self._matches(self.include, names)
+        return included and not self._matches(self.exclude, names)
+
+    def names_exactly(self, path: str) -> bool:
+        """Whether a pattern without wildcards names this path: so a container's outputs are asked for."""
+        if self.include is None or path not in self.include:
+            return False
+        self._matched.add(path)
+        return not self._matches(self.exclude, (path,))
+
+    def unmatched(self) -> list[str]:
+        """Patterns that matched nothing so far."""
+        return [pattern for pattern in (*(self.include or ()), *self.exclude) if pattern not in self._matched]
+
+    def _matches(self, patterns: Collection[str], names: tuple[str, ...]) -> bool:
+        hits = [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
+        self._matched.update(hits)
+        return bool(hits)
+
+
+def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
+    """Every module once, under its first name without wrappers, the model itself being "".
+
+    Of a wrapper and what it wraps one is hooked: what is wrapped, but for torch.compile's wrappers, inside of which no hook runs.
+    """
+    sealed_parts = {id(part) for module in model.modules() if isinstance(module, _SEALED) for part in module.modules()}
+    sealed_parts -= {id(module) for module in model.modules() if isinstance(module, _SEALED)}
+    names = plain_names(model)
+    layers: dict[str, Layer] = {}
+    for name, module in model.named_modules():
+        path, inner = names[name], unwrapped(module)
+        if id(module) in sealed_parts or path in layers or (inner is not module and not is_compiled_wrapper(module)):
+            continue
+        is_leaf = isinstance(inner, _SEALED) or next(inner.children(), None) is None
+        wanted = is_leaf and selection.wants(path) and not _passes_on(inner)
+        counted = wanted or selection.names_exactly(path)
+        layers[path] = Layer(path, module, is_leaf, counted)
+    return list(layers.values())
+
+
+def _passes_on(module: torch.nn.Module) -> bool:
+    """Whether it returns what it is given: a dropout with p = 0. Many models do not call theirs then, and none need see it."""
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p == 0
+
+
+def find_parameters(model: torch.nn.Module, selection: Selection) -> list[WatchedParameter]:
+    """Every parameter once, under its first name without wrappers (shared ones have several)."""
+    return [
+        WatchedParameter(
+            name,
+            owner := name.rpartition(".")[0],
+            parameter,
+            selection.wants(name, owner) and (parameter.is_floating_point() or parameter.is_complex()),
+        )
+        for name, parameter in named_parameters(model)
+    ]
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """As ``model.named_parameters()``, without what wrappers add to the names."""
+    names = plain_names(model)
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        yield f"{names.get(owner, owner)}.{own}".lstrip("."), parameter
+
+
+def describe(
+    layers: Iterable[Layer], parameters: Iterable[WatchedParameter], kinds: Collection[str]
+) -> list[TensorInfo]:
+    """The tensors that will be counted, in the model's order."""
+    layers = list(layers)
+    owned: dict[str, list[WatchedParameter]] = {}
+    for parameter in parameters:
+        owned.setdefault(parameter.owner, []).append(parameter)
+    infos: list[TensorInfo] = []
+    for layer in layers:
+        type_name = type(unwrapped(layer.module)).__name__
+        for parameter in owned.pop(layer.path, ()):
+            infos += _of_parameter(parameter, type_name, kinds)
+        if layer.counted:
+            infos += [TensorInfo(layer.path, kind, layer.path, type_name) for kind in OUTPUT_KINDS if kind in kinds]
+    for left in owned.values():
+        for parameter in left:
+            infos += _of_parameter(parameter, "", kinds)
+    return infos
+
+
+def _of_parameter(watched: WatchedParameter, type_name: str, kinds: Collection[str]) -> list[TensorInfo]:
+    if not watched.counted:
+        return []
+    parameter = watched.parameter
+    note = "" if parameter.requires_grad else "frozen: requires_grad is False"
+    shape = () if is_lazy(parameter) else tuple(parameter.shape)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return [
+        TensorInfo(watched.name, kind, watched.owner, type_name, shape, dtype, "" if kind == WEIGHT else note)
+        for kind in PARAMETER_KINDS
+        if kind in kinds
+    ]
+
+
+def _patterns(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -1,0 +1,126 @@
+"""Which optimizers belong to the model, and what their steps do to its weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mpinspect.counting.fastest import count
+from mpinspect.counting.pieces import detached_values
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
+from mpinspect.ranges.capture.updates import lost_updates_by_format, unmoved
+from mpinspect.ranges.kinds import UPDATE
+from mpinspect.ranges.session import TensorKey
+from mpinspect.runtime.distributed import local_part
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The torch optimizer inside a trainer's wrappers, which is the one that torch's hooks tell of; None if there is none."""
+    for name in ("_optimizer", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer):
+            return plain_optimizer(inner)
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+class ModelOptimizers:
+    """The optimizers that step parameters of the model: those given, and those found as they step.
+
+    Args:
+        given: the user's.
+        parameters: the model's, by id.
+    """
+
+    def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Mapping[int, WatchedParameter]) -> None:
+        self._parameters = parameters
+        self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        for optimizer in given:
+            self._ours[optimizer] = True
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer belongs to the model."""
+        known = self._ours.get(optimizer)
+        if known is None:
+            known = self._ours[optimizer] = next(self.parameters(optimizer), None) is not None
+        return known
+
+    def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
+        """The model's parameters among the optimizer's."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                watched = self._parameters.get(id(parameter))
+                if watched is not None:
+                    yield watched
+
+    @property
+    def any_fused(self) -> bool:
+        """Whether one of them takes found_inf on the device, so that nobody on the host knows if it stepped."""
+        return any(skips_on_device(optimizer) for optimizer, ours in self._ours.items() if ours)
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """A fused optimizer is told of found_inf on the device and skips without anyone knowing on the host."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of parameters that this step will not move: learning rate 0, as in the first step of a warm-up."""
+    groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), float) and group["lr"] == 0.0]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+class UpdateCapture:
+    """Counts what a step adds to the weights, and what rounding would lose of it. Holds one copy of them meanwhile."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
+
+    def before(self, optimizer: torch.optim.Optimizer, parameters: Iterable[WatchedParameter]) -> None:
+        """The optimizer is about to step these parameters."""
+        still = _held_still(optimizer)
+        before = self._before[id(optimizer)] = []
+        for watched in parameters:
+            moves = watched.parameter.requires_grad or watched.parameter.grad is not None
+            if watched.counted and moves and id(watched.parameter) not in still:
+                with self._tally.unread.left_out(TensorKey(watched.name, UPDATE)):
+                    before.append((watched, detached_values(local_part(watched.parameter)).clone()))
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+        may_have_skipped = getattr(optimizer, "found_inf", None) is not None
+        for watched, weight in self._before.pop(id(optimizer), ()):
+            gradient = watched.parameter.grad
+            if gradient is not None and weight.is_floating_point():
+                key = TensorKey(watched.name, UPDATE)
+                with self._tally.unread.left_out(key):
+                    self._count(key, watched.parameter, weight, gradient, may_have_skipped)
+
+    def forget(self) -> None:
+        """Let the copies go: that step did not happen."""
+        self._before.clear()
+
+    @torch.no_grad()
+    def _count(
+        self,
+        key: TensorKey,
+        parameter: torch.Tensor,
+        before: torch.Tensor,
+        gradient: torch.Tensor,
+        may_have_skipped: bool,
+    ) -> None:
+        after = detached_values(local_part(parameter))
+        wide = torch.float64 if before.dtype == torch.float64 else torch.float32
+        update = after.to(wide) - before.to(wide)
+        row, stored, lost = count(update), passed_through(before.dtype), {}
+        if stored == "float32":
+            lost = lost_updates_by_format(before, update)
+        elif gradient.layout is torch.strided and not may_have_skipped:
+            lost = {stored: unmoved(before, after, detached_values(local_part(gradient)))}
+        self._tally.add(Sample(key, row, update.numel(), dtype_name(before.dtype)))
+        for name, counts in lost.items():
+            self._tally.add_lost_updates(key, name, counts, measured=stored != "float32")

@@ -1,0 +1,143 @@
+"""Single training passes of a model, in FP32 and in FP16, that leave it as it was."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.capture.capture import Capture
+from mpinspect.ranges.capture.layers import Selection, describe, find_layers, find_parameters
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.session import RunInfo, Session
+from mpinspect.runtime.emulation import half_arithmetic
+from mpinspect.runtime.untouched import ModelState
+
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+
+
+class Passes:
+    """Single passes of one model: each starts from the model's original state and gives the gradients it made."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFunction) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.device = next(iter(self.trainable.values())).device.type
+        self.emulated = self.device == "cpu"
+        self.model_state = ModelState(model)
+        self._counted = Recording(RunInfo(type(model).__name__, kinds=GRADIENT_KINDS, watch=False))
+        self._capture = _gradient_capture(model, self._counted)
+        self.notes: list[str] = []
+
+    def reference(self, batch: Any, number: int, *, count: bool) -> Gradients:
+        """The FP32 gradients by parameter name; counted if asked for."""
+        if count:
+            self._capture.attach()
+        try:
+            gradients = self._run(batch, number, 1.0, half=False)
+        finally:
+            if count:
+                # Each batch is a step of its own: detaching ends it.
+                self._capture.detach()
+        if not gradients:
+            raise ValueError(
+                f"no parameter got a gradient from batch {number}: the loss does not depend on any parameter that requires one. "
+                "Let loss_fn use the model it is given, without detach() or no_grad()"
+            )
+        return gradients
+
+    def session(self) -> Session:
+        """The FP32 gradients counted so far, one step a batch."""
+        return self._counted.session()
+
+    def half(self, batch: Any, number: int, loss_scale: float) -> Gradients:
+        """The FP16 gradients by parameter name, still multiplied by the scale."""
+        with half_arithmetic() if self.emulated else ExitStack():
+            return self._run(batch, number, loss_scale, half=True)
+
+    def _run(self, batch: Any, number: int, loss_scale: float, *, half: bool) -> Gradients:
+        self.model_state.restore()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        # The backward runs outside of every autocast, the caller's included.
+        with _eager(), torch.enable_grad(), torch.autocast(self.device, enabled=False):
+            with torch.autocast(self.device, torch.float16, enabled=half):
+                loss = self.loss_fn(self.model, batch)
+            _require_loss(loss, number, finite=not half)
+            self._notice(loss, half)
+            # In FP32: an FP16 loss times the scale would overflow before any gradient does.
+            (loss.float() * loss_scale).sum().backward()  # type: ignore[no-untyped-call]
+        return {name: p.grad.detach() for name, p in self.trainable.items() if p.grad is not None}
+
+    def _notice(self, loss: torch.Tensor, half: bool) -> None:
+        if half and loss.dtype == torch.float16:
+            self._note(
+                "the loss is an FP16 tensor in the FP16 pass: its gradient, the loss scale itself, overflows from 2^16 on. "
+                "Compute the loss in FP32: loss_function(output.float(), target)"
+            )
+        if half and not bool(torch.isfinite(loss).all()):
+            self._note(
+                "the loss of the FP16 pass is not finite, though that of the FP32 pass is: the forward overflowed"
+            )
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+
+def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
+    """Counts every gradient of plain backwards: no scaler, no autocast, no optimizer."""
+    everything = Selection(None, None)
+    layers, parameters = find_layers(model, everything), find_parameters(model, everything)
+    recording.watch(describe(layers, parameters, GRADIENT_KINDS))
+    return Capture(
+        layers,
+        parameters,
+        kinds=GRADIENT_KINDS,
+        schedule=Schedule(),
+        watch=False,
+        loss_scale=1.0,
+        optimizers=(),
+        scalers=(),
+        recording=recording,
+    )
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as plain Python: their graphs were made for other dtypes and see no modes."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+def _require_loss(loss: Any, number: int, *, finite: bool) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__} for batch {number}, not a tensor: return the scalar loss itself "
+            "(a Transformers model's is model(...).loss)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)} for batch {number}: reduce it to one number, loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of batch {number} has no graph: it does not depend on a parameter that requires a gradient, or loss_fn "
+            "computed it under no_grad() or took it out of the graph with detach() or item()"
+        )
+    if finite and not math.isfinite(loss.item()):
+        raise ValueError(
+            f"the loss of batch {number} is {loss.item()} in FP32: nothing can be compared. Look for a NaN in the batch or the "
+            "weights, or a learning rate that was too large"
+        )

@@ -1,0 +1,323 @@
+"""From raw rows of counts to windows: what was counted, gathered until somebody asks.
+
+Rows stay on the device that counted them until the end of their step (``host_rows``, ``device_rows``); then one copy takes
+them all to the host, from a GPU asynchronously and looked at a step later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mpinspect.counting import fastest
+from mpinspect.ranges.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
+from mpinspect.ranges.capture.device_rows import DeviceRows
+from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
+from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
+from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.window_rows import WindowRows
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.session import LostUpdates, TensorKey, Window
+from mpinspect.runtime.guard import Unread
+
+#: Dtypes that values are rounded to before they can be counted.
+_NARROW = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3",
+    torch.float8_e5m2: "float8_e5m2",
+}
+
+
+def passed_through(dtype: torch.dtype) -> str:
+    """Name of the narrow format that values of this dtype were rounded to; "float32" if none."""
+    return _NARROW.get(dtype, "float32")
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The bare name: "float16" for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Sample(NamedTuple):
+    """One tensor counted once.
+
+    ``scale`` is what its values are multiplied by; ``passed_through`` the format they were rounded to before.
+    """
+
+    key: TensorKey
+    row: torch.Tensor
+    numel: int
+    dtype: str
+    passed_through: str = "float32"
+    scale: BackwardScale = UNSCALED
+
+
+class _Rows(NamedTuple):
+    """Rows on their way to the host, and what they are of, in the order in which ``copy`` brings them."""
+
+    samples: list[SampleOf]
+    numels: list[int]
+    copy: HostCopy
+
+
+@dataclass
+class _Step:
+    """A sampled step on its way to the host.
+
+    Args:
+        scales: those of the step, by number; ``scale_copies`` brings the values that are still on a device.
+        gradient_scales: numbers of those that gradients have.
+    """
+
+    step: int
+    rows: list[_Rows]
+    scales: list[BackwardScale]
+    scale_copies: list[tuple[list[int], HostCopy]]
+    gradient_scales: list[int]
+    lost: list[tuple[TensorKey, str, bool]]
+    lost_counts: list[tuple[list[int], HostCopy]]
+
+
+class Tally:
+    """Gathers samples step by step into windows.
+
+    Args:
+        drop: called with a sentence whenever a sample had to be thrown away.
+        scale_seen: called with the step and the scale of its gradients (None: not known).
+    """
+
+    def __init__(
+        self,
+        drop: Callable[[str], None],
+        scale_seen: Callable[[int, float | None], None],
+    ) -> None:
+        #: The tensors that could not be counted.
+        self.unread = Unread[TensorKey]()
+        self._drop = drop
+        self._scale_seen = scale_seen
+        self._pending: list[Sample] = []
+        self._pending_lost: list[tuple[TensorKey, str, bool, torch.Tensor]] = []
+        self._travelling: deque[_Step] = deque()
+        self._open = WindowRows()
+        self._arrangement = Arrangement([], [], [])
+        self._steps: list[int] = []
+        self._gradient_peaks: dict[int, int] = {}
+        self._host_rows = HostRows()
+        self._device_rows: dict[torch.device, DeviceRows] = {}
+
+    def count(
+        self, key: TensorKey, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the row of a tensor for a sample of the current step, as from ``counting.count``. Waits for no GPU.
+
+        It may be part of a buffer, and hold something else when the next step begins. None where the tensor can't be counted.
+        """
+        try:
+            return self._row(tensor, divisor)
+        except Exception as error:
+            self.unread.failed(key, error)
+            return None
+
+    def _row(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None) -> torch.Tensor:
+        if divisor is None and tensor.is_cpu:
+            return self._host_rows.count(tensor)
+        if divisor is None and tensor.is_cuda:
+            return self._rows_on(tensor.device).count(tensor)
+        return fastest.count(tensor, divisor)
+
+    def count_together(self, waiting: list[Waiting]) -> None:
+        """The same for gradients that have waited for it; what can't be counted gets no row."""
+        by_device: dict[torch.device, list[Waiting]] = {}
+        for each in waiting:
+            by_device.setdefault(each.values.device, []).append(each)
+        for device, group in by_device.items():
+            if device.type in ("cpu", "cuda"):
+                try:
+                    (self._host_rows if device.type == "cpu" else self._rows_on(device)).count_together(group)
+                except Exception as error:
+                    # One of them may be the reason.
+                    self._drop(
+                        f"weight gradients could not be counted together ({type(error).__name__}: {error}) and are one by one; "
+                        "the training is not affected"
+                    )
+            for each in group:
+                if each.found is None:
+                    with nullcontext() if each.stream is None else torch.cuda.stream(each.stream):
+                        each.found = self.count(each.watched.gradient_key, each.values)
+
+    def _buffers(self) -> list[HostRows | DeviceRows]:
+        return [self._host_rows, *self._device_rows.values()]
+
+    def _rows_on(self, device: torch.device) -> DeviceRows:
+        rows = self._device_rows.get(device)
+        if rows is None:
+            rows = self._device_rows[device] = DeviceRows(device, self._drop)
+        return rows
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample of the current step."""
+        self._pending.append(sample)
+
+    def add_lost_updates(self, key: TensorKey, format_name: str, counts: torch.Tensor, *, measured: bool) -> None:
+        """Take lost-update counts of the current step: an int64 tensor (lost, non-zero)."""
+        self._pending_lost.append((key, format_name, measured, counts))
+
+    def drop_step(self) -> None:
+        """Forget the samples of the current step."""
+        self._pending.clear()
+        self._pending_lost.clear()
+        for rows in self._buffers():
+            rows.drop()
+
+    @property
+    def open_steps(self) -> int:
+        """Sampled steps in the open window."""
+        return len(self._steps)
+
+    def end_step(self, step: int) -> None:
+        """All samples of this step are in: send them to the host, and take in those that have arrived."""
+        if self._pending or self._pending_lost:
+            self._send(step)
+        while self._travelling and all(copy.ready() for copy in _copies(self._travelling[0])):
+            self._take_next()
+
+    def close_window(self, *, wait: bool = False) -> Window | None:
+        """The window since the last call, or None if nothing was sampled. ``wait`` for what is still on a GPU."""
+        while wait and self._travelling:
+            self._take_next()
+        if not self._steps:
+            return None
+        window, steps, peaks = self._open, self._steps, self._gradient_peaks
+        self._open, self._steps, self._gradient_peaks = WindowRows(), [], {}
+        return Window(min(steps), max(steps), len(steps), window.columns(), dict(sorted(peaks.items())))
+
+    # -- to the host ------------------------------------------------------------------------------------------
+
+    def _send(self, step: int) -> None:
+        samples, self._pending = self._pending, []
+        lost, self._pending_lost = self._pending_lost, []
+        copies = self._send_rows(samples)
+        numbers: dict[int, int] = {}
+        of = [
+            SampleOf(
+                sample.key, sample.dtype, sample.passed_through, numbers.setdefault(id(sample.scale), len(numbers))
+            )
+            for sample in samples
+        ]
+        scales = list({id(sample.scale): sample.scale for sample in samples}.values())
+        self._travelling.append(
+            _Step(
+                step,
+                [_Rows([of[i] for i in places], [samples[i].numel for i in places], copy) for places, copy in copies],
+                scales,
+                _copy_alike([scale.on_device for scale in scales], lambda number, error: None),
+                list(dict.fromkeys(each.scale for each in of if each.key.kind in GRADIENT_KINDS)),
+                [(key, name, measured) for key, name, measured, _ in lost],
+                _copy_alike([counts for *_, counts in lost], lambda i, error: self.unread.failed(lost[i][0], error)),
+            )
+        )
+
+    def _send_rows(self, samples: list[Sample]) -> list[tuple[list[int], HostCopy]]:
+        """Those in a buffer in one copy, the others beside it, and those of a buffer that can't be sent too."""
+        rows: list[torch.Tensor | None] = [sample.row for sample in samples]
+        copies = []
+        for buffer in self._buffers():
+            try:
+                copies += buffer.send([sample.row for sample in samples])
+            except Exception:
+                buffer.drop()
+        for places, _ in copies:
+            for place in places:
+                rows[place] = None
+        return copies + _copy_alike(rows, lambda place, error: self.unread.failed(samples[place].key, error))
+
+    def _take_next(self) -> None:
+        """Take in the step that was sent first; a fault costs that step."""
+        step = self._travelling.popleft()
+        try:
+            self._take(step)
+        except Exception as error:
+            self._drop(f"the counts of a step were lost on their way to the host ({type(error).__name__}: {error})")
+
+    def _take(self, step: _Step) -> None:
+        scales = _arrived_scales(step)
+        samples: list[SampleOf] = []
+        numels: list[int] = []
+        row_sets: list[IntArray] = []
+        for rows in step.rows:
+            try:
+                row_sets.append(rows.copy.values())
+            except Exception as error:
+                for sample in rows.samples:
+                    self.unread.failed(sample.key, error)
+            else:
+                samples += rows.samples
+                numels += rows.numels
+        arrangement = self._arranged(samples, scales, row_sets)
+        for name in arrangement.not_counted:
+            self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
+        peak = self._open.add_step(arrangement, row_sets, np.array(numels, dtype=np.int64))
+        for value in dict.fromkeys(scales[number].value for number in step.gradient_scales):
+            self._scale_seen(step.step, value)
+        if step.lost:
+            self._open.add_lost_updates(_arrived_lost(step))
+        self._steps.append(step.step)
+        if peak is not None:
+            self._gradient_peaks[peak] = self._gradient_peaks.get(peak, 0) + 1
+
+    def _arranged(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[IntArray]) -> Arrangement:
+        """That of the step before, where this one looks alike."""
+        shapes = [RowSet(rows.shape[1], len(rows)) for rows in row_sets]
+        if not self._arrangement.fits(samples, scales, shapes):
+            self._arrangement = Arrangement(samples, scales, shapes)
+        return self._arrangement
+
+
+def _copies(step: _Step) -> Iterable[HostCopy]:
+    yield from (rows.copy for rows in step.rows)
+    yield from (copy for _, copy in step.scale_copies)
+    yield from (copy for _, copy in step.lost_counts)
+
+
+def _copy_alike(
+    tensors: list[torch.Tensor | None], failed: Callable[[int, Exception], None]
+) -> list[tuple[list[int], HostCopy]]:
+    """Copy each group of tensors that share device, shape and dtype at once, with the places where they stood."""
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            groups.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
+    given: Any = tensors
+    return copy_groups(
+        groups.values(), lambda places: HostCopy(torch.stack([given[place] for place in places])), failed
+    )
+
+
+def _arrived_scales(step: _Step) -> list[StepScale]:
+    """The step's scales with the values that came from a device."""
+    values = [scale.value for scale in step.scales]
+    for indices, copy in step.scale_copies:
+        for index, value in zip(indices, copy.values().tolist(), strict=True):
+            values[index] = value
+    return [StepScale.of(scale, value) for scale, value in zip(step.scales, values, strict=True)]
+
+
+def _arrived_lost(step: _Step) -> dict[tuple[TensorKey, str], LostUpdates]:
+    """The step's lost updates, added up by tensor and format."""
+    found: dict[tuple[TensorKey, str], LostUpdates] = {}
+    for indices, copy in step.lost_counts:
+        for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):
+            key, name, measured = step.lost[index]
+            updates = LostUpdates(lost, nonzero, measured)
+            found[key, name] = found[key, name] + updates if (key, name) in found else updates
+    return found

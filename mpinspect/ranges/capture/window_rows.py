@@ -1,0 +1,233 @@
+"""The open window: rows of counts added up, a matrix for each length of row, until they become columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from mpinspect.counting.layout import INFS, MAX_BITS, MIN_BITS, NO_MINIMUM
+from mpinspect.ranges.capture.arrangement import (
+    EMPTY_ROSTER,
+    NO_EXPONENT,
+    NOTHING_SAMPLED,
+    Arrangement,
+    IntArray,
+    Joined,
+    Roster,
+    SampleSet,
+    rounds,
+)
+from mpinspect.ranges.capture.row_columns import peak_exponents, row_columns
+from mpinspect.ranges.session import LostUpdates, TensorKey
+from mpinspect.ranges.store.tensor_columns import (
+    PER_BIN,
+    PER_PEAK,
+    SIGNIFICANDS,
+    Column,
+    Lost,
+    TensorColumns,
+    merge_columns,
+)
+
+#: A peak is counted as one number with its tensor: tensor * _EXPONENTS + exponent - NO_EXPONENT.
+_EXPONENTS = -2 * NO_EXPONENT
+#: So many peaks are kept as they came before equal ones are counted.
+_LOOSE_PEAKS = 1 << 14
+
+
+class WindowRows:
+    """What was counted in the steps of the open window, tensor by tensor."""
+
+    def __init__(self) -> None:
+        self._roster = EMPTY_ROSTER
+        self._sums: dict[int, _Sums] = {}
+        self._samples = np.zeros(0, dtype=np.int64)
+        self._numel_max = np.zeros(0, dtype=np.int64)
+        self._peaks = _Peaks()
+        self._lost: dict[tuple[TensorKey, str], LostUpdates] = {}
+        #: The last step's arrangement, and its samples with their places in this window.
+        self._placed: tuple[Arrangement, tuple[SampleSet, ...]] | None = None
+
+    def add_step(self, arrangement: Arrangement, row_sets: Sequence[IntArray], numels: IntArray) -> int | None:
+        """Add a step's rows; returns the largest peak exponent, unscaled, of its gradients.
+
+        Args:
+            arrangement: what the rows are of.
+            row_sets: int64, shape (rows, length) for each of the arrangement's sets. May be kept, and changed.
+            numels: the elements of each sample, int64, set after set.
+        """
+        largest, start = NO_EXPONENT, 0
+        for samples, arrived in zip(self._place(arrangement), row_sets, strict=True):
+            rows, numel = arrived[samples.counted], numels[start : start + len(arrived)][samples.counted]
+            start += len(arrived)
+            peaks = _unscaled_peaks(samples, rows)
+            largest = max(largest, int(peaks[samples.is_gradient].max(initial=NO_EXPONENT)))
+            self._peaks.add(samples.tensor, peaks)
+            np.add.at(self._samples, samples.tensor, 1)
+            np.maximum.at(self._numel_max, samples.tensor, numel)
+            sums = self._sums.setdefault(samples.length, _Sums(samples.length))
+            sums.add(rows, samples, len(self._roster.slots[samples.length]))
+        return largest if largest > NO_EXPONENT else None
+
+    def add_lost_updates(self, lost: Mapping[tuple[TensorKey, str], LostUpdates]) -> None:
+        """Add a step's lost updates, by tensor and the format in which they would be lost."""
+        known = set(self._roster.order)
+        unseen = tuple(dict.fromkeys(key for key, _ in lost if key not in known))
+        if unseen:
+            self._join(Roster(unseen, (NOTHING_SAMPLED,) * len(unseen), {}))
+        for at, found in lost.items():
+            self._lost[at] = self._lost[at] + found if at in self._lost else found
+
+    def columns(self) -> TensorColumns:
+        """The tensors, in the order in which they came.
+
+        Raises:
+            ValueError: a row's extremes disagree with its counts.
+        """
+        order = self._roster.order
+        figures = {"samples": self._samples, "numel_max": self._numel_max, **self._peaks.columns(len(order))}
+        sums = self._roster.slot_arrays
+        if len(sums) == 1:
+            ((length, (tensors, scales)),) = sums.items()
+            if np.array_equal(tensors, np.arange(len(order))):
+                # One sum for each tensor: all but a few windows.
+                return self._of_all(figures | row_columns(self._sums[length].rows, scales))
+        parts = [self._of_all(figures | _nothing(_OF_VALUES, len(order)))]
+        for length, (tensors, scales) in sums.items():
+            rows = self._sums[length].rows
+            for chosen, at in rounds(tensors):
+                parts.append(self._of_some(np.arange(len(order))[chosen], row_columns(rows[at], scales[at])))
+        return merge_columns(parts)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _place(self, arrangement: Arrangement) -> tuple[SampleSet, ...]:
+        """A step's samples with their places in this window, which makes room for them."""
+        if self._placed is None or self._placed[0] is not arrangement:
+            if self._roster is EMPTY_ROSTER:
+                self._set_roster(arrangement.roster)
+                sample_sets = arrangement.sample_sets
+            else:
+                joined = self._join(arrangement.roster)
+                sample_sets = tuple(samples.moved(joined) for samples in arrangement.sample_sets)
+            self._placed = arrangement, sample_sets
+        return self._placed[1]
+
+    def _join(self, roster: Roster) -> Joined:
+        joined = self._roster.joined(roster)
+        self._set_roster(joined.roster)
+        return joined
+
+    def _set_roster(self, roster: Roster) -> None:
+        new = np.zeros(len(roster.order) - len(self._roster.order), dtype=np.int64)
+        self._samples = np.concatenate([self._samples, new])
+        self._numel_max = np.concatenate([self._numel_max, new])
+        self._roster = roster
+
+    def _of_all(self, columns: Mapping[str, Column]) -> TensorColumns:
+        contexts, context = self._roster.numbered_contexts
+        return TensorColumns(self._roster.order, columns, contexts, context, self._lost_of_tensors())
+
+    def _of_some(self, tensors: IntArray, values: Mapping[str, Column]) -> TensorColumns:
+        """Part of what was counted of these tensors: values only, no samples."""
+        contexts, context = self._roster.numbered_contexts
+        order = tuple(self._roster.order[tensor] for tensor in tensors.tolist())
+        nothing = _nothing(_OF_SAMPLES, len(order))
+        return TensorColumns(order, {**nothing, **values}, contexts, context[tensors])
+
+    def _lost_of_tensors(self) -> tuple[Lost, ...]:
+        if not self._lost:
+            return ()
+        places = {key: place for place, key in enumerate(self._roster.order)}
+        return tuple(
+            Lost(places[key], name, found.lost, found.nonzero, found.measured)
+            for (key, name), found in self._lost.items()
+        )
+
+
+class _Sums:
+    """Rows of one length, added up slot by slot."""
+
+    def __init__(self, length: int) -> None:
+        #: int64, (slots, length).
+        self.rows = np.zeros((0, length), dtype=np.int64)
+
+    def add(self, rows: IntArray, samples: SampleSet, slots: int) -> None:
+        """Add rows to the slots of these samples; there are so many slots by now. The rows may be kept, and changed."""
+        if not len(self.rows) and samples.one_for_each_slot and len(rows) == slots:
+            self.rows = np.ascontiguousarray(rows)
+            return
+        self._grow(slots)
+        # The extremes of a row without values are neutral: infinity and zero.
+        low, high = self.rows[:, MIN_BITS].copy(), self.rows[:, MAX_BITS].copy()
+        np.minimum.at(low, samples.slot, rows[:, MIN_BITS])
+        np.maximum.at(high, samples.slot, rows[:, MAX_BITS])
+        for target, source in samples.rounds:
+            self.rows[target] += rows[source]
+        self.rows[:, MIN_BITS], self.rows[:, MAX_BITS] = low, high
+
+    def _grow(self, slots: int) -> None:
+        new = slots - len(self.rows)
+        if new:
+            neutral = np.zeros((new, self.rows.shape[1]), dtype=np.int64)
+            neutral[:, MIN_BITS] = NO_MINIMUM
+            self.rows = np.concatenate([self.rows, neutral])
+
+
+class _Peaks:
+    """How often each tensor had which peak exponent."""
+
+    def __init__(self) -> None:
+        self._codes = np.zeros(0, dtype=np.int64)
+        self._counts = np.zeros(0, dtype=np.int64)
+        self._loose: list[IntArray] = []
+        self._loose_count = 0
+
+    def add(self, tensors: IntArray, exponents: IntArray) -> None:
+        """One peak for each entry; NO_EXPONENT is none."""
+        codes = tensors * _EXPONENTS + (exponents - NO_EXPONENT)
+        self._loose.append(codes[exponents > NO_EXPONENT])
+        self._loose_count += len(codes)
+        if self._loose_count > _LOOSE_PEAKS:
+            self._gather()
+
+    def columns(self, tensors: int) -> dict[str, IntArray]:
+        """The columns ``peaks`` and PER_PEAK of ``TensorColumns``, exponents in rising order."""
+        self._gather()
+        return {
+            "peaks": np.bincount(self._codes // _EXPONENTS, minlength=tensors),
+            "peak_exponents": self._codes % _EXPONENTS + NO_EXPONENT,
+            "peak_counts": self._counts,
+        }
+
+    def _gather(self) -> None:
+        loose = np.concatenate([self._codes[:0], *self._loose])
+        counts = np.concatenate([self._counts, np.ones(len(loose), dtype=np.int64)])
+        self._codes, codes = np.unique(np.concatenate([self._codes, loose]), return_inverse=True)
+        self._counts = np.zeros(len(self._codes), dtype=np.int64)
+        np.add.at(self._counts, codes, counts)
+        self._loose, self._loose_count = [], 0
+
+
+def _unscaled_peaks(samples: SampleSet, rows: IntArray) -> IntArray:
+    """Of each row the exponent of its largest magnitude, rounded to 11 bits; NO_EXPONENT where it has none."""
+    exponents, has_values = peak_exponents(rows)
+    peaks = np.where(has_values, exponents - samples.log2_scale, NO_EXPONENT)
+    overflowed = rows[:, INFS] > 0
+    return np.where(overflowed, np.maximum(peaks, samples.overflow), peaks)
+
+
+_OF_SAMPLES = ("samples", "numel_max", "peaks", *PER_PEAK)
+_OF_VALUES = ("min_exponent", "bins", "zeros", "infs", "nans", *SIGNIFICANDS, *PER_BIN)
+
+
+def _nothing(names: Collection[str], tensors: int) -> dict[str, Column]:
+    """These columns of so many tensors of which nothing was counted."""
+    columns: dict[str, Column] = {}
+    for name in names:
+        if name in SIGNIFICANDS:
+            columns[name] = np.ones(tensors)
+        else:
+            columns[name] = np.zeros(0 if name in (*PER_BIN, *PER_PEAK) else tensors, dtype=np.int64)
+    return columns

@@ -1,0 +1,271 @@
+"""probe: run the same batches in FP32 and in FP16, and hold what was predicted against what came out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.analysis import recommend_loss_scale
+from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
+from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings, without_noise
+from mpinspect.ranges.analysis.ranges import tensor_infos
+from mpinspect.ranges.analysis.report import LossScaleAdvice
+from mpinspect.ranges.capture.gradient_difference import GradientDifference
+from mpinspect.ranges.capture.passes import LossFunction, Passes
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.runtime.untouched import RandomState
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What FP16 does to a model's gradients: predicted from FP32 counts, and measured.
+
+    Args:
+        layers: one entry a parameter that got a gradient, in the model's order.
+        loss_scale: the advice that follows from the reference; activation gradients and all.
+        second_scale: the other scale at which FP16 ran: the recommended one, or the one asked for. None where there is neither.
+        emulated: True where FP16 was emulated on a CPU, False where a device ran it.
+        device: where the passes ran ("cpu", "cuda").
+        batches: how many.
+        reference: the FP32 passes as a session, one step a batch: ``mpinspect.ranges.analysis.analyse`` takes it.
+        without_gradient: trainable parameters that no batch gave a gradient.
+        notes: sentences about what else was noticed.
+    """
+
+    layers: tuple[LayerProbe, ...]
+    loss_scale: LossScaleAdvice
+    second_scale: float | None
+    emulated: bool
+    device: str
+    batches: int
+    reference: Session
+    without_gradient: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> LayerProbe | None:
+        """The layer whose measured flushed fraction at scale 1 is furthest from the predicted one.
+
+        Among those that are comparable; None if there are none.
+        """
+        comparable = [layer for layer in self.layers if layer.comparable]
+        return max(comparable, key=lambda layer: abs(layer.unscaled.difference), default=None)
+
+    @property
+    def largest_difference(self) -> float:
+        """Largest |measured - predicted| flushed fraction of a comparable layer at scale 1, 0..1; 0.0 if there is none."""
+        return abs(self.worst.unscaled.difference) if self.worst else 0.0
+
+    def __str__(self) -> str:
+        from mpinspect.ranges.report import probe
+
+        return probe.render(self)
+
+    def _repr_html_(self) -> str:
+        from mpinspect.ranges.report import probe
+
+        return probe.render_html(self)
+
+    def to_json(self) -> str:
+        """The report as JSON text: every field but ``reference``, and the fractions."""
+        from mpinspect.ranges.report import probe
+
+        return probe.render_json(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report in the form that the suffix names: .txt or .json. Returns the path.
+
+        Raises:
+            ValueError: another suffix.
+            OSError: the file can't be written.
+        """
+        from mpinspect.ranges.report import probe
+
+        return probe.save(self, path)
+
+
+def probe(
+    model: torch.nn.Module, loss_fn: LossFunction, batches: Iterable[Any], *, loss_scale: float | None = None
+) -> ProbeReport:
+    """Run batches in FP32 and in FP16 and compare every weight gradient.
+
+    Each batch runs forward and backward in FP32 (autocast off, scale 1), then in FP16 (``torch.autocast``) at loss
+    scale 1, then at the scale that the FP32 gradients recommend; every pass from the same buffers and the same random
+    state. On a GPU FP16 is the device's own. On a CPU it is emulated: FP16 tensors, products summed in FP32 and rounded
+    once, as Tensor Cores do it. So the result does not depend on the processor's own FP16, but for the order of FP32 sums.
+
+    Afterwards the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags), the random generators
+    of torch, Python and NumPy, and autocast are as they were, also after an error. Nothing is trained.
+
+    Args:
+        model: holds FP32 parameters and sits where the batches will be; it runs in the mode (train or eval) it is in.
+        loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, not scaled. Called up to four times a batch, itself without
+            autocast or backward.
+        batches: an iterable of batches, all of which are kept in memory: take a few of a long one with
+            ``itertools.islice(loader, 4)``. Each batch is a step of its own.
+        loss_scale: the second scale, a power of two; the recommended one by default.
+
+    The reference is as precise as the device's FP32 is set to be (``torch.backends.cuda.matmul.allow_tf32``). Synchronises
+    the device. Holds a copy of the model's values and two sets of gradients beside it.
+
+    Raises:
+        TypeError: model is no Module, loss_fn is not callable, the loss is no tensor, batches is no iterable of batches.
+        ValueError: no batches, parameters that are not FP32, a loss that is not scalar, not finite or without a graph,
+            no parameter got a gradient, or loss_scale is no power of two.
+    """
+    _require(model, loss_fn, loss_scale)
+    random = RandomState.now()
+    passes = Passes(model, loss_fn)
+    try:
+        given = _materialised(batches)
+        # Drawing the batches may have drawn from the generators: every sweep starts where the first one does.
+        start = RandomState.now()
+        first = _sweep(passes, given, 1.0)
+        session = passes.session()
+        advice = recommend_loss_scale(session)
+        second_scale = advice.recommended if loss_scale is None else float(loss_scale)
+        start.restore()
+        second = first if second_scale == 1.0 else _sweep(passes, given, second_scale) if second_scale else None
+    finally:
+        passes.model_state.restore()
+        random.restore()
+    return _report(passes, session, advice, first, second, len(given))
+
+
+class _Sweep(NamedTuple):
+    """The FP16 passes over all batches at one scale, by parameter."""
+
+    loss_scale: float
+    differences: dict[str, GradientDifference]
+
+
+def _sweep(passes: Passes, batches: list[Any], loss_scale: float) -> _Sweep:
+    """The reference runs again in each sweep: keeping its gradients of every batch would take more memory than it is worth."""
+    differences: dict[str, GradientDifference] = {}
+    for number, batch in enumerate(batches):
+        start = RandomState.now()
+        reference = passes.reference(batch, number, count=loss_scale == 1.0)
+        start.restore()
+        half = passes.half(batch, number, loss_scale)
+        for name, gradient in reference.items():
+            differences.setdefault(name, GradientDifference(loss_scale)).add(gradient, half.get(name))
+    return _Sweep(loss_scale, differences)
+
+
+def _report(
+    passes: Passes, session: Session, advice: LossScaleAdvice, first: _Sweep, second: _Sweep | None, batches: int
+) -> ProbeReport:
+    totals = session.totals()
+    ceilings = rounding_noise_ceilings(tensor_infos(session, totals), totals)
+    layers = []
+    for name, parameter in passes.trainable.items():
+        key = TensorKey(name, WEIGHT_GRADIENT)
+        if key in totals:
+            shape = tuple(parameter.shape)
+            layers.append(_layer(name, shape, totals[key].histogram, ceilings.get(key, 0.0), first, second))
+    return ProbeReport(
+        layers=tuple(layers),
+        loss_scale=advice,
+        second_scale=second.loss_scale if second else None,
+        emulated=passes.emulated,
+        device=passes.device,
+        batches=batches,
+        reference=session,
+        without_gradient=tuple(name for name in passes.trainable if TensorKey(name, WEIGHT_GRADIENT) not in totals),
+        notes=tuple(passes.notes),
+    )
+
+
+def _layer(
+    name: str,
+    shape: tuple[int, ...],
+    histogram: ExponentHistogram,
+    ceiling: float,
+    first: _Sweep,
+    second: _Sweep | None,
+) -> LayerProbe:
+    is_noise = is_rounding_noise(histogram, ceiling)
+    # Of a gradient that is noise in part (a fused bias) the rest is compared; of one that is noise alone nothing would be left.
+    floor = 0.0 if is_noise else ceiling
+    sweeps = [sweep for sweep in (first, second) if sweep]
+    return LayerProbe(
+        name=name,
+        shape=shape,
+        histogram=histogram,
+        unscaled=_agreement(first, name, histogram, floor),
+        scaled=_agreement(second, name, histogram, floor) if second else None,
+        # A few values may be FP16 numbers by chance at one scale.
+        in_half=all(sweep.differences[name].in_half for sweep in sweeps),
+        rounding_noise=is_noise,
+    )
+
+
+def _agreement(sweep: _Sweep, name: str, histogram: ExponentHistogram, noise_floor: float) -> GradientAgreement:
+    log2_scale = _log2(sweep.loss_scale)
+    difference = sweep.differences[name]
+    reference = without_noise(histogram, noise_floor)
+    # The same exponents leave both: what is noise is decided by the ceiling alone.
+    vanished = without_noise(difference.vanished, noise_floor)
+    return GradientAgreement(
+        loss_scale=sweep.loss_scale,
+        nonzero=reference.nonzero,
+        predicted_flushed=reference.flushed(FLOAT16, log2_scale),
+        measured_flushed=vanished.nonzero,
+        lost_upstream=vanished.nonzero - vanished.flushed(FLOAT16, log2_scale),
+        infs=difference.infs,
+        nans=difference.nans,
+        cosine=difference.cosine,
+        relative_error=difference.relative_error,
+    )
+
+
+def _log2(scale: float) -> int:
+    return math.frexp(scale)[1] - 1
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def _require(model: object, loss_fn: object, loss_scale: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"probe needs a torch.nn.Module, not {type(model).__name__}")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(model, batch), not {type(loss_fn).__name__}")
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to compare")
+    for name, parameter in trainable:
+        if parameter.dtype != torch.float32:
+            stored = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name} is stored in {stored}: the reference must be FP32. Probe an FP32 copy, copy.deepcopy(model).float()"
+            )
+    if loss_scale is None:
+        return
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+        raise TypeError(f"loss_scale={loss_scale!r}: give a number, a power of two")
+    if not 0 < loss_scale < math.inf or math.frexp(loss_scale)[0] != 0.5:
+        raise ValueError(
+            f"loss_scale={loss_scale!r}: give a power of two, such as 1024.0; counts predict those exactly"
+        )
+
+
+def _materialised(batches: Iterable[Any]) -> list[Any]:
+    if isinstance(batches, (torch.Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be an iterable of batches, not a single {type(batches).__name__}: put one batch into a list, [batch]"
+        )
+    given = list(batches)
+    if not given:
+        raise ValueError(
+            "batches holds no batch: it is empty, or an iterator that was used up before. Give a list, or make a new iterator"
+        )
+    return given

@@ -1,0 +1,1 @@
+"""What a RangeReport says, in every form."""

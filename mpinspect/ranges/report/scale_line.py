@@ -1,0 +1,59 @@
+"""A run in one line: its steps, and the advice on its loss scale."""
+
+from __future__ import annotations
+
+import math
+
+from mpinspect.ranges.analysis.report import LossScaleAdvice
+from mpinspect.ranges.session import Progress
+from mpinspect.reporting.words import UNKNOWN, power_of_two
+
+
+def steps_and_samples(progress: Progress, state: str = "") -> str:
+    """As in "1,000 steps, 100 sampled, 3 skipped, 4,000 backwards", the last where there is not one a step.
+
+    Args:
+        state: what stands behind "steps".
+    """
+    words = [f"{_count(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
+    if progress.skipped_steps:
+        words.append(f"{progress.skipped_steps:,} skipped")
+    if progress.backwards > progress.steps + 1:
+        words.append(f"{progress.backwards:,} backwards")
+    return ", ".join(words)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def scale_line(advice: LossScaleAdvice) -> str:
+    """The scale, its window and the headroom; that there is none where none can be suggested."""
+    if not advice.available:
+        return "No loss scale can be suggested"
+    if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
+        largest = _power(advice.highest)
+        return (
+            f"No loss scale to suggest; no scale serves all: {_power(advice.lowest)} is needed, {largest} the largest"
+        )
+    if advice.needed is False:
+        return f"Scale 1 will do; {scale_window(advice)}"
+    suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
+    doubt = "" if advice.needed else " (if one is needed: not known)"
+    return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
+
+
+def scale_window(advice: LossScaleAdvice) -> str:
+    """As in "window 2^3 .. 2^16"; the lower end is not known where it is not known whether scale 1 serves."""
+    lowest = UNKNOWN if advice.needed is None else _power(advice.lowest)
+    return f"window {lowest} .. {_power(advice.highest)}"
+
+
+def _power(scale: float | None) -> str:
+    """The bare power of two: both ends of a window alike."""
+    return UNKNOWN if scale is None else f"2^{math.frexp(scale)[1] - 1}"
+
+
+def _headroom(advice: LossScaleAdvice) -> str:
+    spare = advice.headroom
+    return "headroom ?" if spare is None else f"headroom {spare} {'power' if spare == 1 else 'powers'} of two"

@@ -1,0 +1,204 @@
+"""TensorBoard: every layer's exponent histograms over the steps with exact counts, and scalars beside them.
+
+The horizontal axis of the histograms is log2 of the magnitude: what has exponent e lies between e and e + 1. Zeros,
+infinities and NaNs have no exponent: their numbers are scalars. Tags are ``exponents/<kind>/<layer>``,
+``flushed_fraction/...`` (at scale 1), ``range_offset/...``, ``zero_fraction/...``, ``infs/...``, ``nans/...`` and
+``loss_scale/...`` (in log2).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import FLOAT16, FormatLike, as_format
+from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.report.tensorboard_events import EventFile
+from mpinspect.ranges.session import Event, Progress, Session, TensorInfo, TensorKey, Window
+from mpinspect.ranges.store.tensor_columns import TensorColumns
+from mpinspect.runtime.background import give_way
+
+#: TensorBoard draws 30 bars over the range of all steps. A range of a multiple of 30 powers of two, from 2^-43 (so that
+#: FP16's flush edge 2^-25 lies between two bars) to 2^17, makes each bar hold whole exponents: nothing is smeared.
+_BARS = 30
+_LOWEST, _HIGHEST = -43, 17
+
+#: Characters that tags keep; others make TensorBoard's address or tree ambiguous.
+_UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
+
+#: Charts of the "custom scalars" page: title, then type and tags.
+_LAYOUT = {
+    "mpinspect": {
+        "loss scale, log2: suggested, and the safe window": [
+            "Margin",
+            ["loss_scale/suggested", "loss_scale/lowest", "loss_scale/highest"],
+        ],
+        "flushed at scale 1: activation gradients": ["Multiline", [f"flushed_fraction/{ACTIVATION_GRADIENT}/.*"]],
+        "flushed at scale 1: weight gradients": ["Multiline", [f"flushed_fraction/{WEIGHT_GRADIENT}/.*"]],
+        "range offset: activation gradients": ["Multiline", [f"range_offset/{ACTIVATION_GRADIENT}/.*"]],
+        "range offset: weight gradients": ["Multiline", [f"range_offset/{WEIGHT_GRADIENT}/.*"]],
+    }
+}
+
+
+class TensorBoardLog:
+    """Writes windows and advice as TensorBoard events; each call is on disk when it returns, for a live TensorBoard.
+
+    Args:
+        log_dir: directory of the events file; made if need be.
+        format: the format that flushed fractions and range offsets are judged by.
+
+    Raises:
+        OSError: the directory or the file can't be written, here and in every method.
+    """
+
+    def __init__(self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16) -> None:
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+        from torch.utils.tensorboard import summary
+
+        self._format = as_format(format)
+        self._summary: Any = summary
+        # Made directly: torch's functions turn every number into a tensor first.
+        self._value: Any = Summary.Value
+        self._histogram_proto: Any = HistogramProto
+        self._tags: dict[TensorKey, str] = {}
+        self._taken: set[str] = set()
+        #: Tags of which infinities or NaNs were seen: their numbers are written from then on, zeros too.
+        self._broken: set[str] = set()
+        self._file = EventFile(log_dir)
+        self._file.add(self._summary.custom_scalars(_LAYOUT).value, 0)
+
+    def write(self, window: Window) -> None:
+        """Add a window's counts at its last step. Unscaled counts, as sessions hold them."""
+        values: list[Any] = []
+        for key, tensor in TensorColumns.of(window.tensors).each():
+            give_way()
+            tag = self._tag(key)
+            scalars = self._scalars(tag, tensor.histogram)
+            values += [self._scalar(f"{name}/{tag}", value) for name, value in scalars.items()]
+            if tensor.histogram.nonzero:
+                # A histogram of nothing breaks TensorBoard's page.
+                values.append(self._histogram(f"exponents/{tag}", tensor.histogram))
+        self._file.add(values, window.last_step)
+
+    def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
+        """Add the suggested loss scale and its window, in log2, at this step; nothing where there is no advice."""
+        advice = advice.loss_scale if isinstance(advice, RangeReport) else advice
+        self.scales(step, {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest})
+
+    def scales(self, step: int, scales: dict[str, float | None]) -> None:
+        """Add scalars ``loss_scale/<name>``: log2 of each scale that is known."""
+        known = {name: scale for name, scale in scales.items() if scale is not None and 0 < scale < math.inf}
+        self._file.add([self._scalar(f"loss_scale/{name}", math.log2(k)) for name, k in known.items()], step)
+
+    def text(self, tag: str, words: str, step: int) -> None:
+        """Add a sentence to the text page."""
+        self._file.add(self._summary.text(tag, words).value, step)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _scalars(self, tag: str, histogram: ExponentHistogram) -> dict[str, float]:
+        """The scalars of one tensor by the first part of their tags."""
+        found: dict[str, float] = {}
+        if histogram.infs + histogram.nans:
+            self._broken.add(tag)
+        if tag in self._broken:
+            found |= {"infs": histogram.infs, "nans": histogram.nans}
+        if histogram.total:
+            found["zero_fraction"] = histogram.zeros / histogram.total
+        offset = histogram.range_offset(self._format)
+        if offset is not None:
+            found["range_offset"] = offset
+            found["flushed_fraction"] = histogram.flushed_fraction(self._format)
+        return found
+
+    def _histogram(self, tag: str, histogram: ExponentHistogram) -> Any:
+        """One bucket per exponent, over a range that TensorBoard's bars divide evenly."""
+        low, high = _range(histogram)
+        counts = np.zeros(high - low, dtype=np.int64)
+        start = histogram.min_exponent - low
+        counts[start : start + len(histogram.counts)] = histogram.counts
+        middles = np.arange(low, high) + 0.5
+        drawn = self._histogram_proto(
+            min=low,
+            max=high,
+            num=histogram.nonzero,
+            sum=float((counts * middles).sum()),
+            sum_squares=float((counts * middles**2).sum()),
+            bucket_limit=range(low + 1, high + 1),
+            bucket=counts.tolist(),
+        )
+        return self._value(tag=tag, histo=drawn)
+
+    def _scalar(self, tag: str, value: float) -> Any:
+        return self._value(tag=tag, simple_value=value)
+
+    def _tag(self, key: TensorKey) -> str:
+        """``<kind>/<layer>``, in characters that TensorBoard takes; the same for no two tensors."""
+        if key not in self._tags:
+            plain = f"{key.kind}/{_UNSAFE.sub('_', key.name) or 'model'}"
+            tag, number = plain, 2
+            while tag in self._taken:
+                tag, number = f"{plain}-{number}", number + 1
+            self._taken.add(tag)
+            self._tags[key] = tag
+        return self._tags[key]
+
+
+class TensorBoardSink:
+    """Takes a run's records as they come and writes them to a TensorBoardLog, the advice for each window with them."""
+
+    def __init__(self, log_dir: str | PathLike[str]) -> None:
+        self._log = TensorBoardLog(log_dir)
+        self._watched: tuple[TensorInfo, ...] = ()
+        self._progress = Progress()
+
+    def watched(self, infos: Sequence[TensorInfo]) -> None:
+        """What the layers are: tells rounding noise from gradients."""
+        self._watched = tuple(infos)
+
+    def window(self, window: Window) -> None:
+        """Counts, and the loss scale that fits this window's gradients."""
+        self._log.write(window)
+        if any(key.kind in GRADIENT_KINDS for key in window.tensors):
+            session = Session(watched=self._watched, windows=(window,), progress=self._progress)
+            self._log.advice(window.last_step, recommend_loss_scale(session))
+
+    def event(self, event: Event) -> None:
+        """A line on the text page."""
+        place = _UNSAFE.sub("_", event.module) or "the model itself"
+        self._log.text("events", f"step {event.step}, {event.phase}: first {event.value} in {place}", event.step)
+
+    def note(self, note: str) -> None:
+        """Notes stand in the report."""
+
+    def progress(self, progress: Progress) -> None:
+        """The loss scale in use, where it changed."""
+        known = set(self._progress.scales)
+        for change in progress.scales:
+            if change not in known:
+                self._log.scales(change.step, {"used": change.scale})
+        self._progress = progress
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()
+
+
+def _range(histogram: ExponentHistogram) -> tuple[int, int]:
+    """Lowest and one past the highest exponent drawn: the usual range, or as many times 30 as the values need."""
+    low, high = min(_LOWEST, histogram.min_exponent), max(_HIGHEST, histogram.max_exponent + 1)
+    width = -(-(high - low) // _BARS) * _BARS
+    return (high - width, high) if low < _LOWEST else (low, low + width)

@@ -1,0 +1,1 @@
+"""Sessions on disk and in columns: what keeps a run of any length."""

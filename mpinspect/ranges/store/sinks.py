@@ -1,0 +1,58 @@
+"""Where a run is kept on disk: the session file and the TensorBoard log of a ``log_dir``. Imports no torch by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mpinspect.ranges.capture.sinks import Sink
+from mpinspect.ranges.session import RunInfo
+from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, SessionWriter
+
+#: How many sibling names are tried when log_dir holds another run already.
+_SIBLINGS = 1000
+
+
+class Opened(NamedTuple):
+    """The directory that was taken (None: nothing is written), who writes to it, and what went wrong, in sentences."""
+
+    path: Path | None
+    sinks: list[Sink]
+    troubles: list[str]
+
+
+def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
+    """Begin a run's files in ``log_dir``, or in the next free directory beside it if that holds another run. Raises nothing.
+
+    The TensorBoard log needs torch, which is imported here; where it is missing the session file is written alone.
+    """
+    if log_dir is None:
+        return Opened(None, [], [])
+    try:
+        path, troubles = _free_directory(Path(log_dir))
+        sinks: list[Sink] = [SessionWriter(path, info)]
+    except (SessionError, OSError, ValueError) as error:
+        why = str(error).rstrip(".")
+        sentence = f"nothing is written to {log_dir}: {why}. The run is kept in memory: save the report yourself"
+        return Opened(None, [], [sentence])
+    try:
+        from mpinspect.ranges.report.tensorboard import TensorBoardSink
+
+        sinks.append(TensorBoardSink(path))
+    except Exception as error:
+        troubles.append(f"no TensorBoard log is written, only the session file: {error}")
+    return Opened(path, sinks, troubles)
+
+
+def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
+    """``wanted``, or the next name beside it if it holds another run, and a sentence about that."""
+    if not (wanted / FILE_NAME).exists():
+        return wanted, []
+    wanted = wanted.resolve()
+    for number in range(2, _SIBLINGS):
+        path = wanted.with_name(f"{wanted.name}-{number}")
+        if not (path / FILE_NAME).exists():
+            return path, [
+                f"{wanted} holds another run already: this one is written to {path}. Give each run its own log_dir"
+            ]
+    return wanted, []

@@ -1,0 +1,173 @@
+"""Several windows' columns as one window's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.store.tensor_columns.columns import (
+    PER_BIN,
+    PER_PEAK,
+    SIGNIFICANDS,
+    Column,
+    Context,
+    Lost,
+    TensorColumns,
+    narrowed,
+)
+
+
+def merge_columns(parts: Sequence[TensorColumns]) -> TensorColumns:
+    """Several windows' tensors as one window's: what ``merge_tensor_windows`` does, for all tensors at once.
+
+    Raises:
+        ValueError: parts is empty.
+    """
+    if len(parts) < 2:
+        return _only(parts)
+    order, places = _common_order(parts)
+    tensors = len(order)
+    merged: dict[str, Column] = {}
+    for name in ("samples", "zeros", "infs", "nans"):
+        merged[name] = np.zeros(tensors, dtype=np.int64)
+        for part, place in zip(parts, places, strict=True):
+            merged[name][place] += part.columns[name]
+    merged["numel_max"] = np.zeros(tensors, dtype=np.int64)
+    for part, place in zip(parts, places, strict=True):
+        merged["numel_max"][place] = np.maximum(merged["numel_max"][place], part.columns["numel_max"])
+    merged |= _merged_bins(parts, places, tensors)
+    merged |= _merged_peaks(parts, places, tensors)
+    contexts, context = _merged_contexts(parts, places, tensors)
+    return TensorColumns(order, merged, contexts, context, _merged_lost_updates(parts, places))
+
+
+def _only(parts: Sequence[TensorColumns]) -> TensorColumns:
+    if not parts:
+        raise ValueError("there is nothing to merge")
+    return parts[0]
+
+
+def _common_order(parts: Sequence[TensorColumns]) -> tuple[tuple[TensorKey, ...], list[Column]]:
+    """All keys, in the order in which they come first, and where each part's tensors stand among them."""
+    positions: dict[TensorKey, int] = {}
+    places: dict[int, Column] = {}
+    for part in parts:
+        if id(part.order) not in places:
+            found = [positions.setdefault(key, len(positions)) for key in part.order]
+            places[id(part.order)] = np.array(found, dtype=np.intp)
+    first = parts[0].order
+    order = first if len(positions) == len(first) else tuple(positions)
+    return order, [places[id(part.order)] for part in parts]
+
+
+def _merged_bins(parts: Sequence[TensorColumns], places: Sequence[Column], tensors: int) -> dict[str, Column]:
+    low = np.full(tensors, np.iinfo(np.int64).max)
+    high = np.full(tensors, np.iinfo(np.int64).min)
+    spans = [_Span.of(part, place) for part, place in zip(parts, places, strict=True)]
+    for span in spans:
+        low[span.place] = np.minimum(low[span.place], span.low)
+        high[span.place] = np.maximum(high[span.place], span.high)
+    has_values = low <= high
+    low, high = np.where(has_values, low, 0), np.where(has_values, high, -1)
+    bins = high - low + 1
+    joined = {name: np.zeros(int(bins.sum()), dtype=np.int64) for name in PER_BIN}
+    smallest, largest = np.full(tensors, np.inf), np.zeros(tensors)
+    # Exponent 0 of each tensor would stand here in the joined columns.
+    origin = np.cumsum(bins) - bins - low
+    for part, span in zip(parts, spans, strict=True):
+        starts = np.cumsum(span.bins) - span.bins
+        target = np.repeat(origin[span.place] + span.low - starts, span.bins)
+        target += np.arange(len(target))
+        for name in PER_BIN:
+            # No entry twice: a key stands once in a window.
+            joined[name][target] += part.columns[name]
+        lowest, highest = span.low == low[span.place], span.high == high[span.place]
+        at = span.place[lowest]
+        smallest[at] = np.minimum(smallest[at], span.min_significand[lowest])
+        at = span.place[highest]
+        largest[at] = np.maximum(largest[at], span.max_significand[highest])
+    return {
+        "min_exponent": low,
+        "bins": bins,
+        "min_significand": np.where(has_values, smallest, 1.0),
+        "max_significand": np.where(has_values, largest, 1.0),
+        **{name: narrowed(column) for name, column in joined.items()},
+    }
+
+
+class _Span(NamedTuple):
+    """Where the values of a part's tensors lie; tensors without a finite non-zero value are left out."""
+
+    place: Column
+    bins: Column
+    low: Column
+    high: Column
+    min_significand: Column
+    max_significand: Column
+
+    @classmethod
+    def of(cls, part: TensorColumns, place: Column) -> _Span:
+        used = np.flatnonzero(part.columns["bins"])
+        bins, low = (part.columns[name][used].astype(np.int64) for name in ("bins", "min_exponent"))
+        return cls(place[used], bins, low, low + bins - 1, *(part.columns[name][used] for name in SIGNIFICANDS))
+
+
+def _merged_peaks(parts: Sequence[TensorColumns], places: Sequence[Column], tensors: int) -> dict[str, Column]:
+    """The counts of equal exponents of one tensor added; exponents in rising order."""
+    owners = np.concatenate(
+        [np.repeat(place, part.columns["peaks"]) for part, place in zip(parts, places, strict=True)]
+    )
+    exponents, counts = (np.concatenate([part.columns[name] for part in parts]).astype(np.int64) for name in PER_PEAK)
+    if not owners.size:
+        return {"peaks": np.zeros(tensors, dtype=np.int64), "peak_exponents": exponents, "peak_counts": counts}
+    by_owner = np.lexsort((exponents, owners))
+    owners, exponents, counts = owners[by_owner], exponents[by_owner], counts[by_owner]
+    is_first = np.ones(len(owners), dtype=bool)
+    is_first[1:] = (owners[1:] != owners[:-1]) | (exponents[1:] != exponents[:-1])
+    first = np.flatnonzero(is_first)
+    return {
+        "peaks": np.bincount(owners[first], minlength=tensors),
+        "peak_exponents": exponents[first],
+        "peak_counts": np.add.reduceat(counts, first),
+    }
+
+
+def _merged_contexts(
+    parts: Sequence[TensorColumns], places: Sequence[Column], tensors: int
+) -> tuple[tuple[Context, ...], Column]:
+    """Contexts are few: each pair that meets is merged once, whatever the number of tensors."""
+    numbers: dict[Context, int] = {}
+    merged = np.full(tensors, -1, dtype=np.int64)
+    for part, place in zip(parts, places, strict=True):
+        pairs = np.stack([merged[place], part.context])
+        met, which = np.unique(pairs, axis=1, return_inverse=True)
+        known = list(numbers)
+        results = [
+            part.contexts[new] if before < 0 else known[before].merged(part.contexts[new])
+            for before, new in met.T.tolist()
+        ]
+        found = [numbers.setdefault(context, len(numbers)) for context in results]
+        merged[place] = np.array(found, dtype=np.int64)[which.reshape(-1)]
+    return _used_contexts(tuple(numbers), merged)
+
+
+def _used_contexts(contexts: tuple[Context, ...], context: Column) -> tuple[tuple[Context, ...], Column]:
+    """Without those that were met on the way and no tensor has in the end."""
+    used, numbered = np.unique(context, return_inverse=True)
+    return tuple(contexts[number] for number in used.tolist()), numbered.reshape(-1)
+
+
+def _merged_lost_updates(parts: Sequence[TensorColumns], places: Sequence[Column]) -> tuple[Lost, ...]:
+    sums: dict[tuple[int, str], Lost] = {}
+    for part, place in zip(parts, places, strict=True):
+        for position, name, lost, nonzero, measured in part.lost_updates:
+            at = int(place[position]), name
+            before = sums.get(at)
+            if before is not None:
+                lost, nonzero = lost + before.lost, nonzero + before.nonzero
+                measured = measured and before.measured
+            sums[at] = Lost(*at, lost, nonzero, measured)
+    return tuple(sums.values())

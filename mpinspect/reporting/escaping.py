@@ -1,0 +1,63 @@
+"""Where what others have named becomes text: a report with nothing in it that steers a terminal or makes a line of its own.
+
+Names, notes and sentences come from models, files and traces. They stay as they are in the records and in JSON; every form
+that is text renders ``escaped(report)`` (``page.py`` and ``markdown_page.py`` see to that), so no form escapes by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from mpinspect.reporting.streams import printable
+
+Report = TypeVar("Report")
+
+#: Annotations of fields that hold no text, so that they are not looked into.
+_NUMBERS = re.compile(r"(?:int|float|bool|None|IntArray|Interval|ExponentHistogram|Count|Seconds|Exponent|[ |])+")
+
+
+def escaped(report: Report) -> Report:
+    """The same report, every string in it as ``printable`` gives it; the very object where there is nothing to escape."""
+    return _escaped(report, {})  # type: ignore[no-any-return]
+
+
+def _escaped(value: Any, known: dict[int, Any]) -> Any:
+    if isinstance(value, str):
+        return value if value.isprintable() else printable(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {name: getattr(value, name) for name in _fields(type(value))}
+        changed = {name: new for name, old in fields.items() if (new := _escaped(old, known)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, (tuple, list)):
+        # Windows share the tuple of their tensors' keys. What is known is held by the report, so no number is used twice.
+        if id(value) not in known:
+            known[id(value)] = _sequence(value, known)
+        return known[id(value)]
+    if isinstance(value, (dict, MappingProxyType)):
+        items = {_escaped(key, known): _escaped(item, known) for key, item in value.items()}
+        same = all(
+            new is old
+            for pair in zip(items.items(), value.items(), strict=False)
+            for new, old in zip(*pair, strict=True)
+        )
+        return value if same and len(items) == len(value) else items
+    return value
+
+
+def _sequence(value: Any, known: dict[int, Any]) -> Any:
+    items = [_escaped(item, known) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+@cache
+def _fields(record: type) -> tuple[str, ...]:
+    """The names of the fields that may hold text."""
+    return tuple(
+        field.name for field in dataclasses.fields(record) if field.init and not _NUMBERS.fullmatch(str(field.type))
+    )

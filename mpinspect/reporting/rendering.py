@@ -1,0 +1,59 @@
+"""What a report can do about itself: the one place in which analysis reaches the reports, and only when it is asked to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mpinspect.reporting.finding import Finding
+
+
+class RendersItself:
+    """``str()``, ``_repr_html_()`` for notebooks, ``to_json()`` and ``save(path)`` of a report."""
+
+    #: What kind of report it is, a key of reports.FORMS.
+    kind: ClassVar[str]
+
+    if TYPE_CHECKING:
+
+        @property
+        def findings(self) -> tuple[Finding, ...]: ...
+
+    def __repr__(self) -> str:
+        """One line, for a prompt or a debugger: the fields hold every count of a run."""
+        return f"<{type(self).__name__}: {len(self.findings)} findings; print() shows it, save() writes it>"
+
+    def __str__(self) -> str:
+        from mpinspect.reporting.forms import form
+
+        text: str = form(self.kind, ".txt").render(self)
+        return text
+
+    def _repr_html_(self) -> str:
+        from mpinspect.reporting.forms import form
+
+        html: str = form(self.kind, ".txt").render_html(self)
+        return html
+
+    def to_json(self) -> str:
+        """The report as JSON text (schemas: docs/report-schema.md, docs/shape-lint.md, docs/tensor-cores.md)."""
+        from mpinspect.reporting.forms import form
+
+        text: str = form(self.kind, ".json").render(self)
+        return text
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report in the form that the suffix names: .txt .md .json, and .png where there is a picture of it.
+
+        Returns:
+            The path. Parent directories are made.
+
+        Raises:
+            ValueError: another suffix.
+            OSError: the file can't be written.
+        """
+        from mpinspect.reporting.forms import save
+
+        return save(self, path, self.kind)

@@ -1,0 +1,79 @@
+"""What torch.compile has taken over. No hook of ours may be there: it would not run, and be compiled again when it goes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from types import FunctionType, MethodType
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from mpinspect.run.models.owners import submodules
+
+
+class Compiled:
+    """The modules that were compiled as such, and the functions, which compile the modules that they call."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._functions: list[weakref.ref[FunctionType]] = []
+        self._owners: list[weakref.ref[Any]] = []
+
+    def add(self, given: object) -> None:
+        """``torch.compile(given)`` was called: with a module, a method of one, or any function."""
+        owner = given.__self__ if isinstance(given, MethodType) else None
+        function = given.__func__ if isinstance(given, MethodType) else given
+        module = given if _is_module(given) else owner
+        if _is_module(module):
+            self._modules[id(module)] = weakref.ref(module)
+        elif isinstance(function, FunctionType):
+            self._functions.append(weakref.ref(function))
+            if owner is not None and hasattr(type(owner), "__weakref__"):
+                self._owners.append(weakref.ref(owner))
+
+    def roots(self) -> list[nn.Module]:
+        """The outermost compiled modules that are still alive, as far as torch.compile told."""
+        self._modules = {key: reference for key, reference in self._modules.items() if reference() is not None}
+        living = [module for reference in self._modules.values() if (module := reference()) is not None]
+        return [*living, *self._called_by_functions()]
+
+    def among(self, modules: Iterable[nn.Module]) -> frozenset[int]:
+        """Ids of those that are compiled, themselves or with a module around them."""
+        modules = list(modules)
+        tops = [*self.roots(), *(module for module in modules if _is_marked(module))]
+        covered = {id(part) for top in tops for part in submodules(top)}
+        return frozenset(id(module) for module in modules if id(module) in covered)
+
+    def _called_by_functions(self) -> Iterator[nn.Module]:
+        owners = [owner for reference in self._owners if (owner := reference()) is not None]
+        for reference in self._functions:
+            function = reference()
+            if function is not None:
+                yield from filter(_is_module, _named_in(function, owners))
+
+
+def _named_in(function: FunctionType, owners: list[Any]) -> Iterator[Any]:
+    """What a function's names stand for now: closed over, global, or attributes of the object whose method it is."""
+    names = function.__code__.co_names
+    for name in names:
+        yield function.__globals__.get(name)
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+    for owner in owners:
+        attributes = getattr(owner, "__dict__", {})
+        if getattr(type(owner), function.__name__, None) is function and isinstance(attributes, dict):
+            yield from (attributes.get(name) for name in names)
+
+
+def _is_module(value: object) -> TypeGuard[nn.Module]:
+    return issubclass(type(value), nn.Module)
+
+
+def _is_marked(module: nn.Module) -> bool:
+    """By ``module.compile()``, or as the wrapper that ``torch.compile(module)`` returned."""
+    attributes = object.__getattribute__(module, "__dict__")
+    return attributes.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"

@@ -1,0 +1,188 @@
+"""The Inspector of a launched script: says little, and can let its model go and take it up again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.capture import layers as model_layers
+from mpinspect.ranges.capture.capture import Capture
+from mpinspect.ranges.capture.sinks import Sink
+from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.inspector import Inspector
+from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.session import Event
+from mpinspect.run.models.owners import Parameters
+from mpinspect.run.options import LaunchOptions
+
+_COMPILED = (
+    "hooks do not run inside torch.compile: of the modules that are compiled only weight gradients were counted and watched. "
+    "Run the script uncompiled to see their activations"
+)
+
+#: Sinks of recordings that a forked child inherited. Closing them there would write the parent's files a second time.
+_inherited: list[Sink] = []
+
+
+class LaunchedInspector(Inspector):
+    """An Inspector that nobody asked for: its notes wait for the report, the first event is said at once.
+
+    Args:
+        model: what to inspect.
+        options: the launch's.
+        optimizers: those known to step the model.
+        log_dir: of its session file and TensorBoard log.
+        say: writes a line to stderr.
+        unhookable: ids of modules that no hook may be put on: they are compiled, and would be once more when it goes.
+    """
+
+    #: The launch ends it, and may put it off and on again before.
+    _ends_with_the_process = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: LaunchOptions,
+        optimizers: Sequence[torch.optim.Optimizer],
+        log_dir: Path | None,
+        say: Callable[[str], None],
+        unhookable: Collection[int] = (),
+    ) -> None:
+        self._say = say
+        self._has_announced = False
+        self._model = weakref.ref(model)
+        self._loss_scale = options.loss_scale
+        self._selection = model_layers.Selection(options.include, options.exclude)
+        kinds = _kinds(model, options.kinds)
+        chosen: dict[str, Any] = {} if kinds is None else {"capture": kinds}
+        super().__init__(
+            model,
+            optimizers=list(optimizers),
+            every=Schedule(every=options.every, dense=options.dense),
+            include=options.include,
+            exclude=options.exclude,
+            log_dir=log_dir,
+            watch=options.watch,
+            loss_scale=options.loss_scale,
+            max_overhead=options.max_overhead,
+            **chosen,
+        )
+        self._schedule = Schedule(every=options.every, dense=options.dense)
+        if unhookable:
+            self._capture = self._on(model, optimizers, unhookable)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, while it is alive."""
+        return self._model()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are on."""
+        return self._capture.attached
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self._capture.clock.step
+
+    @property
+    def backwards(self) -> int:
+        """Backwards that reached the model."""
+        return self._capture.clock.backwards
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence for the report."""
+        self._recording.note(sentence)
+
+    def pause(self) -> None:
+        """Take every hook off and hold the model no longer. Waits for the GPU. The record stays open."""
+        if self._capture.attached:
+            self._capture.detach()
+            # Another optimizer may yet go on with the model.
+            self._left = self._capture.weights_left(self._broken_before)
+            self._recording.write()
+        clock = self._capture.clock
+        self._capture = self._made((), (), ())
+        self._continue(clock)
+
+    def resume(self, optimizers: Sequence[torch.optim.Optimizer], unhookable: Collection[int]) -> None:
+        """Put the hooks back on the model, which is alive and has an optimizer again; steps are counted on."""
+        model = self.model
+        if model is None or self.attached:
+            return
+        clock, self._left = self._capture.clock, None
+        self._capture = self._on(model, optimizers, unhookable)
+        self._continue(clock)
+        self._capture.attach()
+
+    def unhook(self, modules: Collection[int]) -> None:
+        """Take the hooks off these modules, by id: they have just been compiled."""
+        if self._capture.unhook(modules):
+            self.note(_COMPILED)
+
+    def loss_scaled(self, scaler: Any, scaled: Any) -> None:
+        """A scaler had scaled this loss, whose backward is about to run, when the inspector was not yet attached."""
+        self._capture.loss_scaled(scaler, (), scaled)
+
+    def rest(self, resting: bool) -> None:
+        """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
+        if self._capture.attached:
+            self._capture.rest(resting)
+
+    def end(self) -> None:
+        """Detach, whether paused or not, and close the files. Twice does nothing."""
+        self._end()
+
+    def abandon(self) -> None:
+        """This is a forked child: neither hooks nor files are ours any more. Touches no GPU, flushes nothing."""
+        self._capture.abandon()
+        _inherited.extend(self._recording.abandon())
+
+    def _on(
+        self, model: torch.nn.Module, optimizers: Collection[torch.optim.Optimizer], unhookable: Collection[int]
+    ) -> Capture:
+        found = model_layers.find_layers(model, self._selection)
+        layers = [layer for layer in found if id(layer.module) not in unhookable]
+        if len(layers) < len(found):
+            self.note(_COMPILED)
+        return self._made(layers, model_layers.find_parameters(model, self._selection), optimizers)
+
+    def _made(self, layers: Any, parameters: Any, optimizers: Collection[torch.optim.Optimizer]) -> Capture:
+        return Capture(
+            layers,
+            parameters,
+            kinds=self._recording.info.kinds,
+            schedule=self._schedule,
+            watch=self._recording.info.watch,
+            loss_scale=self._loss_scale,
+            optimizers=optimizers,
+            scalers=[],
+            recording=self._recording,
+            max_overhead=self._recording.info.max_overhead,
+        )
+
+    def _continue(self, clock: Any) -> None:
+        new = self._capture.clock
+        new.step, new.backwards, new.skipped_steps = clock.step, clock.backwards, clock.skipped_steps
+
+    def _tell(self, note: str) -> None:
+        """No warning: the script's own may be errors, and the report has the note."""
+
+    def _announce(self, event: Event) -> None:
+        """Only the first that does harm: not how a loss scaler probes."""
+        if not self._has_announced and gravest([event]) is not None:
+            self._has_announced = True
+            self._say(first_line(event))
+
+
+def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str] | None:
+    """Parameters of no module have no output: nothing is promised of one."""
+    if not isinstance(model, Parameters):
+        return asked
+    return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in PARAMETER_KINDS]

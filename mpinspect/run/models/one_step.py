@@ -1,0 +1,212 @@
+"""One real step of the script, looked at closely: its matrix products, then another under torch's profiler."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpinspect.run.models.compiled import Compiled
+from mpinspect.run.models.inspected import InspectedModels
+from mpinspect.run.models.owners import submodules
+from mpinspect.run.options import LaunchOptions
+from mpinspect.run.record import TRACE
+from mpinspect.run.seen import Seen
+from mpinspect.runtime.guard import Guarded, guarded
+
+if TYPE_CHECKING:
+    from mpinspect.kernels.capture.live_profile import LiveProfile
+    from mpinspect.shapes.record.live import LiveMatmuls
+    from mpinspect.shapes.records import MatmulRecording
+
+
+#: An optimizer that steps so often is not kept waiting for others, which may never step.
+_MOST_WAITED = 8
+
+
+class OneStep(Guarded):
+    """From the end of one step of an optimizer to the end of its next: whatever else ran between belongs to the step.
+
+    Args:
+        options: the launch's; ``lint`` and ``kernels`` say what is wanted.
+        directory: where the trace is written.
+        models: those inspected.
+        seen: takes the notes.
+        compiled: what no hook may be put on.
+    """
+
+    def __init__(
+        self, options: LaunchOptions, directory: Path, models: InspectedModels, seen: Seen, compiled: Compiled
+    ) -> None:
+        super().__init__(seen.note)
+        self.matmuls: MatmulRecording | None = None
+        self.trace: Path | None = None
+        self._wants_matmuls = options.lint
+        self._wants_trace = options.kernels
+        self._directory = directory
+        self._models = models
+        self._seen = seen
+        self._compiled = compiled
+        #: That whose step is looked at: modes and profiles are a thread's own.
+        self._thread: int | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        #: Threads on which no optimizer has stepped since a scaler's step began.
+        self._unstepped: set[int] = set()
+        #: How often each optimizer stepped, by id, before one was chosen.
+        self._steps: Counter[int] = Counter()
+        self._products: LiveMatmuls | None = None
+        #: A recorder that could not leave because a mode of the script stands above it.
+        self._lingering: LiveMatmuls | None = None
+        self._profile: LiveProfile | None = None
+
+    @guarded
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: what it multiplies is no product of the model."""
+        if self._products is not None and self._is_its_thread:
+            self._products.in_optimizer = True
+
+    @guarded
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        self._unstepped.discard(threading.get_ident())
+        if self._lingering is not None and self._lingering.leave():
+            self._lingering = None
+        if not self._is_needed or not self._is_its_thread:
+            return
+        if self._products is not None:
+            self._products.in_optimizer = False
+        self._step_ended(optimizer)
+
+    def scaler_steps(self) -> None:
+        """``scaler.step(optimizer)`` is about to run."""
+        self._unstepped.add(threading.get_ident())
+
+    @guarded
+    def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler's step is over; where it skipped the optimizer's, a training step has ended all the same."""
+        skipped = threading.get_ident() in self._unstepped
+        self._unstepped.discard(threading.get_ident())
+        if skipped and self._is_needed and self._is_its_thread:
+            self._step_ended(optimizer)
+
+    @property
+    def _is_its_thread(self) -> bool:
+        return self._thread in (None, threading.get_ident())
+
+    @property
+    def _is_needed(self) -> bool:
+        return self._wants_matmuls or self._wants_trace or self._products is not None or self._profile is not None
+
+    def give_up(self) -> None:
+        """The script has ended: say what it did not come to."""
+        if self._products is not None:
+            self._finish_products("the script ended within the step whose matrix products were recorded")
+        elif self._wants_matmuls and self._models.all:
+            self._too_few("--lint", "for one to be recorded for --lint: 2 are needed")
+        if self._profile is not None:
+            self._finish_profile("the script ended before the profiled step did")
+        elif self._wants_trace and self._models.all:
+            self._too_few("--kernels", "for one to be profiled for --kernels: 3 are needed, 4 with --lint")
+
+    def _too_few(self, option: str, wanted: str) -> None:
+        if self._seen.steps:
+            self._seen.note(f"the script made too few steps {wanted}")
+        else:
+            self._seen.note(f"{option} goes by the steps of torch's optimizers, and this script made none")
+
+    def leave_compiled(self) -> None:
+        """Something was compiled: no hook of ours may be on it."""
+        if self._products is not None:
+            products, self._products = self._products, None
+            products.end("")
+            self._lingering = None if products.leave() else products
+            self._seen.note("--lint recorded no step: a model was compiled within the step that was to be recorded")
+        if self._profile is not None:
+            self._profile.leave_modules()
+
+    def abandon(self) -> None:
+        """This is a forked child, maybe in the middle of a step."""
+        if self._products is not None:
+            self._products.abandon()
+        self._products = self._profile = None
+        self._wants_matmuls = self._wants_trace = False
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._products is None and self._profile is None:
+            self._begin(optimizer)
+        elif self._optimizer is None or self._optimizer() in (None, optimizer):
+            self._go_on(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._models.stepped_by(optimizer) is None or not self._ends_a_round(optimizer):
+            return
+        self._optimizer = weakref.ref(optimizer)
+        self._thread = threading.get_ident()
+        if self._wants_matmuls:
+            self._begin_products()
+        elif self._wants_trace:
+            self._begin_profile()
+
+    def _ends_a_round(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether all others have stepped too: what follows is then a whole step of a GAN, and not the half of one."""
+        self._steps[id(optimizer)] += 1
+        others = [each for model in self._models.all for each in model.living_optimizers]
+        return all(id(each) in self._steps for each in others) or self._steps[id(optimizer)] >= _MOST_WAITED
+
+    def _go_on(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._products is not None:
+            self._finish_products("")
+            if self._is_needed:
+                self._begin(optimizer)
+        elif self._profile is not None and self._profile.next_step():
+            self._finish_profile("")
+
+    def _begin_products(self) -> None:
+        from mpinspect.shapes.record.live import LiveMatmuls, obstacle
+
+        self._wants_matmuls = False
+        models = self._models.attached()
+        reason = obstacle(models.values())
+        if reason:
+            self._seen.note(f"--lint recorded no step: {reason}")
+            return
+        products = LiveMatmuls(models)
+        products.begin()
+        self._products = products
+
+    def _finish_products(self, stopped: str) -> None:
+        products, self._products = self._products, None
+        if products is not None:
+            self.matmuls = products.end(stopped)
+            self._lingering = None if products.leave() else products
+
+    def _begin_profile(self) -> None:
+        from mpinspect.kernels.capture.live_profile import LiveProfile, obstacle
+
+        self._wants_trace = False
+        reason = obstacle()
+        if reason:
+            self._seen.note(f"--kernels profiled no step: {reason}")
+            return
+        models = self._models.attached()
+        parts = [part for model in models.values() for part in submodules(model)]
+        profile = LiveProfile(models, self._directory / TRACE, unhookable=self._compiled.among(parts))
+        profile.begin()
+        self._profile = profile
+        self._models.rest(True)
+
+    def _finish_profile(self, stopped: str) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        self._models.rest(False)
+        trouble = profile.end(stopped)
+        if trouble:
+            self._seen.note(f"--kernels has no trace: {trouble}")
+        else:
+            self.trace = profile.path
+            self._seen.note("while a step was profiled for --kernels, 2 steps in all, nothing was counted or watched")

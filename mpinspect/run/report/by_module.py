@@ -1,0 +1,106 @@
+"""What is said of each module from three sides: its gradients' range, its products' shapes, the kernels that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mpinspect.numeric.exponents import Interval
+from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.run.report.report import RunReport
+
+#: Worst first.
+_VERDICTS = ("off", "degraded", "unknown", "native")
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module that computes matrix products.
+
+    Args:
+        module: dotted path, led by the model's name where there are several models.
+        module_type: its class; "" where unknown.
+        flops_fraction: share of the recorded step's FLOPs, 0..1; None without --lint.
+        shape_verdict: the worst of its products ("off", "degraded", "unknown", "native"); "" without --lint.
+        lost_l1_share: of its gradients, the worst at scale 1; None where none was counted.
+        log2_scale_needed: least power of two that serves its gradients; None where unknown.
+        kernel_time_us: time of its kernels in the profiled step; None without --kernels or without a GPU.
+        tensor_core_fraction: share of that time on Tensor Cores, native and degraded together, 0..1; None likewise.
+    """
+
+    module: str
+    module_type: str = ""
+    flops_fraction: float | None = None
+    shape_verdict: str = ""
+    lost_l1_share: Interval | None = None
+    log2_scale_needed: int | None = None
+    kernel_time_us: float | None = None
+    tensor_core_fraction: float | None = None
+
+
+def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
+    """A row for each module that shapes or kernels speak of, most FLOPs (without shapes: most time) first.
+
+    Without shapes and kernels there is nothing to join, and no row.
+    """
+    ranges = _gradients(report)
+    flops, verdicts, types = _shapes(report)
+    times = _times(report)
+    rows = [
+        ModuleRow(
+            module,
+            types.get(module, ""),
+            flops.get(module),
+            verdicts.get(module, ""),
+            _worst_share(ranges.get(module, ())),
+            _needed(ranges.get(module, ())),
+            *times.get(module, (None, None)),
+        )
+        for module in dict.fromkeys([*flops, *times])
+    ]
+    return tuple(sorted(rows, key=lambda row: (-(row.flops_fraction or 0.0), -(row.kernel_time_us or 0.0))))
+
+
+def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
+    """The gradients of each module; of several models under the model's name as well."""
+    found: dict[str, list[LayerReport]] = {}
+    for part in report.parts:
+        lead = "" if len(report.parts) == 1 else part.name
+        for layer in part.ranges.layers:
+            if layer.kind in GRADIENT_KINDS and layer.histogram is not None:
+                found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
+    return found
+
+
+def _shapes(report: RunReport) -> tuple[dict[str, float], dict[str, str], dict[str, str]]:
+    """Share of the FLOPs, worst verdict and class of each module."""
+    flops: dict[str, float] = {}
+    verdicts: dict[str, str] = {}
+    types: dict[str, str] = {}
+    for row in report.shapes.matmuls if report.shapes is not None else ():
+        flops[row.module] = flops.get(row.module, 0.0) + row.share
+        verdicts[row.module] = min(verdicts.get(row.module, "native"), row.verdict, key=_VERDICTS.index)
+        types[row.module] = row.module_type
+    return flops, verdicts, types
+
+
+def _times(report: RunReport) -> dict[str, tuple[float | None, float | None]]:
+    """Kernel time and its share on Tensor Cores of each module known by its path."""
+    rows = report.kernels.by_module if report.kernels is not None else ()
+    times: dict[str, tuple[float | None, float | None]] = {}
+    for row in rows:
+        if row.is_path and row.time_us > 0:
+            used = row.verdict_time_us.get("native", 0.0) + row.verdict_time_us.get("degraded", 0.0)
+            times[row.module] = (row.time_us, used / row.time_us)
+    return times
+
+
+def _worst_share(layers: Iterable[LayerReport]) -> Interval | None:
+    shares = [layer.lost_l1_share for layer in layers if layer.lost_l1_share is not None and not layer.rounding_noise]
+    return max(shares, key=lambda share: share.estimate, default=None)
+
+
+def _needed(layers: Iterable[LayerReport]) -> int | None:
+    needed = [layer.log2_scale_needed for layer in layers if not layer.rounding_noise]
+    return max((k for k in needed if k is not None), default=None)

@@ -1,0 +1,23 @@
+"""The joined report as a picture: that of its only model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpinspect.reporting.forms import form
+from mpinspect.run.report import RunReport
+
+
+def save(report: RunReport, path: str | Path) -> Path:
+    """Write the picture of the run's model as a PNG. Returns the path.
+
+    Raises:
+        ValueError: the run has several models, or none.
+        OSError: the file can't be written.
+    """
+    if len(report.parts) != 1:
+        folders = ", ".join(str(Path(report.log_dir, part.name)) for part in report.parts)
+        hint = f" and this run has {len(report.parts)}: give one of {folders}" if folders else " and this run has none"
+        raise ValueError(f"a picture is of one model,{hint}")
+    saved: Path = form("ranges", ".png").save(report.parts[0].ranges, path)
+    return saved

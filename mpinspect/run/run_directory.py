@@ -1,0 +1,158 @@
+"""Reading back what ``mpinspect run`` left: the run directory's sessions and trace as one report. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mpinspect.kernels.analysis import KernelReport
+from mpinspect.kernels.profile import read_trace
+from mpinspect.kernels.trace import TraceError
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, read_session
+from mpinspect.run.elsewhere import in_order, process_name
+from mpinspect.run.record import FILE_NAME as RECORD
+from mpinspect.run.record import REPORTS, TRACE
+from mpinspect.run.recorded import Recorded, read_record
+from mpinspect.run.report import ModelPart, RunReport
+from mpinspect.runtime.decoding import DecodingError, json_of
+
+#: Bytes of a report that is looked into: that of 20,000 layers.
+_LARGEST_REPORT = 64 << 20
+
+
+def is_run_directory(path: str | PathLike[str]) -> bool:
+    """Whether ``read_run`` can say something of it: a process's directory, that of several, or a folder of runs."""
+    folder = Path(path)
+    return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
+
+
+def read_run(path: str | PathLike[str]) -> RunReport:
+    """The report of a run directory, also while the run goes on and after it was killed.
+
+    What is damaged or missing is said in it, and the rest is read. Shapes are not among it: they are in the ``report.md``
+    that the run wrote at its end, and the report says so.
+
+    Raises:
+        SessionError: nothing there can be read, or several runs are there.
+        OSError: the directory can't be listed.
+    """
+    folder = Path(path)
+    processes = _processes(folder)
+    if not processes:
+        raise SessionError(_nothing_in(folder))
+    parts: list[ModelPart] = []
+    saw: list[str] = []
+    records = {name: read_record(place) for name, place in processes.items()}
+    first = next(iter(records.values()))
+    for name, record in records.items():
+        lead = f"{name}: " if name else ""
+        if record is not first and record.outcome not in ("ended", first.outcome):
+            saw.append(f"{lead}{record.outcome}")
+        for found in _found(processes[name], name, record):
+            if isinstance(found, ModelPart):
+                parts.append(found)
+            else:
+                saw.append(lead + found)
+    kernels = _kernels(processes.values(), saw)
+    return RunReport(first.command or folder.name, first.outcome, tuple(parts), None, kernels, tuple(saw), str(folder))
+
+
+# -- which processes ------------------------------------------------------------------------------------------------------
+
+
+def _processes(folder: Path) -> dict[str, Path]:
+    """The directories that a process wrote to, by their name below ``folder`` ("" is that itself)."""
+    found = {"": folder} if _is_process(folder) else {}
+    below = [path for path in (*folder.glob("*"), *folder.glob("rank*/process-*")) if process_name(path)]
+    names = {path.relative_to(folder).as_posix(): path for path in below if _is_process(path)}
+    return found | {name: names[name] for name in sorted(names, key=in_order)}
+
+
+def _is_process(place: Path) -> bool:
+    return (place / RECORD).exists() or any(place.glob(f"*/{FILE_NAME}"))
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Names of the whole runs that lie in a folder."""
+    return sorted(path.parent.name for path in folder.glob(f"*/{RECORD}") if not process_name(path.parent))
+
+
+def _nothing_in(folder: Path) -> str:
+    runs = [str(folder / name) for name in _runs_in(folder)]
+    if runs:
+        return f"{folder} is a folder of {len(runs)} runs: {', '.join(runs[:5])}{', ...' if runs[5:] else ''}. Give one of them."
+    return f"{folder} holds neither a session nor a run of mpinspect run"
+
+
+# -- one process ----------------------------------------------------------------------------------------------------------
+
+
+def _found(place: Path, process: str, record: Recorded) -> Iterator[ModelPart | str]:
+    """A process's models, and sentences: of what can't be read, and of what the process saw."""
+    report = _report(place)
+    where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
+    names = []
+    for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
+        name = session_file.parent.name
+        names.append(name)
+        try:
+            session = read_session(session_file)
+            yield ModelPart(f"{process}/{name}" if process else name, analyse(session))
+        except (SessionError, OSError) as error:
+            yield f"{name} can't be read: {str(error).rstrip('.')}{where}"
+            continue
+        if report and not session.progress.ended:
+            yield f"the session file of {name} is damaged or cut off{where}"
+    for name in record.models:
+        if name not in names:
+            yield f"{name} was recorded, and its session file is gone{where}"
+    if record.trouble:
+        yield record.trouble
+    yield from _seen(place, record, report, names)
+
+
+def _seen(place: Path, record: Recorded, report: dict[str, Any], names: list[str]) -> Iterator[str]:
+    """What was seen besides, by the record; by the report where that is damaged."""
+    written = report.get("saw")
+    yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
+    if not (place / RECORD).exists() and not process_name(place):
+        yield f"what lies in {place} is shown as one run: {', '.join(names)}"
+        others = _runs_in(place)
+        if others:
+            yield f"runs of their own in there are left out: {', '.join(others)}"
+    elif not record.ended and not report:
+        yield "no report was written so far: what was seen besides the models' sessions is not known"
+    if report.get("shapes") is not None:
+        yield f"shapes were recorded too: their report is in {place / REPORTS[0]}"
+
+
+def _made(path: Path) -> float:
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
+
+
+def _report(place: Path) -> dict[str, Any]:
+    """What is asked of the report that the run wrote at its end; nothing where there is none to be read."""
+    try:
+        report = json_of(place / REPORTS[1], _LARGEST_REPORT)
+    except (OSError, DecodingError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
+    traces = [place / TRACE for place in places if (place / TRACE).exists()]
+    if not traces:
+        return None
+    try:
+        report = read_trace(traces)
+    except (TraceError, OSError) as error:
+        saw.append(f"the trace can't be read: {error}")
+        return None
+    # Where there was no GPU the run has said so.
+    return report if any(rank.has_gpu_work for rank in report.ranks) else None

@@ -1,0 +1,172 @@
+"""CUDA's autocast lists for CPU tensors: which operation runs in FP16, which in FP32, which in the widest of its operands.
+
+CUDA's autocast acts in torch's dispatcher, so these do: kernels for the dispatch key of the CPU's autocast, under the names
+of CUDA's lists (``ATen/autocast_mode.h``; "Autocast Op Reference" in torch's documentation). They reach
+calls by any alias and the functions that are made of others, as CUDA's do. They are registered once, at the first use,
+and until the process ends; outside ``half_arithmetic()`` they do what torch would have done without them.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from mpinspect.runtime.emulation.autocast_policies import (
+    ELIGIBLE,
+    Policy,
+    cast_all,
+    float32,
+    float32_by_default,
+    operator_named,
+    widest,
+)
+
+#: Run in autocast's 16-bit dtype. Products that the CPU's autocast has as well (``mm``, ``conv2d``, ...) are not repeated.
+LOWER = """
+    convolution _convolution prelu addmv addr mv einsum chain_matmul linalg_multi_dot
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+"""
+#: Recurrent layers: on CUDA it is cuDNN's operation, inside these, that casts.
+RECURRENT = """
+    lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
+"""
+#: Run in FP32.
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+    layer_norm native_layer_norm rms_norm group_norm
+    norm.Scalar norm.ScalarOpt_dim frobenius_norm.dim nuclear_norm nuclear_norm.dim renorm dist pdist cdist logsumexp
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+    multi_margin_loss binary_cross_entropy_with_logits
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+"""
+#: Give FP32 unless the caller names a dtype.
+FLOAT32_BY_DEFAULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList
+    linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord
+"""
+#: Run in the widest dtype of their operands.
+WIDEST = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+#: The CPU's autocast runs them in FP32, CUDA's as they come. The CPU lacks some of their FP16 kernels: FP32, then rounded.
+AS_THEY_COME = """
+    avg_pool3d adaptive_avg_pool3d max_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
+    max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+    grid_sampler_2d grid_sampler_3d trace
+"""
+
+_KEY = torch._C.DispatchKey.AutocastCPU
+_AUTOCAST = torch._C.DispatchKeySet(_KEY)
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+
+_entered = threading.local()
+_registering = threading.Lock()
+
+
+@contextmanager
+def cuda_autocast_lists() -> Iterator[None]:
+    """Within the block the CPU's autocast, where it is enabled, follows CUDA's lists in this thread."""
+    with _registering:
+        _register()
+    before = getattr(_entered, "depth", 0)
+    _entered.depth = before + 1
+    try:
+        yield
+    finally:
+        _entered.depth = before
+
+
+# -- the kernels -----------------------------------------------------------------------------------------------------------
+
+
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in ELIGIBLE
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if _is_eligible(value) else value
+
+
+def _lower(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return operation(*cast_all(args, torch.get_autocast_dtype("cpu"), _cast), **kwargs)
+
+
+def _as_they_come(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made = _float32(operation, args, kwargs)
+    if not _is_eligible(args[0]):
+        return made
+    if isinstance(made, torch.Tensor):
+        return made.to(args[0].dtype)
+    return tuple(value.to(args[0].dtype) if _is_eligible(value) else value for value in made)
+
+
+_float32 = float32(_cast)
+
+_LISTS: list[tuple[str, Policy]] = [
+    (LOWER, _lower),
+    (RECURRENT, _lower),
+    (FLOAT32, _float32),
+    (FLOAT32_BY_DEFAULT, float32_by_default(_is_eligible)),
+    (WIDEST, widest(_cast, _is_eligible, "cpu")),
+    (AS_THEY_COME, _as_they_come),
+]
+
+
+# -- registration ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _register() -> torch.library.Library:
+    """Once a process. The library is kept alive by the cache."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # torch warns of kernels that are replaced: they are meant to be.
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+        for name, policy in _wanted():
+            overload = name.removeprefix("aten::")
+            # torch's own kernel for this key can't be called once it is replaced; all of those replaced cast to FP32.
+            otherwise = _float32 if _has_kernel(name) else None
+            kernel = _kernel(operator_named(overload), policy, otherwise)
+            library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _wanted() -> Iterator[tuple[str, Policy]]:
+    """Names that this version of torch has in CUDA's list (or in its own, for the rest), and whose policy is another."""
+    cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+    for names, policy in _LISTS:
+        for name in (f"aten::{name}" for name in names.split()):
+            if policy is _as_they_come:
+                wanted = _has_kernel(name)
+            elif names is RECURRENT:
+                wanted = True
+            else:
+                # Where both cast to the same dtype torch's own kernel stays.
+                wanted = name in cuda and not (policy in (_lower, _float32) and _has_kernel(name))
+            if wanted:
+                yield name, policy
+
+
+def _kernel(operation: Any, policy: Policy, otherwise: Policy | None) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = policy if getattr(_entered, "depth", 0) else otherwise
+        if chosen is None:
+            return operation.redispatch(keys & _BELOW, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return chosen(operation, args, kwargs)
+
+    return kernel
+
+
+def _has_kernel(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY.name))

@@ -1,0 +1,112 @@
+"""Products of 16-bit matrices in FP32, in parts that fit a core's cache.
+
+An FP32 copy of a large operand or result is written to memory and read back once, for no use but its rounding. In parts it
+never leaves the cache: time and memory are near what the 16-bit tensors take. Each thread takes parts of its own, as in
+counting: splitting every operation on a part over all of them would cost more than it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from mpinspect.runtime.workers import POOL, single_threaded
+
+#: FP32 values in a part, 1 MiB: it and its 16-bit twin stay in a core's second-level cache.
+PART = 2**18
+#: With more threads than this torch shares each part among them: the interpreter would hold back threads of our own.
+MOST_THREADS = 8
+
+Item = TypeVar("Item")
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``a @ b``, plus ``bias`` of shape (n,): summed in FP32, rounded once.
+
+    The same operands give the same bits, as long as ``torch.get_num_threads()`` is the same.
+
+    Args:
+        a: FP16 or BF16, shape (m, k), strided in any way.
+        b: the same dtype, shape (k, n).
+        bias: the same dtype, shape (n,).
+
+    Returns:
+        The same dtype, shape (m, n), contiguous.
+    """
+    (m, _), n = a.shape, b.shape[1]
+    largest = max(a.numel(), b.numel(), m * n)
+    if largest <= 4 * PART:
+        return _sum(a.float(), b.float(), None if bias is None else bias.float()).to(a.dtype)
+    result = a.new_empty(m, n)
+    small = m * n * torch.get_num_threads() <= largest // 2
+    if small and not _by_rows(a if a.numel() == largest else b.t()):
+        _inner(a, b, bias, result)
+    elif b.numel() == largest and m * n < largest:
+        _rows(b.t(), a.t(), None if bias is None else bias[:, None], result.t())
+    else:
+        _rows(a, b, bias, result)
+    return result
+
+
+def _rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
+    """In parts of rows of ``a`` and of the result. ``bias`` belongs to the columns, shape (n,), or the rows, shape (m, 1)."""
+    right, added = b.float(), None if bias is None else bias.float()
+
+    def work(parts: Iterable[slice]) -> None:
+        for rows in parts:
+            part = added if added is None or added.dim() == 1 else added[rows]
+            result[rows] = _sum(a[rows].float(), right, part)
+
+    _share(work, _parts(a.shape[0], max(a.shape[1], b.shape[1])))
+
+
+def _inner(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
+    """In parts of the dimension that is summed over, added up in FP32. The parts of a sum do not depend on who is faster."""
+    parts, sums = _parts(a.shape[1], max(a.shape[0], b.shape[1])), torch.get_num_threads()
+    totals = torch.zeros(sums, *result.shape)
+
+    def work(places: Iterable[int]) -> None:
+        for place in places:
+            for inner in parts[place::sums]:
+                totals[place].addmm_(a[:, inner].float(), b[inner].float())
+
+    _share(work, range(sums))
+    total = totals.sum(0)
+    result.copy_(total if bias is None else total.add_(bias))
+
+
+def _share(work: Callable[[Iterable[Item]], None], items: Sequence[Item]) -> None:
+    """Hand the items to threads of our own, or do them here, torch sharing each among its threads."""
+
+    inferring = torch.is_inference_mode_enabled()
+
+    def in_our_state(taken: Iterable[Item]) -> None:
+        # A worker starts with gradients on, and outside inference mode.
+        with torch.inference_mode(inferring), torch.no_grad():
+            work(taken)
+
+    threads = torch.get_num_threads()
+    if threads <= MOST_THREADS:
+        with single_threaded() as alone:
+            if alone:
+                POOL.map(in_our_state, items, threads)
+                return
+    in_our_state(items)
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def _parts(length: int, width: int) -> list[slice]:
+    """Of one thread, or large enough for all of torch's."""
+    threads = torch.get_num_threads()
+    step = max(1, PART * (1 if threads <= MOST_THREADS else threads) // width)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _by_rows(matrix: torch.Tensor) -> bool:
+    """Rows, not columns, lie together in memory."""
+    return matrix.stride(0) >= matrix.stride(1)

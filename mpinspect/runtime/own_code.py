@@ -1,0 +1,49 @@
+"""Modules of ours that are looked for by name among the frames of a stack: named here alone, and each is tested to exist.
+
+A name that nothing bears any more would match no frame, without an error.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+#: Runs scripts: its frames are never the script's own.
+RUNNING_SCRIPTS = ("mpinspect.run",)
+
+#: Must not be interrupted by detaching a model from its inspector.
+NOT_TO_BE_INTERRUPTED = (
+    "mpinspect.counting",
+    "mpinspect.kernels.capture",
+    "mpinspect.kernels.report",
+    "mpinspect.ranges.capture",
+    "mpinspect.ranges.inspector",
+    "mpinspect.ranges.report",
+    "mpinspect.ranges.store",
+    "mpinspect.reporting",
+    "mpinspect.run.models.attaching",
+    "mpinspect.run.models.inspected",
+    "mpinspect.run.models.inspected_model",
+    "mpinspect.run.models.inspecting",
+    "mpinspect.run.models.naming",
+    "mpinspect.run.models.variables",
+    "mpinspect.run.report",
+    "mpinspect.runtime.guard",
+    "mpinspect.runtime.hooks",
+    "mpinspect.shapes.record",
+    "mpinspect.shapes.report",
+)
+#: Writes files, which has nothing to do with models, and may take seconds.
+WRITING_FILES = ("mpinspect.runtime.background",)
+
+#: The way of an operator through the recorder of matrix products.
+RECORDING_PRODUCTS = ("mpinspect.shapes.record",)
+#: Copies tensors to count them.
+COUNTING = ("mpinspect.counting", "mpinspect.ranges.capture")
+#: Of these the ones that call the user's code.
+CALLING_THE_USER = ("mpinspect.runtime.hooks", "mpinspect.ranges.capture.scalers")
+
+
+def is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    """Whether the frame runs code of these modules, or of what is in these packages."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

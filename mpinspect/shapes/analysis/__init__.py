@@ -1,0 +1,19 @@
+"""The shape lint: whether shapes, layouts and dtypes of matrix products suit Tensor Cores. Pure; no torch, no GPU."""
+
+from __future__ import annotations
+
+from mpinspect.shapes.analysis.analysing import analyse_shapes
+from mpinspect.shapes.analysis.judging import judge
+from mpinspect.shapes.analysis.report import FINDING_IDS, Padding, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.verdict import VERDICTS, ShapeVerdict
+
+__all__ = [
+    "FINDING_IDS",
+    "VERDICTS",
+    "Padding",
+    "ShapeReport",
+    "ShapeRow",
+    "ShapeVerdict",
+    "analyse_shapes",
+    "judge",
+]

@@ -1,0 +1,126 @@
+"""How an operand lies in memory: its row stride in bytes, and the largest power of two that divides all it is addressed by.
+
+A Tensor Core kernel loads 16 bytes at a time. It can only do so where the base pointer, the row stride (the leading dimension of
+BLAS) and the batch stride are all multiples of 16 bytes; else it takes a variant with smaller loads, whose name says how many
+*elements* are left (``_align4``, ``_align2``, ``_align1``). Source: NVIDIA's Matrix Multiplication Background guide; CUTLASS'
+alignment constraints; the kernels' names in traces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand
+
+#: Bytes that one load of a full-speed kernel takes.
+FULL_ALIGNMENT = 16
+#: Bytes that A100 and later like best (NVIDIA's guide: 64 FP16, 32 TF32, 128 INT8, 16 FP64).
+PREFERRED_ALIGNMENT = 128
+PREFERRING_ARCHITECTURES = ("ampere", "ada", "hopper", "blackwell")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One operand as a kernel addresses it.
+
+    Args:
+        name: "A", "B" or "output".
+        row_stride: elements between its rows (or columns, where it is stored transposed); None for a vector, which has none.
+        row_size: elements that a row holds: less than ``row_stride`` in a view.
+        stride_bytes: ``row_stride`` in bytes.
+        alignment_bytes: power of two up to 128.
+        offset_bytes: of the base pointer; None where unknown, then taken as aligned.
+        is_copied: neither of the last two strides is 1, so torch copies the operand first; the figures are the copy's.
+        is_assumed: the strides are not known; the figures are those of a contiguous tensor.
+        item_size: bytes of an element.
+        batch_strides: elements between the matrices of a batch, for dimensions larger than 1.
+    """
+
+    name: str
+    row_stride: int | None
+    row_size: int
+    stride_bytes: int | None
+    alignment_bytes: int
+    offset_bytes: int | None = 0
+    is_copied: bool = False
+    is_assumed: bool = False
+    item_size: int = 1
+    batch_strides: tuple[int, ...] = ()
+
+    @property
+    def is_aligned(self) -> bool:
+        return self.alignment_bytes >= FULL_ALIGNMENT
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its rows are part of longer ones, or it starts inside another tensor."""
+        return bool(self.offset_bytes) or (self.row_stride is not None and self.row_stride != self.row_size)
+
+
+def layouts(matmul: Matmul) -> tuple[Layout, ...]:
+    """The layouts of A, B and output; what is not known of them is taken as contiguous."""
+    shapes = {"A": (matmul.m, matmul.k), "B": (matmul.k, matmul.n), "output": (matmul.m, matmul.n)}
+    operands = {"A": matmul.a, "B": matmul.b, "output": matmul.out}
+    found = []
+    for name, operand in operands.items():
+        if operand is None:
+            operand = Operand((matmul.batch, *shapes[name]), None, matmul.dtype, None)
+        layout = layout_of(name, operand)
+        if layout is not None:
+            found.append(layout)
+    return tuple(found)
+
+
+def layout_of(name: str, operand: Operand) -> Layout | None:
+    """How one operand lies; None where that is no question (a vector's, an empty tensor's, an unknown dtype's)."""
+    item = ITEM_SIZES.get(operand.dtype)
+    if item is None or len(operand.shape) < 2 or 0 in operand.shape:
+        return None
+    known = operand.strides is not None and len(operand.strides) == len(operand.shape)
+    strides = operand.strides if known and operand.strides is not None else contiguous_strides(operand.shape)
+    offset = operand.offset
+    is_copied = not _is_addressable(operand.shape, strides)
+    if is_copied:
+        strides, offset = contiguous_strides(operand.shape), 0
+    row_stride, row_size = _rows(operand.shape, strides)
+    batch = tuple(stride for size, stride in zip(operand.shape[:-2], strides[:-2], strict=True) if size > 1)
+    steps = (*batch, row_stride or 0, offset or 0)
+    return Layout(
+        name=name,
+        row_stride=row_stride,
+        row_size=row_size,
+        stride_bytes=None if row_stride is None else row_stride * item,
+        alignment_bytes=math.gcd(PREFERRED_ALIGNMENT, *(step * item for step in steps)),
+        offset_bytes=None if offset is None else offset * item,
+        is_copied=is_copied,
+        is_assumed=not known,
+        item_size=item,
+        batch_strides=batch,
+    )
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
+
+
+def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether BLAS can read the last two dimensions as they are (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
+    (rows, columns), (down, right) = shape[-2:], strides[-2:]
+    if rows == 1 or columns == 1:
+        # A vector: any step between its elements can be a row stride.
+        return True
+    return (right == 1 and down >= columns) or (down == 1 and right >= rows)
+
+
+def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int | None, int]:
+    (rows, columns), (down, right) = shape[-2:], strides[-2:]
+    if rows == 1 or columns == 1:
+        return None, max(rows, columns)
+    return (down, columns) if right == 1 else (right, rows)

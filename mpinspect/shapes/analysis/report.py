@@ -1,0 +1,226 @@
+"""The lint's result as plain data: what every report of shapes renders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.rendering import RendersItself
+from mpinspect.runtime.gpus import Gpu
+from mpinspect.shapes.analysis.roofline import CallTime
+from mpinspect.shapes.analysis.verdict import ShapeVerdict
+from mpinspect.shapes.records import Matmul
+
+#: Every finding's id; a new finding is listed here. Order: root causes first, which is the order of equal severities.
+FINDING_IDS = (
+    "recording-incomplete",
+    "nothing-recorded",
+    "product-raises",
+    "gpu-without-tensor-cores",
+    "gpu-unknown",
+    "float32-under-autocast",
+    "tf32-off",
+    "float32",
+    "float64",
+    "dtype-not-multiplied",
+    "matrix-vector",
+    "unfused-attention",
+    "not-channels-last",
+    "layout-copies",
+    "odd-tokens",
+    "odd-vocabulary",
+    "odd-size",
+    "odd-channels",
+    "few-input-channels",
+    "misaligned-view",
+    "attention-head-size",
+    "attention-mask",
+    "depthwise",
+    "multiples-of-8-only",
+    "prefers-128-bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRow:
+    """One product of one module, and what is said of it.
+
+    Args:
+        matmul: the record; its fields are attributes of the row too.
+        judged: both verdicts.
+        share: of the FLOPs of everything recorded, all calls together; 0..1.
+        time: estimates for one call; None where there are none.
+        finding: id of the finding that covers it, the first if there are several; "" if none does.
+    """
+
+    matmul: Matmul
+    judged: ShapeVerdict
+    share: float
+    time: CallTime | None = None
+    finding: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.matmul.module
+
+    @property
+    def module_type(self) -> str:
+        return self.matmul.module_type
+
+    @property
+    def parameter(self) -> str:
+        return self.matmul.parameter
+
+    @property
+    def role(self) -> str:
+        return self.matmul.role
+
+    @property
+    def op(self) -> str:
+        return self.matmul.op
+
+    @property
+    def kind(self) -> str:
+        return self.matmul.kind
+
+    @property
+    def m(self) -> int:
+        return self.matmul.m
+
+    @property
+    def n(self) -> int:
+        return self.matmul.n
+
+    @property
+    def k(self) -> int:
+        return self.matmul.k
+
+    @property
+    def batch(self) -> int:
+        return self.matmul.batch
+
+    @property
+    def dtype(self) -> str:
+        return self.matmul.dtype
+
+    @property
+    def calls(self) -> int:
+        return self.matmul.calls
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one call."""
+        return self.matmul.flops
+
+    @property
+    def bytes(self) -> int:
+        """Least memory traffic of one call."""
+        return self.matmul.bytes
+
+    @property
+    def multiples_of_8(self) -> bool | None:
+        """The talk's rule."""
+        return self.judged.multiples_of_8
+
+    @property
+    def verdict(self) -> str:
+        """Today's rule: "native", "degraded", "off" or "unknown"."""
+        return self.judged.verdict
+
+    @property
+    def reason(self) -> str:
+        return self.judged.reason
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self.judged.remarks
+
+    @property
+    def stride_bytes(self) -> dict[str, int | None]:
+        return self.judged.stride_bytes
+
+    @property
+    def alignment_bytes(self) -> int | None:
+        return self.judged.alignment_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """A size of the model worth padding, or at least thought of.
+
+    Args:
+        finding: id of the finding it belongs to.
+        what: "vocabulary", "size", "channels", "head" or "input channels".
+        names: names of the size in the model ("config.vocab_size"), or of the parameters that have it; may be empty.
+        size: today's.
+        to: the least size that restores full alignment (and the talk's multiples of 8).
+        to_preferred: the least that gives 128 bytes (a multiple of 64, 128 for 8-bit dtypes); ``to`` on GPUs that do not
+            prefer that.
+        modules: that compute with it.
+        share: of the model's FLOPs, 0..1.
+        is_worth_it: whether anything is to be expected from it.
+    """
+
+    finding: str
+    what: str
+    names: tuple[str, ...]
+    size: int
+    to: int
+    to_preferred: int
+    modules: tuple[str, ...]
+    share: float
+    is_worth_it: bool = True
+
+    @property
+    def advised(self) -> int:
+        """``to_preferred`` where that costs no more than 2% of the size, else ``to``."""
+        return self.to_preferred if self.to_preferred <= 1.02 * self.size else self.to
+
+
+@dataclass(frozen=True, repr=False)
+class ShapeReport(RendersItself):
+    """What the shapes of a model's matrix products mean on a GPU.
+
+    Renders itself: ``str()``, ``_repr_html_()``, ``to_json()``, ``save(path)``.
+
+    Args:
+        model: its class, "" where unknown.
+        gpu: the GPU asked about.
+        dtype: what most FLOPs are computed in; "" where nothing was recorded.
+        autocast_dtype: dtype of the autocast around the model, or None.
+        device: where the model ran: "meta", "cpu", "cuda".
+        backward: whether a backward was recorded.
+        matmuls: a row for each product of each module, in the order of their first call.
+        findings: one a cause, the gravest first and then by share.
+        padding: the sizes worth padding, by share.
+        flops: of everything recorded.
+        flops_by_verdict: "native", "degraded", "off", "unknown" -> FLOPs.
+        calls: number of products.
+        calls_by_talk: of them those that satisfy the talk's rule (True), break it (False), to which it does not apply (None).
+        estimated_us: least time of all products on the GPU, as they are; None where its rates are not known.
+        layout_copy_bytes, dtype_copy_bytes: moved by copies that only change layout or dtype.
+        notes: sentences: what could not be recorded, and what was assumed.
+        complete: whether the model ran to its end, so that the figures are of all of it.
+    """
+
+    kind: ClassVar[str] = "shapes"
+
+    model: str
+    gpu: Gpu
+    dtype: str
+    autocast_dtype: str | None
+    device: str
+    backward: bool
+    matmuls: tuple[ShapeRow, ...]
+    findings: tuple[Finding, ...]
+    padding: tuple[Padding, ...]
+    flops: int
+    flops_by_verdict: dict[str, int]
+    calls: int
+    calls_by_talk: dict[bool | None, int]
+    estimated_us: float | None
+    layout_copy_bytes: int
+    dtype_copy_bytes: int
+    notes: tuple[str, ...] = ()
+    complete: bool = True

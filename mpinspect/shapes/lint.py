@@ -1,0 +1,100 @@
+"""lint_shapes(): from a model and its inputs to what its shapes mean for Tensor Cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mpinspect.reporting.words import indefinite
+from mpinspect.runtime.gpus import Gpu, named, of_device
+from mpinspect.shapes.analysis import ShapeReport, analyse_shapes
+from mpinspect.shapes.record.recording import record_matmuls
+
+#: What ``device`` may be, and what the recorder calls it.
+_DEVICES = {"meta": "meta", "real": "real", "cpu": "real", "cuda": "real"}
+
+
+def lint_shapes(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | str | None = None,
+    gpu: str | Gpu = "auto",
+    backward: bool = True,
+    device: str = "meta",
+) -> ShapeReport:
+    """Whether the shapes of a model's matrix products suit Tensor Cores; by default without computing anything.
+
+    The model runs once, forward and backward, and every matrix product is recorded below autograd: in modules, functional
+    calls, attention, einsum, and the backward's own.
+
+    Args:
+        model: as it would be trained; it is not changed. On the meta device or with real weights.
+        args, kwargs: what its forward is called with; on the meta device shapes and dtypes matter, and values (of tensors that
+            have some) only where the model asks for one.
+        dtype: of the autocast around the model: torch.float16, torch.bfloat16 or such a name; None: the model as it is.
+        gpu: "auto" (the CUDA device at hand, else Ampere, which the report says), an architecture ("volta", "turing",
+            "ampere", "ada", "hopper", "blackwell"), a card ("H100 PCIe"), or a Gpu.
+        backward: whether a backward is recorded too.
+        device: "meta" (nothing is computed), or "real": on the tensors as they are, wherever they are, for models whose shapes
+            depend on what they compute.
+
+    Where the model could not be run to its end the report has the finding ``recording-incomplete``, an error that says where and
+    why, ``complete`` is False, and what had run is in it.
+
+    Raises:
+        ValueError: no torch.nn.Module, ``args`` no tuple, a GPU or dtype that is not known, arguments that the model's forward
+            refuses.
+    """
+    _check_model(model)
+    if isinstance(args, (str, torch.Tensor)) or not isinstance(args, Sequence):
+        raise ValueError(
+            f"args is {indefinite(type(args).__name__)}, not a tuple: give args=(x,) for a model called with one tensor"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ValueError(f"kwargs is {indefinite(type(kwargs).__name__)}, not a dict of keyword arguments")
+    if device not in _DEVICES:
+        raise ValueError(f"device is {device!r}: give 'meta', or 'real' for the tensors as they are, wherever they are")
+    chosen, notes = choose_gpu(gpu)
+    recording = record_matmuls(
+        model, tuple(args), dict(kwargs or {}), dtype=dtype, backward=backward, device=_DEVICES[device]
+    )
+    return analyse_shapes(recording, chosen, model=type(model).__name__, notes=notes)
+
+
+def choose_gpu(gpu: str | Gpu) -> tuple[Gpu, tuple[str, ...]]:
+    """The GPU to judge for, and what the report must say about the choice.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    if isinstance(gpu, Gpu):
+        return gpu, ()
+    if not isinstance(gpu, str):
+        raise ValueError(
+            f"gpu is {indefinite(type(gpu).__name__)}: give 'auto', an architecture as 'hopper', or a card as 'A100'"
+        )
+    if gpu.strip().lower() != "auto":
+        return named(gpu), ()
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        vendor = "AMD" if torch.version.hip else "NVIDIA"
+        return of_device(properties.name, properties.major, properties.minor, vendor), ()
+    assumed = named("ampere")
+    note = (
+        f"no CUDA device is at hand: judged for Ampere ({assumed.name}); name another with gpu='hopper' or --gpu hopper"
+    )
+    return assumed, (note,)
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    if isinstance(model, type) and issubclass(model, torch.nn.Module):
+        raise ValueError(f"model is the class {model.__name__}, not a model of it: give {model.__name__}(...)")
+    what = "a function" if callable(model) else indefinite(type(model).__name__)
+    raise ValueError(
+        f"model is {what}, not a torch.nn.Module: put it into a Module's forward, where its parameters are known"
+    )

@@ -1,0 +1,125 @@
+"""Which matrix products an operator computes, told by the shapes of its arguments alone; no torch.
+
+A new operator is one line of a family's table; a new family one file with a function from a ``Call`` to records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpinspect.shapes.operators import attention, convolution, gemm, recurrent
+from mpinspect.shapes.operators.call import Call, Input, NotToldError
+from mpinspect.shapes.records import Matmul, Operand
+
+__all__ = ["PRODUCT_OPS", "Input", "matmuls_of", "product_name"]
+
+_Family = Callable[[Call], tuple[Matmul, ...]]
+
+_GEMMS: dict[str, _Family] = {
+    "mm": gemm.mm,
+    "_int_mm": gemm.mm,
+    "_sparse_mm": gemm.mm,
+    "addmm": gemm.addmm,
+    "_addmm_activation": gemm.addmm,
+    "bmm": gemm.bmm,
+    "baddbmm": gemm.baddbmm,
+    "addbmm": gemm.addbmm,
+    "mv": gemm.mv,
+    "addmv": gemm.addmv,
+    "dot": gemm.dot,
+    "vdot": gemm.dot,
+    "matmul": gemm.matmul,
+    "linalg_matmul": gemm.matmul,
+    "linear": gemm.linear,
+    "mkldnn_linear": gemm.linear,
+    "_linear_pointwise": gemm.linear,
+    "_mkl_linear": gemm.linear_of_mkl,
+    "_scaled_mm": gemm.scaled_mm,
+    "_scaled_mm_v2": gemm.scaled_mm,
+    "_grouped_mm": gemm.grouped_mm,
+    "_scaled_grouped_mm": gemm.grouped_mm,
+    "_scaled_grouped_mm_v2": gemm.grouped_mm,
+    "_sparse_semi_structured_linear": gemm.sparse_linear,
+    "_sparse_semi_structured_mm": gemm.sparse_mm,
+    "_sparse_semi_structured_addmm": gemm.sparse_addmm,
+    "_weight_int4pack_mm": gemm.packed_weight,
+    "_weight_int8pack_mm": gemm.packed_weight,
+    "_mixed_dtypes_linear": gemm.mixed_linear,
+}
+
+#: Arguments an operator has at most, ``out`` included. TorchScript's interpreter (torch/csrc/jit) hands the profiler its whole
+#: stack instead: the operands are not the first of those.
+_MOST_ARGUMENTS = {
+    "mm": 3,
+    "_int_mm": 3,
+    "_sparse_mm": 3,
+    "addmm": 6,
+    "_addmm_activation": 7,
+    "bmm": 3,
+    "baddbmm": 6,
+    "addbmm": 6,
+    "mv": 3,
+    "addmv": 6,
+    "dot": 3,
+    "vdot": 3,
+    "matmul": 3,
+    "linalg_matmul": 3,
+    "linear": 4,
+    "mkldnn_linear": 3,
+}
+
+#: By name without the namespace.
+_FAMILIES: dict[str, _Family] = {
+    **_GEMMS,
+    **convolution.FAMILY,
+    "conv_tbc": convolution.time_convolution,
+    **attention.FAMILY,
+    **recurrent.FAMILY,
+}
+_OTHER_NAMESPACES = {
+    "_linear_pointwise": "mkldnn",
+    "_convolution_pointwise": "mkldnn",
+    "_mkl_linear": "mkl",
+}
+
+#: Operators that are, or contain, a matrix product, as "aten::mm".
+PRODUCT_OPS: frozenset[str] = frozenset(f"{_OTHER_NAMESPACES.get(name, 'aten')}::{name}" for name in _FAMILIES)
+
+
+def matmuls_of(
+    op: str, inputs: Sequence[Input], *, scalars: Sequence[object] = (), output: Operand | None = None
+) -> tuple[Matmul, ...]:
+    """The products that one call of an operator computes.
+
+    Args:
+        op: "aten::mm"; "aten.mm.default", in-place and ``out=`` forms are accepted too.
+        inputs: one entry a positional argument of the operator's schema: the operand, a sequence of them for a list of tensors,
+            None for what is no tensor.
+        scalars: likewise the arguments that are no tensors: Python's values, or the profiler's strings ("[1, 1]", "True", "").
+        output: the first result, where it is known; else it is taken as torch allocates it.
+
+    Returns:
+        No record if the operator is no product or the arguments don't tell its sizes; several for a convolution's backward and
+        for recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Else ``module`` and
+        ``parameter`` are "", and ``role`` is "forward" unless the operator itself is a backward.
+    """
+    name = product_name(op)
+    bare = name.partition("::")[2]
+    if not name or len(inputs) > _MOST_ARGUMENTS.get(bare, len(inputs)):
+        return ()
+    try:
+        return _FAMILIES[bare](Call(name, inputs, scalars, output))
+    except NotToldError:
+        return ()
+
+
+def product_name(op: str) -> str:
+    """The name in PRODUCT_OPS of an operator, however it is written; "" if it is none."""
+    if op in PRODUCT_OPS:
+        return op
+    space, _, rest = op.partition("::") if "::" in op else op.partition(".")
+    name = rest.partition(".")[0]
+    for form in (name, name[:-1] if name.endswith("_") else name):
+        if f"{space}::{form}" in PRODUCT_OPS:
+            return f"{space}::{form}"
+    return ""

@@ -1,0 +1,161 @@
+"""Scaled dot-product attention that one operator computes, and its backward.
+
+m, n and k are queries, keys and head_dim; ``batch`` is batch x heads. FLOPs are of both products (scores, and
+scores x values) over all scores, masked or not; the backward computes five, the scores once more among them
+(FlashAttention-2, arXiv 2307.08691, section 2.3; torch/utils/flop_counter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpinspect.shapes.operators.call import Call, NotToldError
+from mpinspect.shapes.operators.operands import fresh, traffic, transposed
+from mpinspect.shapes.records import Attention, Matmul, Operand
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How an operator takes its arguments.
+
+    Args:
+        backend: what Attention.backend is to say.
+        bias, is_causal: their places; None: the operator has none.
+        heads_last: (batch, length, heads, dim) instead of (batch, heads, length, dim).
+        lengths: places of the sequences' starts (packed sequences: no batch dimension) and of the longest query and key.
+        backward: the arguments begin with grad_out.
+    """
+
+    backend: str
+    bias: int | None = None
+    is_causal: int | None = None
+    heads_last: bool = False
+    lengths: tuple[int, int, int] | None = None
+    backward: bool = False
+
+
+_LAYOUTS: dict[str, _Layout] = {
+    "scaled_dot_product_attention": _Layout("", bias=3, is_causal=5),
+    "_scaled_dot_product_attention_math": _Layout("math", bias=3, is_causal=5),
+    "_scaled_dot_product_flash_attention": _Layout("flash", is_causal=4),
+    "_scaled_dot_product_flash_attention_for_cpu": _Layout("flash", bias=5, is_causal=4),
+    "_scaled_dot_product_efficient_attention": _Layout("efficient", bias=3, is_causal=6),
+    "_scaled_dot_product_cudnn_attention": _Layout("cudnn", bias=3, is_causal=6),
+    "_scaled_dot_product_fused_attention_overrideable": _Layout("", bias=3, is_causal=5),
+    "_flash_attention_forward": _Layout("flash", is_causal=8, heads_last=True, lengths=(3, 5, 6)),
+    "_efficient_attention_forward": _Layout("efficient", bias=3, heads_last=True, lengths=(4, 6, 7)),
+    "_cudnn_attention_forward": _Layout("cudnn", bias=3, is_causal=10),
+    "_scaled_dot_product_flash_attention_backward": _Layout("flash", is_causal=11, backward=True),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _Layout("flash", bias=8, is_causal=7, backward=True),
+    "_scaled_dot_product_efficient_attention_backward": _Layout("efficient", bias=4, is_causal=11, backward=True),
+    "_scaled_dot_product_cudnn_attention_backward": _Layout("cudnn", bias=8, is_causal=14, backward=True),
+    "_scaled_dot_product_fused_attention_overrideable_backward": _Layout("", bias=4, is_causal=13, backward=True),
+    "_flash_attention_backward": _Layout("flash", is_causal=11, heads_last=True, lengths=(6, 8, 9), backward=True),
+    "_efficient_attention_backward": _Layout("efficient", bias=4, heads_last=True, lengths=(6, 8, 9), backward=True),
+    "_cudnn_attention_backward": _Layout("cudnn", bias=8, is_causal=14, backward=True),
+}
+
+
+def attention(call: Call) -> tuple[Matmul, ...]:
+    """Forward or backward of any attention operator: one record."""
+    layout = _LAYOUTS[call.op.partition("::")[2]]
+    first = 1 if layout.backward else 0
+    query, key, value = (call.tensor(first + place) for place in range(3))
+    geometry = _geometry(call, layout, query, key, value)
+    pairs = geometry.batch * geometry.heads * geometry.queries * geometry.keys
+    widths = geometry.head_dim * (3 if layout.backward else 1) + geometry.value_dim * (2 if layout.backward else 1)
+    out = call.output or fresh((*query.shape[:-1], value.shape[-1]), query.dtype)
+    return (
+        Matmul(
+            op=call.op,
+            kind="attention",
+            role="backward" if layout.backward else "forward",
+            m=geometry.queries,
+            n=geometry.keys,
+            k=geometry.head_dim,
+            batch=geometry.batch * geometry.heads,
+            dtype=query.dtype,
+            flops=2 * pairs * widths,
+            bytes=_bytes(call, layout.backward, (query, key, value), out, geometry.bias),
+            a=query,
+            b=transposed(key),
+            out=fresh(query.shape, query.dtype) if layout.backward else out,
+            attention=geometry,
+        ),
+    )
+
+
+#: By name without the namespace.
+FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = dict.fromkeys(_LAYOUTS, attention)
+
+
+def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: Operand) -> Attention:
+    bias = None if layout.bias is None else call.optional(layout.bias)
+    causal = layout.is_causal is not None and call.flag(layout.is_causal)
+    if call.op.endswith("_efficient_attention_forward"):
+        causal = call.value(9, 0) != 0  # custom_mask_type: 0 none, 1 and 2 causal from either corner
+    elif call.op.endswith("_efficient_attention_backward"):
+        causal = call.value(14, 0) != 0
+    starts = call.optional(layout.lengths[0]) if layout.lengths else None
+    if starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3 and layout.lengths:
+        return _packed(call, layout, (query, key, value), starts, causal, bias)
+    if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:
+        raise NotToldError
+    if query.shape[-1] != key.shape[-1]:
+        raise NotToldError
+    heads, length = (-2, -3) if layout.heads_last else (-3, -2)
+    return Attention(
+        batch=_product(query.shape[:-3]),
+        heads=query.shape[heads],
+        kv_heads=key.shape[heads],
+        queries=query.shape[length],
+        keys=key.shape[length],
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        backend=layout.backend,
+        is_causal=causal,
+        bias=bias,
+    )
+
+
+def _packed(
+    call: Call,
+    layout: _Layout,
+    operands: tuple[Operand, Operand, Operand],
+    starts: Operand,
+    causal: bool,
+    bias: Operand | None,
+) -> Attention:
+    """Sequences laid end to end, (tokens, heads, dim): every one counts as the longest, an upper bound."""
+    query, key, value = operands
+    assert layout.lengths is not None
+    return Attention(
+        batch=max(starts.shape[0] - 1, 1) if starts.shape else 1,
+        heads=query.shape[-2],
+        kv_heads=key.shape[-2],
+        queries=call.integer(layout.lengths[1]),
+        keys=call.integer(layout.lengths[2]),
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        backend=layout.backend,
+        is_causal=causal,
+        bias=bias,
+    )
+
+
+def _bytes(
+    call: Call, backward: bool, operands: tuple[Operand, Operand, Operand], out: Operand, bias: Operand | None
+) -> int:
+    read = traffic(*operands, bias)
+    if not backward:
+        return read + traffic(out)
+    # grad_out and the output are read (one size), three gradients written.
+    return read + 2 * traffic(call.tensor(0)) + traffic(*(fresh(one.shape, one.dtype) for one in operands))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total

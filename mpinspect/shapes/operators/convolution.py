@@ -1,0 +1,284 @@
+"""Convolutions as implicit GEMMs, and their gradients.
+
+M, N and K are those of "Convolutional Layers User's Guide" (NVIDIA, table "Translation of convolution parameters to
+corresponding GEMM parameters"), of one group:
+
+    forward  m = batch x output positions            n = out_channels    k = in_channels x kernel positions
+    dgrad    m = batch x input positions             n = in_channels     k = out_channels x kernel positions
+    wgrad    m = in_channels x kernel positions      n = out_channels    k = batch x output positions
+
+A transposed convolution is the dgrad of the convolution that leads from its output to its input. FLOPs are those of the
+elements that are multiplied: the same for all three; with a stride, a dgrad's implicit GEMM multiplies zeros besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpinspect.shapes.operators.call import Call, NotToldError
+from mpinspect.shapes.operators.operands import channels_last, fresh, is_channels_last, traffic
+from mpinspect.shapes.records import Convolution, Matmul, Operand
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalars:
+    """Where an operator's scalars stand among its positional arguments; None: it has none, and torch's default holds."""
+
+    stride: int | None = None
+    padding: int | None = None
+    dilation: int | None = None
+    groups: int | None = None
+    transposed: int | bool = False
+    output_padding: int | None = None
+    bias: int | None = 2
+
+
+_CONVOLUTION = _Scalars(stride=3, padding=4, dilation=5, transposed=6, output_padding=7, groups=8)
+_CUDNN = _Scalars(padding=2, stride=3, dilation=4, groups=5, bias=None)
+_PADDING_FIRST = _Scalars(padding=3, stride=4, dilation=5, groups=6)
+_KERNEL_FIRST = _Scalars(bias=3, stride=4, padding=5, dilation=6)
+
+_FORWARD: dict[str, _Scalars] = {
+    "convolution": _CONVOLUTION,
+    "_convolution": _CONVOLUTION,
+    "convolution_overrideable": _CONVOLUTION,
+    **{f"conv{dims}d": _Scalars(stride=3, padding=4, dilation=5, groups=6) for dims in (1, 2, 3)},
+    "_convolution_mode": _Scalars(stride=3, padding=4, dilation=5, groups=6),
+    **{
+        f"conv_transpose{dims}d": _Scalars(stride=3, padding=4, output_padding=5, groups=6, dilation=7, transposed=True)
+        for dims in (1, 2, 3)
+    },
+    "cudnn_convolution": _CUDNN,
+    "cudnn_convolution_transpose": _Scalars(
+        padding=2, output_padding=3, stride=4, dilation=5, groups=6, transposed=True, bias=None
+    ),
+    "cudnn_convolution_relu": _Scalars(stride=3, padding=4, dilation=5, groups=6),
+    "cudnn_convolution_add_relu": _Scalars(stride=5, padding=6, dilation=7, groups=8, bias=4),
+    "miopen_convolution": _PADDING_FIRST,
+    "miopen_depthwise_convolution": _PADDING_FIRST,
+    "miopen_convolution_transpose": _Scalars(
+        padding=3, output_padding=4, stride=5, dilation=6, groups=7, transposed=True
+    ),
+    "mkldnn_convolution": _PADDING_FIRST,
+    "_convolution_pointwise": _PADDING_FIRST,
+    "_conv_depthwise2d": _KERNEL_FIRST,
+    "conv_depthwise3d": _KERNEL_FIRST,
+    "thnn_conv2d": _Scalars(bias=3, stride=4, padding=5),
+    "_slow_conv2d_forward": _Scalars(bias=3, stride=4, padding=5),
+    "slow_conv3d": _Scalars(bias=3, stride=4, padding=5),
+    "slow_conv3d_forward": _Scalars(bias=3, stride=4, padding=5),
+    "slow_conv_dilated2d": _KERNEL_FIRST,
+    "slow_conv_dilated3d": _KERNEL_FIRST,
+    "slow_conv_transpose2d": _Scalars(bias=3, stride=4, padding=5, output_padding=6, dilation=7, transposed=True),
+    "slow_conv_transpose3d": _Scalars(bias=3, stride=4, padding=5, output_padding=6, dilation=7, transposed=True),
+}
+
+#: By operator: (scalars, place of the mask of wanted gradients). Arguments begin with grad_output, input, weight.
+_BACKWARD: dict[str, tuple[_Scalars, int]] = {
+    "convolution_backward": (_Scalars(stride=4, padding=5, dilation=6, transposed=7, output_padding=8, groups=9), 10),
+    "convolution_backward_overrideable": (
+        _Scalars(stride=3, padding=4, dilation=5, transposed=6, output_padding=7, groups=8),
+        9,
+    ),
+    "_slow_conv2d_backward": (_Scalars(stride=4, padding=5), 6),
+}
+
+
+def _forward(call: Call) -> tuple[Matmul, ...]:
+    return convolution(call, _FORWARD[call.op.partition("::")[2]])
+
+
+def _backward(call: Call) -> tuple[Matmul, ...]:
+    return convolution_backward(call, *_BACKWARD[call.op.partition("::")[2]])
+
+
+#: By name without the namespace.
+FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = {
+    **dict.fromkeys(_FORWARD, _forward),
+    **dict.fromkeys(_BACKWARD, _backward),
+}
+
+
+def convolution(call: Call, scalars: _Scalars) -> tuple[Matmul, ...]:
+    """The forward of any convolution operator."""
+    image, weight = call.tensor(0), call.tensor(1)
+    batched = image
+    if len(image.shape) == len(weight.shape) - 1:  # conv1d to 3d take an image without a batch
+        strides = None if image.strides is None else (math.prod(image.shape), *image.strides)
+        batched = Operand((1, *image.shape), strides, image.dtype, image.offset)
+    output = call.output if call.output is not None and len(call.output.shape) == len(weight.shape) else None
+    geometry = _geometry(call, scalars, batched, weight, output)
+    shape = (geometry.batch, geometry.out_channels, *geometry.output_size)
+    out = output or _image(shape, image.dtype, batched, weight)
+    bias = None if scalars.bias is None else call.optional(scalars.bias)
+    groups, positions = geometry.groups, math.prod(geometry.kernel_size)
+    sizes = (
+        geometry.batch * math.prod(geometry.output_size),
+        geometry.out_channels // groups,
+        geometry.in_channels // groups * positions,
+    )
+    return (_record(call, "forward", sizes, geometry, (batched, weight, out), bias),)
+
+
+def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matmul, ...]:
+    """The gradients that the operator was asked for; both where the mask is unknown."""
+    grad, image, weight = call.tensor(0), call.tensor(1), call.tensor(2)
+    geometry = _geometry(call, scalars, image, weight, grad)
+    wanted = call.value(mask, (True, True, True))
+    wants = wanted if isinstance(wanted, (list, tuple)) and len(wanted) >= 2 else (True, True)
+    groups, positions = geometry.groups, math.prod(geometry.kernel_size)
+    ins, outs = geometry.in_channels // groups, geometry.out_channels // groups
+    in_rows = geometry.batch * math.prod(geometry.input_size)
+    out_rows = geometry.batch * math.prod(geometry.output_size)
+    records = []
+    if wants[0]:
+        operands = (grad, weight, _image(image.shape, image.dtype, grad, weight))
+        records.append(_record(call, "dgrad", (in_rows, ins, outs * positions), geometry, operands))
+    if wants[1]:
+        # The image with more positions is the one whose patches are gathered: the input, or a transposed one's output.
+        sizes = (outs * positions, ins, in_rows) if geometry.transposed else (ins * positions, outs, out_rows)
+        gathered, other = (grad, image) if geometry.transposed else (image, grad)
+        out = Operand(weight.shape, weight.strides, weight.dtype)
+        records.append(_record(call, "wgrad", sizes, geometry, (gathered, other, out)))
+    return tuple(records)
+
+
+def time_convolution(call: Call) -> tuple[Matmul, ...]:
+    """conv_tbc(self, weight, bias, pad): an image (time, batch, channels), a weight (kernel, in, out)."""
+    image, weight, pad = call.tensor(0, 3), call.tensor(1, 3), call.integer(3, 0)
+    time, batch, ins = image.shape
+    kernel, weight_ins, outs = weight.shape
+    length = time + 2 * pad - kernel + 1
+    if weight_ins != ins or length < 1:
+        raise NotToldError
+    geometry = Convolution(batch, ins, outs, 1, (time,), (length,), (kernel,), (1,), (pad,), (1,), False, True)
+    out = call.output or fresh((length, batch, outs), image.dtype)
+    return (_record(call, "forward", (batch * length, outs, ins * kernel), geometry, (image, weight, out)),)
+
+
+def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, output: Operand | None) -> Convolution:
+    dims = len(weight.shape) - 2
+    if dims < 1 or len(image.shape) != dims + 2:
+        raise NotToldError
+    transposed = scalars.transposed if isinstance(scalars.transposed, bool) else call.flag(scalars.transposed)
+    in_channels = image.shape[1]
+    groups = _groups(call, scalars, in_channels, weight, transposed)
+    out_channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    stride = _spatial(call, scalars.stride, dims, 1, output)
+    dilation = _spatial(call, scalars.dilation, dims, 1, output)
+    kernel, size = weight.shape[2:], image.shape[2:]
+    padding = _padding(call, scalars.padding, kernel, dilation, output)
+    if output is not None:
+        if len(output.shape) != dims + 2:
+            raise NotToldError
+        positions = output.shape[2:]
+    else:
+        extra = _spatial(call, scalars.output_padding, dims, 0, None)
+        positions = _output_size(size, kernel, stride, padding, dilation, extra if transposed else None)
+    if min(positions) < 0 or groups < 1:
+        raise NotToldError
+    return Convolution(
+        batch=image.shape[0],
+        in_channels=in_channels,
+        out_channels=out_channels,
+        groups=groups,
+        input_size=size,
+        output_size=positions,
+        kernel_size=kernel,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        transposed=transposed,
+        channels_last=is_channels_last(image),
+    )
+
+
+def _groups(call: Call, scalars: _Scalars, in_channels: int, weight: Operand, transposed: bool) -> int:
+    """As passed; else from the weight, which holds the channels of one group (of a transposed one it does not tell)."""
+    told = None if scalars.groups is None else call.value(scalars.groups)
+    if isinstance(told, int):
+        groups = int(told)
+    elif transposed or not weight.shape[1]:
+        groups = 1
+    else:
+        groups = in_channels // weight.shape[1]
+    if groups < 1 or (weight.shape[0] != in_channels if transposed else weight.shape[1] * groups != in_channels):
+        raise NotToldError
+    return groups
+
+
+def _spatial(call: Call, place: int | None, dims: int, default: int, output: Operand | None) -> tuple[int, ...]:
+    """As passed, the default where it was left out; () where it was not written down and the result's size is known."""
+    if place is None or 0 < len(call.scalars) <= place:
+        return (default,) * dims
+    if output is not None and call.value(place) is None:
+        return ()
+    return call.sizes(place, dims)
+
+
+def _padding(
+    call: Call, place: int | None, kernel: tuple[int, ...], dilation: tuple[int, ...], output: Operand | None
+) -> tuple[int, ...]:
+    told = None if place is None else call.value(place)
+    if told == "valid":
+        return (0,) * len(kernel)
+    if told == "same" and dilation:
+        return tuple(step * (size - 1) // 2 for size, step in zip(kernel, dilation, strict=True))
+    return _spatial(call, place, len(kernel), 0, output)
+
+
+def _output_size(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    output_padding: tuple[int, ...] | None,
+) -> tuple[int, ...]:
+    """The formulas of torch.nn.Conv2d and, with ``output_padding``, torch.nn.ConvTranspose2d."""
+    if 0 in stride:
+        raise NotToldError
+    axes = zip(size, kernel, stride, padding, dilation, strict=True)
+    if output_padding is None:
+        return tuple((i + 2 * p - d * (k - 1) - 1) // s + 1 for i, k, s, p, d in axes)
+    rows = zip(axes, output_padding, strict=True)
+    return tuple((i - 1) * s - 2 * p + d * (k - 1) + extra + 1 for (i, k, s, p, d), extra in rows)
+
+
+def _image(shape: tuple[int, ...], dtype: str, *deciding: Operand) -> Operand:
+    """A result as cuDNN's functions allocate it: NHWC if any operand is (cudnn_conv_suggest_memory_format, ConvUtils.h)."""
+    strides = channels_last(shape) if any(is_channels_last(one) for one in deciding) else None
+    return Operand(shape, strides, dtype) if strides else fresh(shape, dtype)
+
+
+def _record(
+    call: Call,
+    role: str,
+    sizes: tuple[int, int, int],
+    geometry: Convolution,
+    operands: tuple[Operand, Operand, Operand],
+    bias: Operand | None = None,
+) -> Matmul:
+    a, b, out = operands
+    m, n, k = sizes
+    slid = geometry.input_size if geometry.transposed else geometry.output_size
+    pairs = geometry.in_channels * geometry.out_channels // geometry.groups
+    flops = 2 * geometry.batch * math.prod(slid) * math.prod(geometry.kernel_size) * pairs
+    return Matmul(
+        op=call.op,
+        kind="convolution",
+        role=role,
+        m=m,
+        n=n,
+        k=k,
+        batch=geometry.groups,
+        dtype=a.dtype,
+        flops=flops,
+        bytes=traffic(a, b, bias, out),
+        a=a,
+        b=b,
+        out=out,
+        convolution=geometry,
+    )

@@ -1,0 +1,228 @@
+"""General matrix products: mm and its kin, batched, with a vector, quantised, grouped and sparse."""
+
+from __future__ import annotations
+
+import math
+
+from mpinspect.shapes.operators.call import Call, NotToldError
+from mpinspect.shapes.operators.operands import column, expanded, folded, fresh, row, traffic, transposed
+from mpinspect.shapes.records import Matmul, Operand
+
+#: Two of it lie in one byte, along the dimension that is summed over (torch/_meta_registrations.py, meta_scaled_mm).
+_PACKED = "float4_e2m1fn_x2"
+
+
+def gemm(
+    call: Call,
+    a: Operand,
+    b: Operand,
+    out: Operand | None = None,
+    *,
+    addend: Operand | None = None,
+    dtype: str = "",
+    sizes: tuple[int, int, int, int] | None = None,
+) -> tuple[Matmul, ...]:
+    """One record of a @ b, both of 2 or both of 3 dimensions.
+
+    Args:
+        call: the operator's call.
+        a, b: as the product reads them.
+        out: the result; None: what torch would allocate.
+        addend: what is added to the product.
+        dtype: of the result, where it is not a's.
+        sizes: m, n, k and batch, where the operands' shapes don't tell them.
+    """
+    if sizes is None:
+        if len(a.shape) != len(b.shape) or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+            raise NotToldError
+        sizes = (a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]))
+    m, n, k, batch = sizes
+    if out is None:
+        out = fresh((*a.shape[:-2], m, n), dtype or a.dtype)
+    record = Matmul(
+        op=call.op,
+        kind="gemm",
+        role="forward",
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
+        dtype=a.dtype,
+        flops=2 * m * n * k * batch,
+        bytes=traffic(a, b, addend, out),
+        a=a,
+        b=b,
+        out=out,
+    )
+    return (record,)
+
+
+def mm(call: Call) -> tuple[Matmul, ...]:
+    """mm(self, mat2), _int_mm."""
+    return gemm(call, call.tensor(0, 2), call.tensor(1, 2), call.result(2))
+
+
+def addmm(call: Call) -> tuple[Matmul, ...]:
+    """addmm(self, mat1, mat2), _addmm_activation."""
+    return gemm(call, call.tensor(1, 2), call.tensor(2, 2), call.result(3), addend=call.optional(0))
+
+
+def bmm(call: Call) -> tuple[Matmul, ...]:
+    """bmm(self, mat2)."""
+    return gemm(call, call.tensor(0, 3), call.tensor(1, 3), call.result(2))
+
+
+def baddbmm(call: Call) -> tuple[Matmul, ...]:
+    """baddbmm(self, batch1, batch2)."""
+    return gemm(call, call.tensor(1, 3), call.tensor(2, 3), call.result(3), addend=call.optional(0))
+
+
+def addbmm(call: Call) -> tuple[Matmul, ...]:
+    """addbmm(self, batch1, batch2): the products of the batch are added up, so ``out`` is one matrix."""
+    a, b = call.tensor(1, 3), call.tensor(2, 3)
+    out = call.result(3) or fresh((a.shape[1], b.shape[2]), a.dtype)
+    return gemm(call, a, b, out, addend=call.optional(0))
+
+
+def mv(call: Call) -> tuple[Matmul, ...]:
+    """mv(self, vec): n is 1."""
+    return _matrix_vector(call, call.tensor(0, 2), call.tensor(1, 1), call.result(2), None)
+
+
+def addmv(call: Call) -> tuple[Matmul, ...]:
+    """addmv(self, mat, vec): n is 1."""
+    return _matrix_vector(call, call.tensor(1, 2), call.tensor(2, 1), call.result(3), call.optional(0))
+
+
+def dot(call: Call) -> tuple[Matmul, ...]:
+    """dot(self, tensor), vdot: m and n are 1."""
+    return gemm(call, row(call.tensor(0, 1)), column(call.tensor(1, 1)))
+
+
+def linear(call: Call) -> tuple[Matmul, ...]:
+    """linear(input, weight, bias), mkldnn_linear: all leading dimensions of the input make m."""
+    return _linear(call, call.tensor(0), call.tensor(1), call.optional(2))
+
+
+def linear_of_mkl(call: Call) -> tuple[Matmul, ...]:
+    """mkl::_mkl_linear(X, packed weight, weight, bias)."""
+    return _linear(call, call.tensor(0), call.tensor(2), call.optional(3))
+
+
+def matmul(call: Call) -> tuple[Matmul, ...]:
+    """matmul(self, other) by numbers of dimensions, as torch.matmul documents it."""
+    a, b = call.tensor(0), call.tensor(1)
+    if not a.shape or not b.shape:
+        raise NotToldError
+    if len(a.shape) == len(b.shape) == 1:
+        return dot(call)
+    if len(b.shape) == 1:
+        return _matrix_vector(call, folded(a), b, None, None)
+    if len(a.shape) == 1:
+        a = row(a)
+    if len(b.shape) == 2:
+        return gemm(call, folded(a), b)
+    batch = _broadcast(a.shape[:-2], b.shape[:-2])
+    return gemm(call, folded(expanded(a, batch), 2), folded(expanded(b, batch), 2))
+
+
+def scaled_mm(call: Call) -> tuple[Matmul, ...]:
+    """_scaled_mm(self, mat2, scale_a, scale_b, ...): FP8 and FP4."""
+    a, b = call.tensor(0, 2), call.tensor(1, 2)
+    dtype = _dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
+    k = a.shape[1] * (2 if a.dtype == _PACKED else 1)
+    if a.shape[1] != b.shape[0]:
+        raise NotToldError
+    return gemm(call, a, b, call.output, dtype=dtype, sizes=(a.shape[0], b.shape[1], k, 1))
+
+
+def grouped_mm(call: Call) -> tuple[Matmul, ...]:
+    """_grouped_mm(self, mat2, offs), _scaled_grouped_mm: experts' products, whose sizes are values on the device.
+
+    The rows (or the sum) of two-dimensional operands are shared out among the groups: all groups are one record with the
+    total of the rows and ``batch`` 1, or, where the sum is shared out, with that sum.
+    """
+    a, b = call.tensor(0), call.tensor(1)
+    packed = 2 if a.dtype == _PACKED else 1
+    dims = (len(a.shape), len(b.shape))
+    if dims == (3, 3):
+        return gemm(call, a, b, call.output)
+    if dims == (2, 3):
+        sizes = (a.shape[0], b.shape[2], a.shape[1] * packed, 1)
+    elif dims == (3, 2):
+        sizes = (a.shape[1], b.shape[1], a.shape[2] * packed, 1)
+    elif dims == (2, 2):
+        sizes = (a.shape[0], b.shape[1], a.shape[1] * packed, 1)
+    else:
+        raise NotToldError
+    return gemm(call, a, b, call.output, sizes=sizes)
+
+
+def sparse_linear(call: Call) -> tuple[Matmul, ...]:
+    """_sparse_semi_structured_linear(input, weight, meta): 2:4 sparse, stored at half its width. FLOPs of the dense."""
+    x, weight = folded(call.tensor(0)), call.tensor(1, 2)
+    return gemm(call, x, transposed(weight), None, sizes=(x.shape[0], weight.shape[0], x.shape[1], 1))
+
+
+def sparse_mm(call: Call) -> tuple[Matmul, ...]:
+    """_sparse_semi_structured_mm(mat1, meta, mat2): mat1 stored at half its width. FLOPs of the dense."""
+    a, b = call.tensor(0, 2), call.tensor(2, 2)
+    return gemm(call, a, b, call.output, sizes=(a.shape[0], b.shape[1], b.shape[0], 1))
+
+
+def sparse_addmm(call: Call) -> tuple[Matmul, ...]:
+    """_sparse_semi_structured_addmm(input, mat1, meta, mat2)."""
+    a, b = call.tensor(1, 2), call.tensor(3, 2)
+    sizes = (a.shape[0], b.shape[1], b.shape[0], 1)
+    return gemm(call, a, b, call.output, addend=call.optional(0), sizes=sizes)
+
+
+def packed_weight(call: Call) -> tuple[Matmul, ...]:
+    """_weight_int8pack_mm(self, mat2) with an (n, k) weight, _weight_int4pack_mm with (n / 8, ...): weights only are small."""
+    a, weight = call.tensor(0, 2), call.tensor(1)
+    if not weight.shape:
+        raise NotToldError
+    n = weight.shape[0] * (8 if "int4" in call.op and len(weight.shape) == 4 else 1)
+    return gemm(call, a, weight, call.output, sizes=(a.shape[0], n, a.shape[1], 1))
+
+
+def mixed_linear(call: Call) -> tuple[Matmul, ...]:
+    """_mixed_dtypes_linear(input, weight, scale): an INT8 or packed INT4 weight of (k, n or n / 2)."""
+    x, weight = folded(call.tensor(0)), call.tensor(1, 2)
+    n = call.output.shape[-1] if call.output and call.output.shape else weight.shape[1]
+    return gemm(call, x, weight, None, sizes=(x.shape[0], n, x.shape[1], 1))
+
+
+def _linear(call: Call, x: Operand, weight: Operand, bias: Operand | None) -> tuple[Matmul, ...]:
+    if not x.shape:
+        raise NotToldError
+    if len(weight.shape) == 1:
+        return _matrix_vector(call, folded(x), weight, None, bias)
+    if len(weight.shape) != 2:
+        raise NotToldError
+    a = row(x) if len(x.shape) == 1 else folded(x)
+    return gemm(call, a, transposed(weight), addend=bias)
+
+
+def _matrix_vector(
+    call: Call, matrix: Operand, vector: Operand, out: Operand | None, addend: Operand | None
+) -> tuple[Matmul, ...]:
+    out = column(out) if out is not None and len(out.shape) == 1 else None
+    return gemm(call, matrix, column(vector), out, addend=addend)
+
+
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    length = max(len(first), len(second))
+    pairs = zip((1,) * (length - len(first)) + first, (1,) * (length - len(second)) + second, strict=True)
+    sizes = []
+    for one, other in pairs:
+        if one != other and 1 not in (one, other):
+            raise NotToldError
+        sizes.append(other if one == 1 else one)
+    return tuple(sizes)
+
+
+def _dtype_name(value: object) -> str:
+    """A dtype of torch, by its name; "" for the numbers that the profiler writes, which differ by version."""
+    name = str(value).removeprefix("torch.")
+    return name if name[:1].isalpha() and any(char.isdigit() for char in name) else ""

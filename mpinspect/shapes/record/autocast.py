@@ -1,0 +1,246 @@
+"""CUDA's autocast for tensors that are on no GPU: the model's operators get the dtypes that they would get there.
+
+Autocast acts in the dispatcher and looks at the device of each tensor, so CUDA's kernels leave meta tensors alone. This module
+registers kernels with the same lists ("Autocast Op Reference" in torch's documentation, ``ATen/autocast_mode.h``) under a
+key of the dispatcher that no device here uses. They act only in a thread that is inside ``as_on_cuda()``, and only
+while CUDA's own autocast flag is set, so a model's nested ``torch.autocast("cuda", enabled=False)`` works as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.amp import autocast_mode
+
+from mpinspect.runtime.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT, WIDEST
+from mpinspect.runtime.emulation.autocast_policies import (
+    ELIGIBLE,
+    Policy,
+    cast_all,
+    float32,
+    float32_by_default,
+    operator_named,
+    widest,
+)
+from mpinspect.shapes.record.fused import FUSED
+
+#: Graphcore's key: torch has neither kernels nor a fallback for it.
+_KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
+_THIS = torch._C.DispatchKeySet(_KEY)
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+#: CUDA's autocast refuses it; in FP32 it would run, and the refusal is not for us to make.
+_AS_THEY_COME = ("aten::binary_cross_entropy",)
+
+#: torch's own, which know devices apart even while contexts for another count as CUDA's.
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+
+#: What libraries ask about a device's autocast; checkpointing, for one, to run its recomputation alike.
+_ASKED = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
+_AVAILABLE = "is_autocast_available"
+
+_registering = threading.Lock()
+
+
+@contextmanager
+def as_on_cuda(also: str) -> Iterator[None]:
+    """Within the block this thread's operators are cast, and fused, as they would be on a GPU.
+
+    Args:
+        also: type of the device that the model runs on here ("meta"): autocast contexts for it count as CUDA's.
+    """
+    with _registering:
+        _register()
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
+    included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    with _contexts_for(also):
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        try:
+            yield
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
+
+
+@contextmanager
+def autocast_around(dtype: torch.dtype | None, *others: str) -> Iterator[None]:
+    """CUDA's autocast as ``torch.autocast("cuda", dtype)`` sets it, on any machine; None: off, whatever is around.
+
+    Args:
+        dtype: float16, bfloat16 or None.
+        others: other types of devices whose autocast is off within the block.
+    """
+    before = {device: _is_enabled(device) for device in ("cuda", *others)}
+    before_dtype, before_cache = torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+    for device in before:
+        _set_enabled(device, False)
+    if dtype is not None:
+        _set_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
+        torch.set_autocast_cache_enabled(True)
+    torch.autocast_increment_nesting()
+    _region.casts = {}
+    try:
+        yield
+    finally:
+        _region.casts = None
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for device, enabled in before.items():
+            _set_enabled(device, enabled)
+        torch.set_autocast_dtype("cuda", before_dtype)
+        torch.set_autocast_cache_enabled(before_cache)
+
+
+# -- what the policies do ------------------------------------------------------------------------------------------------
+
+
+class _Region(threading.local):
+    """A thread's autocast.
+
+    Args:
+        casts: of weights, kept as autocast keeps them: once a region, by the weight's id; None outside.
+        lowering: how many operators are running that were cast to 16 bits.
+    """
+
+    casts: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    lowering: int = 0
+
+
+_region = _Region()
+
+
+def lowering() -> bool:
+    """Whether an operator is running that autocast casts to 16 bits. Autocast's flag itself is off below autograd."""
+    return _region.lowering > 0
+
+
+def _lower(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = torch.get_autocast_dtype("cuda")
+    cast, named = (
+        list(cast_all(args, dtype, _cast_one)),
+        {name: _cast_one(value, dtype) for name, value in kwargs.items()},
+    )
+    _region.lowering += 1
+    try:
+        return operation(*cast, **named)
+    finally:
+        _region.lowering -= 1
+
+
+def _cast_one(value: Any, dtype: torch.dtype) -> Any:
+    if not _is_eligible(value) or value.dtype == dtype:
+        return value
+    casts = _region.casts
+    if casts is None or not _is_weight(value) or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
+        return value.to(dtype)
+    known = casts.get(id(value))
+    if known is None or known[1].dtype != dtype:
+        known = casts[id(value)] = (value, value.to(dtype))
+    return known[1]
+
+
+def _is_weight(value: torch.Tensor) -> bool:
+    return value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+
+
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in ELIGIBLE
+
+
+# -- registration --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _register() -> tuple[torch.library.Library, torch.library.Library]:
+    """Once a process, at the first use and until it ends. The libraries are kept alive by the cache."""
+    rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
+    for name, policy in _policies().items():
+        overload = name.removeprefix("aten::")
+        found = operator_named(overload)
+        fused = FUSED.get(overload)
+        kernel = _fusing(found, policy, fused) if fused else _casting(found, policy)
+        library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
+    return rest, library
+
+
+def _policies() -> dict[str, Policy]:
+    """By operator of CUDA's autocast, as this version of torch has it. What is on no other list runs in 16 bits."""
+    listed: dict[str, Policy] = {}
+    for names, policy in (
+        (FLOAT32, float32(_cast_one)),
+        (FLOAT32_BY_DEFAULT, float32_by_default(_is_eligible)),
+        (WIDEST, widest(_cast_one, _is_eligible, "cuda")),
+    ):
+        listed.update(dict.fromkeys((f"aten::{name}" for name in names.split()), policy))
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    policies = {
+        name: listed.get(name, _lower) for name in registered if name.startswith("aten::") and name not in _AS_THEY_COME
+    }
+    # On a GPU it is cuDNN's operation, inside these, that casts.
+    return {**policies, **dict.fromkeys((f"aten::{name}" for name in FUSED), _lower)}
+
+
+def _casting(operation: Any, policy: Policy) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cuda"):
+            return operation.redispatch(keys & _BELOW, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_THIS):
+            return policy(operation, args, kwargs)
+
+    return kernel
+
+
+def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
+    """For what a GPU computes in one operator that other devices take apart."""
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_THIS):
+            if torch.is_autocast_enabled("cuda"):
+                return policy(lambda *cast, **named: fused(operation, *cast, **named), args, kwargs)
+            return fused(operation, *args, **kwargs)
+
+    return kernel
+
+
+# -- the model's own contexts --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _contexts_for(also: str) -> Iterator[None]:
+    """``torch.autocast`` neither looks for a GPU nor warns that there is none; contexts for ``also`` are CUDA's."""
+    original = autocast_mode.autocast.__init__
+
+    def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type not in ("cuda", also):
+            original(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+            return
+        original(self, "cuda", dtype=dtype, enabled=False, cache_enabled=cache_enabled)
+        self._enabled = bool(enabled)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, autocast_mode.autocast, "__init__", original)
+        autocast_mode.autocast.__init__ = make  # type: ignore[method-assign]
+        functions = [(torch, name) for name in _ASKED] + [(torch.amp, _AVAILABLE), (autocast_mode, _AVAILABLE)]
+        for place, name in functions:
+            function = getattr(place, name)
+            stack.callback(setattr, place, name, function)
+            setattr(place, name, _for_device(function, also))
+        yield
+
+
+def _for_device(function: Callable[..., Any], also: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0] == also:
+            args = ("cuda", *args[1:])
+        elif kwargs.get("device_type") == also:
+            kwargs["device_type"] = "cuda"
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,73 @@
+"""What stopped a recording and why that may be, in one sentence."""
+
+from __future__ import annotations
+
+from mpinspect.shapes.record.values import Lack
+
+_NO_KERNEL = "the operator has no meta kernel, as custom C++ and CUDA operators often do not"
+#: Parts of torch's messages, in small letters, and what they mean on meta tensors, which have no values.
+_CAUSES = (
+    (
+        (
+            "item()",
+            "_local_scalar_dense",
+            "no data!",
+            "cannot copy out of meta",
+            "data-dependent",
+            "data dependent",
+            "boolean value of tensor",
+        ),
+        "it reads a value of a tensor on the host (.item(), an if on a tensor)",
+    ),
+    (
+        ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "multinomial"),
+        "the shape of its result depends on values",
+    ),
+    (
+        ("meta kernel", "'meta' backend", "meta backend", "fake impl", "register_fake"),
+        _NO_KERNEL,
+    ),
+    (
+        ("numpy", " meta ", "=meta", "meta device", "meta tensor", "device meta"),
+        "it needs the values of a tensor",
+    ),
+)
+
+
+class RecordingError(ValueError):
+    """Nothing could be recorded, and not for lack of values: most often wrong arguments."""
+
+
+def meta_cause(error: BaseException, operator: str = "") -> str:
+    """Why an exception is one that meta tensors bring about; "" if it is not.
+
+    Args:
+        error: what was raised.
+        operator: the operator that raised it, if one did.
+    """
+    text = f"{type(error).__name__} {error} {operator}".lower()
+    return next((cause for parts, cause in _CAUSES if any(part in text for part in parts)), "")
+
+
+def reason(
+    error: BaseException, phase: str, where: str | None, operator: str, device: str, lack: Lack | None = None
+) -> str:
+    """Where a run stopped and why, without a full stop.
+
+    Args:
+        lack: why the tensor has no values that the operator needs; None where that is not known.
+    """
+    cause = meta_cause(error, operator) if device == "meta" else ""
+    if cause and cause is not _NO_KERNEL:
+        cause += f", and that tensor {lack.why}; {lack.give}" if lack else ", and meta tensors have none"
+    place = "" if where is None else f" in {where}" if where else " in the model itself"
+    called = f" at {operator}" if operator else ""
+    why = f"{cause} ({first_line(error)})" if cause else first_line(error)
+    return f"the {phase} stopped{place}{called}: {why}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's type and the first line of its message, shortened and without a full stop: sentences go on after it."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}".rstrip(". :") if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197].rstrip(". ") + " [...]"

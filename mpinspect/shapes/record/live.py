@@ -1,0 +1,276 @@
+"""The matrix products of a step that runs anyway: the script's own, on its own tensors, as it really computes them.
+
+The recorder's mode stands below autograd and passes every operator on as it came, so results are bit-identical. It is entered
+between two steps and left between two others, not around a block: whatever modes the script enters meanwhile are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from mpinspect.runtime import own_code
+from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.shapes.record.mode import MatmulMode
+from mpinspect.shapes.record.modules import ModuleCalls
+from mpinspect.shapes.record.parameters import Parameters
+from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
+from mpinspect.shapes.records import Matmul, MatmulRecording
+
+#: The way of an operator through the mode.
+_OURS = (*own_code.RECORDING_PRODUCTS, "torch.utils._python_dispatch", "torch._ops", "torch._compile", "torch._dynamo")
+#: How far up the stack the code that copies a tensor is looked for.
+_FRAMES = 12
+
+
+def obstacle(models: Iterable[torch.nn.Module]) -> str:
+    """Why a step can't be recorded now; "" where it can."""
+    if torch._C._len_torch_dispatch_stack():
+        return "the script has entered a torch dispatch mode of its own"
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
+    if compiled or any(getattr(part, "_compiled_call_impl", None) for model in models for part in model.modules()):
+        return "the model is compiled, and operators inside of torch.compile are not seen: use mpinspect lint on it"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the step is captured into a CUDA graph"
+    return ""
+
+
+class LiveMatmuls:
+    """Records from ``begin`` to ``end``, on the calling thread and on autograd's.
+
+    Args:
+        models: by name; of several the names lead the paths.
+    """
+
+    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+        self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
+        self._calls = _LiveCalls(self._model)
+        parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
+        self._mode = _LiveMode(self._calls, parameters)
+        self._left = False
+        self._thread = threading.get_ident()
+
+    @property
+    def in_optimizer(self) -> bool:
+        """Whether an optimizer steps: what it multiplies outside of modules is not the model's."""
+        return self._mode.in_optimizer
+
+    @in_optimizer.setter
+    def in_optimizer(self, value: bool) -> None:
+        self._mode.in_optimizer = value
+
+    def begin(self) -> None:
+        """Enter the mode and hook the modules."""
+        self._thread = threading.get_ident()
+        self._calls.follow()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.recording = True
+
+    def end(self, stopped: str = "") -> MatmulRecording | None:
+        """Leave the mode and take the hooks off; None where no product ran.
+
+        Args:
+            stopped: why the step did not come to its end, "" if it did.
+        """
+        mode, model = self._mode, self._model
+        self.abandon()
+        matmuls = mode.matmuls()
+        if not matmuls and not stopped:
+            return None
+        dtype = self._calls.autocast_dtype
+        return MatmulRecording(
+            matmuls=matmuls,
+            copies=mode.copies(),
+            device=next((parameter.device.type for parameter in model.parameters()), "cpu"),
+            backward=any(record.role != "forward" for record in matmuls),
+            autocast_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            tf32=allowed_tf32(),
+            sizes=named_sizes(model),
+            embeddings=tied_embeddings(model),
+            notes=tuple(mode.sentences()),
+            stopped=stopped,
+        )
+
+    def abandon(self) -> None:
+        """Record no more, and leave if that is possible now."""
+        self._mode.recording = False
+        self._calls.unfollow()
+        # Modes are a thread's own: where that has ended, so has its mode.
+        if not self.leave() and self._thread == threading.get_ident():
+            self._mode.notes.append(
+                "the script entered a torch dispatch mode of its own while its step was recorded: some of it may be missing"
+            )
+
+    def leave(self) -> bool:
+        """Leave the mode; False while one that the script entered stands above it: until then ours passes everything on."""
+        if not self._left and _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._left = True
+        return self._left
+
+
+class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
+    """Passes every operator on; a fault of its own ends the recording and nothing else."""
+
+    #: Or torch would refuse them where a mode is on.
+    supports_higher_order_operators = True
+
+    def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
+        # A device's own autocast says nothing of the single call: 16-bit products are taken as its work.
+        super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
+        self.recording = False
+        self.in_optimizer = False
+        self.notes: list[str] = []
+        self._live_calls = calls
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled runs as compiled, unseen, instead of falling back to other kernels."""
+        return True
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs something of Python: a forward within it is a recomputation.
+
+        What the engine calls itself is none, though gradients are on where a graph of the backward is made.
+        """
+        return torch._C._current_graph_task_id() != -1 and not _called_by_the_engine()
+
+    @in_backward.setter
+    def in_backward(self, value: bool) -> None: ...
+
+    def sentences(self) -> list[str]:
+        """What could not be recorded, and why."""
+        unreadable = [
+            f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes"
+            for op, times in self.unreadable.items()
+        ]
+        return [*self.notes, *unreadable]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.recording or getattr(func, "_schema", None) is None:
+            return func(*args, **(kwargs or {}))
+        self.autocast = self._live_calls.autocast_dtype is not None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _records(self, func: Any, args: tuple[Any, ...], output: Any) -> tuple[Matmul, ...]:
+        try:
+            return super()._records(func, args, output)
+        except Exception as error:
+            self._fault(error)
+            return ()
+
+    def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
+        try:
+            if not self._is_beside_the_step():
+                super()._product(func, args, result, refused)
+        except Exception as error:
+            self._fault(error)
+
+    def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        try:
+            if not self._is_beside_the_step() and not _copied_by_us():
+                super()._copy(func, args, result)
+        except Exception as error:
+            self._fault(error)
+
+    def _is_beside_the_step(self) -> bool:
+        """The optimizer's own arithmetic, and validation."""
+        if torch._C._current_autograd_node() is not None:
+            return False
+        return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
+
+    def _fault(self, error: Exception) -> None:
+        self.recording = False
+        self.notes.append(
+            f"mpinspect failed in recording a matrix product ({error!r}): the rest of the step is missing"
+        )
+
+
+class _LiveCalls(ModuleCalls):
+    """Module calls followed by hooks that copies and pickles of the model made meanwhile do not take along."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._handles = HandleList()
+        self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        self._dtypes: Counter[torch.dtype | None] = Counter()
+        #: Depth at which a forward of evaluation runs, 0 for none.
+        self._evaluates_from = 0
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """That of the autocast around most calls of modules; None where there was none."""
+        known = [(times, str(dtype), dtype) for dtype, times in self._dtypes.items() if dtype is not None]
+        return max(known)[2] if known else None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model runs for evaluation: in eval mode without gradients."""
+        return self._evaluates_from > 0
+
+    def follow(self) -> None:
+        """Put the hooks on, around the script's own."""
+        for module in self._modules.values():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            enter = ModelHook(module, functools.partial(self._enter_live, module))
+            leave = ModelHook(module, functools.partial(self._leave_live, module))
+            self._handles.add(module.register_forward_pre_hook(enter, prepend=True))
+            self._handles.add(module.register_forward_hook(leave, always_call=True))
+
+    def unfollow(self) -> None:
+        """Take them off."""
+        self._handles.remove_all()
+
+    def _enter_live(self, module: torch.nn.Module, args: Any) -> None:
+        self._enter(module, args)
+        if not torch.is_grad_enabled() and not module.training and not self._evaluates_from:
+            self._evaluates_from = len(self._running)
+        if torch.is_grad_enabled():
+            on = torch.is_autocast_enabled(self._device)
+            self._dtypes[torch.get_autocast_dtype(self._device) if on else None] += 1
+
+    def _leave_live(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        if self._evaluates_from == len(self._running):
+            self._evaluates_from = 0
+        self._leave(module, args, output)
+
+
+def _called_by_the_engine() -> bool:
+    """Whether no Python function stands between autograd's engine and the operator."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_OURS):
+        frame = frame.f_back
+    # On a GPU the engine has threads of its own.
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """A holder of several, that nobody calls: their paths begin with their names."""
+    holder = torch.nn.Module()
+    holder._modules.update(models)
+    return holder
+
+
+def _copied_by_us() -> bool:
+    """Whether the counting copies, which goes on meanwhile."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if own_code.is_of(frame, own_code.COUNTING) and not own_code.is_of(frame, own_code.RECORDING_PRODUCTS):
+            return not own_code.is_of(frame, own_code.CALLING_THE_USER)
+    return False

@@ -1,0 +1,116 @@
+"""Meta tensors beside others: results that torch has no meta kernel for, tensors of other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mpinspect.shapes.record.inputs import on_meta
+
+aten = torch.ops.aten
+
+
+class Pointwise:
+    """Results of pointwise operators on meta tensors: of the same shapes, strides and dtypes they are the same again.
+
+    Many of torch's meta kernels are Python code of 100 us and more, and a transformer calls the same ones in each layer.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func`` gives; exceptions are its own."""
+        key = None if kwargs else _told(func, args)
+        if key is None:
+            return func(*args, **kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            size, stride, dtype = known
+            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        result = func(*args)
+        if isinstance(result, torch.Tensor) and result.is_meta and result.layout is torch.strided:
+            self._known[key] = tuple(result.shape), result.stride(), result.dtype
+        return result
+
+
+def is_pointwise(func: Any) -> bool:
+    """Whether an operator gives a new tensor, whose shape, strides and dtype follow from those of its arguments."""
+    schema = func._schema
+    one = len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    return one and torch.Tag.pointwise in func.tags and not schema.is_mutable
+
+
+def _told(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What decides the result; None where more may. Numbers count with their type, since 1 == 1.0 == True."""
+    key: list[Any] = [func]
+    for value in args:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if not value.is_meta or value.layout is not torch.strided:
+                return None
+            key += [value.shape, value.stride(), value.dtype]
+        elif kind in (int, float, bool, str, type(None)):
+            key += [kind, value]
+        else:
+            return None
+    return tuple(key)
+
+
+def all_on_meta(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The same arguments with every tensor of another device as a meta tensor; None if there are not both."""
+    args = list(args)
+    tensors = list(_flat([*args, *kwargs.values()]))
+    if not any(one.is_meta for one in tensors) or all(one.is_meta for one in tensors):
+        return None
+    return [_moved(one) for one in args], {name: _moved(one) for name, one in kwargs.items()}
+
+
+def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _flat(value)
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value.is_meta else on_meta(value.detach())
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(one) for one in value)
+    return value
+
+
+def _rnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of _cudnn_rnn_backward: gradients of the input, hx, cx and the weights."""
+    x, weights, hx, cx = args[0], args[1], args[4], args[5]
+    mask = args[21]
+    like = torch.empty_like
+    return (
+        like(x) if mask[0] else None,
+        like(hx) if mask[1] else None,
+        like(cx) if cx is not None and mask[2] else None,
+        [like(weight) for weight in weights] if mask[3] else [],
+    )
+
+
+def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
+    """Of _grouped_mm, whose meta kernel takes BF16 only and whose CUDA kernel takes more."""
+    a, b = args[0], args[1]
+    groups = args[2].shape[0] if len(args) > 2 and args[2] is not None else a.shape[0]
+    shapes = {
+        (2, 3): (a.shape[0], b.shape[-1]),
+        (3, 2): (a.shape[-2], b.shape[-1]),
+        (2, 2): (groups, a.shape[0], b.shape[-1]),
+        (3, 3): (groups, a.shape[-2], b.shape[-1]),
+    }
+    return torch.empty(shapes[a.dim(), b.dim()], dtype=a.dtype, device=a.device)
+
+
+#: By operator, for when it fails on meta tensors.
+MISSING_META: dict[Any, Callable[[tuple[Any, ...]], Any]] = {aten._cudnn_rnn_backward.default: _rnn_gradients}
+if hasattr(aten, "_grouped_mm"):  # since torch 2.8
+    MISSING_META[aten._grouped_mm.default] = _grouped_product

@@ -1,0 +1,397 @@
+"""The dispatch mode that sees every operator below autograd, and makes records of matrix products and copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpinspect.shapes.operators import matmuls_of, product_name
+from mpinspect.shapes.record.failures import first_line
+from mpinspect.shapes.record.fused import math_path, sdpa_backend
+from mpinspect.shapes.record.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise
+from mpinspect.shapes.record.modules import ModuleCalls
+from mpinspect.shapes.record.parameters import Parameters
+from mpinspect.shapes.record.refused import mixed_dtypes, result_of_refused
+from mpinspect.shapes.record.roles import Forward, Forwards, role_and_parameter
+from mpinspect.shapes.record.values import Values, targets
+from mpinspect.shapes.records import ITEM_SIZES, LayoutCopy, Matmul, Operand
+
+aten = torch.ops.aten
+
+_PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
+_COPIES = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
+#: What is done with an operator: run it, record it, note the copy, take it apart, or remember its result.
+_PLAIN, _PRODUCT, _COPY, _COMPOSITE, _POINTWISE = range(5)
+#: Bytes: the alignment of base pointers that decides between kernels (NVIDIA, "Matrix Multiplication Background").
+_LINE = 16
+_SIXTEEN_BIT = ("float16", "bfloat16")
+
+
+class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records while it is entered.
+
+    Args:
+        calls: the module calls, followed beside.
+        parameters: what storage belongs to which parameter.
+        autocast: whether autocast is around the model.
+        lowers: tells whether autocast applies to the operator that is running.
+        meta: whether the model runs on meta tensors, so that others are taken along as such.
+        values: those that are kept beside meta tensors; None: none are.
+    """
+
+    def __init__(
+        self,
+        calls: ModuleCalls,
+        parameters: Parameters,
+        *,
+        autocast: bool,
+        lowers: Callable[[], bool],
+        meta: bool,
+        values: Values | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = calls
+        self.parameters = parameters
+        self.autocast = autocast
+        self.lowers = lowers
+        self.meta = meta
+        self.values = values
+        #: Set while the backward runs: a forward within it is a recomputation.
+        self.in_backward = False
+        self.unreadable: Counter[str] = Counter()
+        #: The last operator that failed, and its exception.
+        self.failed: tuple[BaseException, str] | None = None
+        self._matmuls: dict[tuple[int, Matmul], tuple[Matmul, int]] = {}
+        self._copies: dict[tuple[int, str], list[int]] = {}
+        self._kinds: dict[Any, int] = {}
+        self._pointwise = Pointwise()
+        self._forwards = Forwards()
+
+    # -- what was recorded -------------------------------------------------------------------------------------------
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """In the order of their first call."""
+        return tuple(
+            replace(
+                record,
+                module=self.calls.paths[module],
+                module_type=self.calls.types[module],
+                calls=record.calls * times,
+            )
+            for (module, _), (record, times) in self._matmuls.items()
+        )
+
+    def copies(self) -> tuple[LayoutCopy, ...]:
+        """In the order of their first call; bytes of all calls, read and written."""
+        return tuple(
+            LayoutCopy(self.calls.paths[module], kind, moved, times)
+            for (module, kind), (moved, times) in self._copies.items()
+        )
+
+    # -- the dispatcher's call ---------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and any(one.__torch_dispatch__ is not _PLAIN_TENSOR for one in types):
+            # A subclass (nested, sharded, quantised): it comes back with the operators that it is made of.
+            return NotImplemented
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind(func)
+        if kind == _COMPOSITE:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        refused = ""
+        try:
+            result = self._run(func, args, kwargs or {}, kind)
+        except Exception as error:
+            # The run goes on where the result is known without the operator: what comes after is recorded too.
+            result = result_of_refused(func, self._records(func, args, None), error) if kind == _PRODUCT else None
+            if result is None or not self.meta:
+                raise
+            refused = first_line(error)
+        if kind == _PRODUCT:
+            self._product(func, args, result, refused)
+        elif kind == _COPY:
+            self._copy(func, args, result)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: int) -> Any:
+        schema = getattr(func, "_schema", None)
+        if self.values is None or schema is None:
+            if self.meta and schema is not None and schema.is_mutable and _makes_stale(func, args, kwargs):
+                raise RuntimeError("a result of meta tensors is written to a tensor that has values")
+            return self._run_bare(kind, func, args, kwargs)
+        try:
+            return self.values.run(func, args, kwargs, partial(self._run_bare, kind))
+        except Exception as error:
+            self.failed = (error, str(func))
+            raise
+
+    def _run_bare(self, kind: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Whatever values are known; meta tensors beside others are enough."""
+        try:
+            if kind == _POINTWISE and self.meta:
+                return self._pointwise.run(func, args, kwargs)
+            return func(*args, **kwargs)
+        except Exception as error:
+            if not self.meta:
+                raise
+            missing = MISSING_META.get(func)
+            if missing is not None and args[0].is_meta:
+                return missing(args)
+            self.failed = (error, str(func))
+            moved = all_on_meta(args, kwargs)
+            if moved is None:
+                raise
+            return func(*moved[0], **moved[1])
+
+    # -- products ----------------------------------------------------------------------------------------------------
+
+    def _records(self, func: Any, args: tuple[Any, ...], output: Operand | None) -> tuple[Matmul, ...]:
+        inputs = [_input(value) for value in args]
+        scalars = _scalars(args)
+        if func is aten.mkldnn_rnn_layer_backward.default:
+            x, hx, cx = args[0], args[5], args[6]
+            scalars.append([x.requires_grad, hx.requires_grad, cx.requires_grad, True])
+        return matmuls_of(func._schema.name, inputs, scalars=scalars, output=output)
+
+    def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        output = operand(first) if isinstance(first, torch.Tensor) else None
+        records = self._records(func, args, output)
+        if not records:
+            self.unreadable[func._schema.name] += 1
+            return
+        raises = refused or (mixed_dtypes(records[0]) if self.meta else "")
+        if raises:
+            records = tuple(replace(record, raises=raises) for record in records)
+        node = torch._C._current_autograd_node()
+        # The engine's own operators run without grad mode; a forward within the backward has it on.
+        if node is None or (self.in_backward and torch.is_grad_enabled()):
+            self._of_forward(args, records)
+        else:
+            self._of_backward(node, args, records)
+
+    def _of_forward(self, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
+        node = torch._C._current_autograd_node()
+        running = self.calls.any_running or node is None
+        module = self.calls.current if running else self.calls.of_node(node._sequence_nr())
+        first, second = _factors(records[0], args)
+        applied = (self.lowers() and records[0].dtype in _SIXTEEN_BIT) if self.autocast else None
+        a_name, b_name = self.parameters.name(first, module), self.parameters.name(second, module)
+        record = records[0]
+        unfused = math_path() if record.kind == "gemm" else ""
+        forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied, unfused)
+        differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
+        # Autograd has made, and numbered, the operator's node by now.
+        self._forwards.add(forward, _get_sequence_nr() - 1 if differentiable else None)
+        if record.kind == "recurrent":
+            self._add_recurrent(module, args, records, applied)
+            return
+        for record in records:
+            known = replace(
+                _with_backend(record, args),
+                parameter=b_name or a_name,
+                autocast=applied,
+                recomputed=self.in_backward,
+                math_path=unfused,
+            )
+            self._add(module, self._in_cell(module, known))
+
+    def _of_backward(self, node: Any, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
+        number = node._sequence_nr()
+        forward = self._forwards.of_node(number)
+        module = forward.module if forward else self.calls.of_node(number)
+        first, second = _factors(records[0], args)
+        weight = self.parameters.name(first, module) or self.parameters.name(second, module)
+        if forward is None:
+            forward = self._forwards.likeliest(module, records[0], weight)
+        applied = self._backward_autocast(forward, records[0])
+        if records[0].kind == "recurrent":
+            self._add_recurrent(module, args, records, applied)
+            return
+        for record in records:
+            if record.kind == "gemm":
+                role, parameter = role_and_parameter(forward, record, weight)
+            else:
+                convolved = args[2] if record.kind == "convolution" else None
+                role, parameter = record.role, self.parameters.name(convolved, module)
+            known = replace(
+                _with_backend(record, args),
+                role=role,
+                parameter=parameter,
+                autocast=applied,
+                math_path="" if forward is None else forward.math_path,
+            )
+            self._add(module, self._in_cell(module, known))
+
+    def _backward_autocast(self, forward: Forward | None, record: Matmul) -> bool | None:
+        if not self.autocast:
+            return None
+        return record.dtype in _SIXTEEN_BIT and (forward is None or bool(forward.autocast))
+
+    def _in_cell(self, module: int, record: Matmul) -> Matmul:
+        """Products of recurrent cells, and of layers that a CPU takes apart."""
+        recurrent = isinstance(self.calls.module(module), (torch.nn.RNNBase, torch.nn.RNNCellBase))
+        return replace(record, kind="recurrent") if recurrent and record.kind == "gemm" else record
+
+    def _add_recurrent(
+        self, module: int, args: tuple[Any, ...], records: tuple[Matmul, ...], applied: bool | None
+    ) -> None:
+        """Their ``parameter`` is the weight's name within its layer. Of frozen weights there is no wgrad."""
+        for record in records:
+            if record.op.startswith("aten::mkldnn"):  # of one layer and direction, which its weights tell
+                weight = args[1 if record.parameter.startswith("weight_ih") else 2]
+                name = self.parameters.name(weight, module)
+            else:
+                weight = self.calls.module(module)._parameters.get(record.parameter)
+                name = self.parameters.local(module, record.parameter)
+            if record.role == "wgrad" and weight is not None and not weight.requires_grad:
+                continue
+            again = self.in_backward and record.role == "forward"
+            self._add(module, replace(record, parameter=name, autocast=applied, recomputed=again))
+
+    def _add(self, module: int, record: Matmul) -> None:
+        key = (module, _aligned(record))
+        known = self._matmuls.get(key)
+        self._matmuls[key] = (record, 1) if known is None else (known[0], known[1] + 1)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        source = args[1] if func is aten.copy_.default else args[0]
+        if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return
+        if func is not aten.copy_.default:
+            self.parameters.derive(source, result)
+        kind = _copy_kind(source, result)
+        if not kind:
+            return
+        node = torch._C._current_autograd_node()
+        backward = node is not None and not (self.in_backward and torch.is_grad_enabled())
+        module = self.calls.of_node(node._sequence_nr()) if backward else self.calls.current
+        moved = source.numel() * source.element_size() + result.numel() * result.element_size()
+        entry = self._copies.setdefault((module, kind), [0, 0])
+        entry[0] += moved
+        entry[1] += 1
+
+
+def operand(tensor: torch.Tensor) -> Operand | None:
+    """A tensor's shape, strides, dtype and offset; None for those that have no strides (sparse, nested)."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return Operand(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype], int(tensor.storage_offset()))
+
+
+class _Names(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_DTYPES = _Names()
+
+
+def _kind(func: Any) -> int:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _PLAIN
+    if func in _COPIES:
+        return _COPY
+    if func.namespace == "aten" and _is_composite(func):
+        return _COMPOSITE
+    if product_name(schema.name):
+        return _PRODUCT
+    return _POINTWISE if is_pointwise(func) else _PLAIN
+
+
+def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor with values is to be changed by one without: what is asked of it later would be what it held before."""
+    if all(one.is_meta for one in targets(func, args, kwargs)):
+        return False
+    return any(isinstance(one, torch.Tensor) and one.is_meta for one in (*args, *kwargs.values()))
+
+
+def _is_composite(func: Any) -> bool:
+    """Only in inference mode do these come here whole."""
+    keys = torch._C.DispatchKey
+    return bool(func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd))
+
+
+def _input(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return operand(value)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+        return [operand(one) if isinstance(one, torch.Tensor) else None for one in value]
+    return None
+
+
+def _scalars(args: tuple[Any, ...]) -> list[object]:
+    return [None if isinstance(value, torch.Tensor) else _scalar(value) for value in args]
+
+
+def _scalar(value: Any) -> object:
+    if isinstance(value, (list, tuple)):
+        return None if value and isinstance(value[0], torch.Tensor) else list(value)
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _factors(record: Matmul, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The two tensors that are multiplied: behind what is added, in the operators named add..."""
+    start = 1 if "add" in record.op else 0
+    tensors = [value for value in args[start:] if isinstance(value, torch.Tensor)]
+    return (*tensors[:2], None, None)[:2]  # type: ignore[return-value]
+
+
+def _requires_grad(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return isinstance(value, (list, tuple)) and any(_requires_grad(one) for one in value)
+
+
+def _aligned(record: Matmul) -> Matmul:
+    """Offsets only as far as a kernel could tell them apart: slices of a step loop are equal calls."""
+    a, b, out = record.a, record.b, record.out
+    if not ((a and a.offset) or (b and b.offset) or (out and out.offset)):
+        return record
+    return replace(record, a=_within_line(a), b=_within_line(b), out=_within_line(out))
+
+
+def _within_line(one: Operand | None) -> Operand | None:
+    if one is None or not one.offset:
+        return one
+    return replace(one, offset=one.offset % max(_LINE // ITEM_SIZES.get(one.dtype, 1), 1))
+
+
+def _with_backend(record: Matmul, args: tuple[Any, ...]) -> Matmul:
+    """A CPU's attention kernel, by the name of the one that a GPU would take."""
+    if record.attention is None or not record.op.partition("::")[2].startswith(
+        "_scaled_dot_product_flash_attention_for_cpu"
+    ):
+        return record
+    first = 1 if record.role == "backward" else 0
+    query, key, value = args[first : first + 3]
+    grouped = query.shape[1] != key.shape[1]
+    mask = None if record.attention.bias is None else query
+    backend = sdpa_backend(query, key, value, mask, grouped)
+    return replace(record, attention=replace(record.attention, backend=backend))
+
+
+def _copy_kind(source: torch.Tensor, result: torch.Tensor) -> str:
+    if source.device != result.device or source.numel() < 2 or source.shape != result.shape:
+        return ""
+    if source.dtype != result.dtype:
+        return "dtype"
+    steps = [(a, b) for size, a, b in zip(source.shape, source.stride(), result.stride(), strict=True) if size > 1]
+    if any(a == 0 for a, _ in steps):  # an expansion written out: not the same memory in another order
+        return ""
+    return "layout" if any(a != b for a, b in steps) else ""

@@ -1,0 +1,335 @@
+"""``record_matmuls``: every matrix product that a model computes in one forward and backward, seen at the dispatcher."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
+from mpinspect.runtime.emulation import half_arithmetic
+from mpinspect.shapes.record.autocast import as_on_cuda, autocast_around, lowering
+from mpinspect.shapes.record.failures import RecordingError, first_line, meta_cause, reason
+from mpinspect.shapes.record.inputs import losses, on_meta, own_copy, replaced
+from mpinspect.shapes.record.mode import MatmulMode
+from mpinspect.shapes.record.modules import ModuleCalls
+from mpinspect.shapes.record.parameters import Parameters
+from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
+from mpinspect.shapes.record.state import LazyModelError, standing_in
+from mpinspect.shapes.record.values import (
+    COMPUTED,
+    Lack,
+    Spoken,
+    Values,
+    argument_without_values,
+    buffer_without_values,
+    forget,
+    of,
+    stand_in,
+)
+from mpinspect.shapes.records import MatmulRecording
+
+DEVICES = ("meta", "real")
+#: The formats that ``dtype`` may name; float32 is no autocast.
+_AUTOCAST = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT32: None}
+
+
+def record_matmuls(
+    model: torch.nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    backward: bool = True,
+    device: str = "meta",
+) -> MatmulRecording:
+    """Run a model once and record its matrix products; the model, its gradients and random states are left as they were.
+
+    Args:
+        model: any module, in train or eval mode as it is to be judged. Compiled ones run eagerly; of a DataParallel or
+            DistributedDataParallel wrapper the module inside is run.
+        args: positional arguments of its forward, or the only one; tensors may be nested in tuples, lists, mappings and
+            dataclasses.
+        kwargs: named arguments likewise.
+        dtype: the dtype of a ``torch.autocast("cuda", dtype)`` around the forward: float16 or bfloat16. None or float32: none,
+            products have the dtypes of the model's tensors.
+        backward: also run the backward, from the output's ``loss`` or else from all its tensors that require a gradient.
+        device: "meta": on meta tensors, which need neither memory nor a GPU, with values beside them if the model asks for one;
+            "real": on the tensors as they are, wherever they are, for models whose shapes depend on what they compute.
+
+    Returns:
+        The recording. Where the model could not be run to its end ``stopped`` says where and why; what had run
+        is there.
+
+    Raises:
+        RecordingError: (a ValueError) nothing at all could be recorded, because the arguments don't fit the model, an option is
+            unknown or the model is lazy and has no shapes yet.
+    """
+    lower = _autocast_dtype(dtype)
+    if device not in DEVICES:
+        raise RecordingError(f"device is {device!r}: give 'meta' (shapes only) or 'real' (the tensors as they are)")
+    if not isinstance(model, torch.nn.Module):
+        raise RecordingError(
+            f"model is of type {type(model).__name__}, not a torch.nn.Module: wrap a function in a module"
+        )
+    inner, notes = _unwrapped(model)
+    positional, named = _arguments(args, kwargs)
+    run = _Run(inner, positional, named, lower, backward, _kind_of_device(inner, device))
+    try:
+        attempt = run.attempt()
+        if attempt.lacks_values and run.device == "meta":
+            # Keeping values takes time: few models ask for any.
+            second = run.attempt(Values())
+            attempt = second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
+    except LazyModelError as error:
+        raise RecordingError(str(error)) from None
+    if attempt.error is not None and not attempt.mode.matmuls() and not attempt.lacks_values:
+        raise RecordingError(
+            f"the model's forward raised {first_line(attempt.error)}. Nothing was recorded: check args and kwargs, they are "
+            "passed to the model as model(*args, **kwargs)"
+        ) from attempt.error
+    return MatmulRecording(
+        matmuls=attempt.mode.matmuls(),
+        copies=attempt.mode.copies(),
+        device=run.device,
+        backward=attempt.backward,
+        autocast_dtype=None if lower is None else str(lower).removeprefix("torch."),
+        tf32=allowed_tf32(),
+        sizes=named_sizes(inner),
+        embeddings=tied_embeddings(inner),
+        compiled=_is_compiled(model),
+        notes=(*notes, *attempt.notes, *_unreadable(attempt.mode)),
+        stopped=attempt.stopped,
+    )
+
+
+@dataclass
+class _Attempt:
+    """What one run gave. ``lacks_values``: it stopped where a meta tensor has no values; ``stopped``: where and why."""
+
+    mode: MatmulMode
+    notes: list[str]
+    error: BaseException | None = None
+    lacks_values: bool = False
+    backward: bool = False
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None
+    wants_backward: bool
+    device: str
+
+    def attempt(self, values: Values | None = None) -> _Attempt:
+        """Run the model on stand-ins: of its parameters, its buffers and its arguments.
+
+        Args:
+            values: keeps values beside meta tensors; None: none are kept.
+        """
+        calls = ModuleCalls(self.model)
+
+        def change(tensor: torch.Tensor, lack: Lack = COMPUTED) -> torch.Tensor:
+            if self.device != "meta":
+                return own_copy(tensor)
+            return on_meta(tensor) if values is None else stand_in(tensor, lack)
+
+        def parameter(tensor: torch.Tensor) -> torch.Tensor:
+            if self.device != "meta":
+                return tensor
+            return stand_in(tensor, COMPUTED) if values and tensor.numel() == 1 else _parameter_on_meta(tensor)
+
+        with _eager(), _grad_mode(self.wants_backward), standing_in(self.model, parameter, change) as stand_ins:
+            parameters = Parameters(self.model, stand_ins)
+            if values is not None:
+                for name, buffer in self.model.named_buffers():
+                    if of(buffer) is None:
+                        forget(buffer, buffer_without_values(name))
+            mode = MatmulMode(
+                calls,
+                parameters,
+                autocast=self.dtype is not None,
+                # A GPU's own autocast says nothing of the single call: 16-bit products are taken as its work.
+                lowers=_always if self.device == "cuda" else lowering,
+                meta=self.device == "meta",
+                values=values,
+            )
+            attempt = _Attempt(mode, [])
+            args, kwargs = self._given(change)
+            with self._surroundings(calls, mode):
+                output = self._forward(attempt, args, kwargs)
+                if attempt.error is None and self.wants_backward:
+                    self._backward(attempt, output)
+        return attempt
+
+    def _given(self, change: Callable[[torch.Tensor, Lack], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the forward, changed; each by its name."""
+        names = _names(self.model, len(self.args))
+
+        def changed(name: str, value: Any) -> Any:
+            return replaced(value, lambda tensor: change(tensor, argument_without_values(name)))
+
+        args = [changed(name, value) for name, value in zip(names, self.args, strict=True)]
+        return args, {name: changed(name, value) for name, value in self.kwargs.items()}
+
+    @contextmanager
+    def _surroundings(self, calls: ModuleCalls, mode: MatmulMode) -> Iterator[None]:
+        with ExitStack() as stack:
+            # On this thread, whose modes and calls are followed.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(calls.followed())
+            if self.device != "cuda":
+                stack.enter_context(as_on_cuda(also=self.device))
+            if self.device == "cpu" and self.dtype is not None:
+                stack.enter_context(half_arithmetic())
+            stack.enter_context(mode)
+            if mode.values is not None:
+                stack.enter_context(Spoken())
+            yield
+
+    def _forward(self, attempt: _Attempt, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            with autocast_around(self.dtype, "cpu"):
+                return self.model(*args, **kwargs)
+        except Exception as error:
+            self._stopped(attempt, error, "forward")
+        return None
+
+    def _backward(self, attempt: _Attempt, output: Any) -> None:
+        starts = losses(output)
+        if not starts:
+            attempt.notes.append(
+                "no backward was recorded: the output has no tensor that requires a gradient (frozen parameters, no_grad() or "
+                "detach() in the forward, or an output of no known kind)"
+            )
+            return
+        attempt.mode.in_backward = attempt.backward = True
+        try:
+            with autocast_around(None, "cpu"):
+                torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])
+        except Exception as error:
+            self._stopped(attempt, error, "backward")
+
+    def _stopped(self, attempt: _Attempt, error: Exception, phase: str) -> None:
+        failed = attempt.mode.failed
+        operator = failed[1] if failed is not None and failed[0] is error else ""
+        where = attempt.mode.calls.where_failed(error)
+        attempt.error = error
+        attempt.lacks_values = self.device == "meta" and bool(meta_cause(error, operator))
+        values = attempt.mode.values
+        lack = values.lacked[1] if values and values.lacked and values.lacked[0] is error else None
+        attempt.stopped = reason(error, phase, where, operator, self.device, lack)
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------------
+
+
+def _autocast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    with suppress(ValueError):
+        format = as_format(dtype)
+        if format in _AUTOCAST:
+            return _AUTOCAST[format]
+    raise RecordingError(f"dtype is {dtype}: autocast takes float16 or bfloat16; None or float32 is no autocast")
+
+
+def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(args, Mapping) and not kwargs:  # a tokenizer's output
+        return (), {str(name): value for name, value in args.items()}
+    several = isinstance(args, (tuple, list)) and not hasattr(args, "_fields")  # a packed sequence is one argument
+    return tuple(args) if several else (args,), dict(kwargs or {})
+
+
+def _names(model: torch.nn.Module, count: int) -> list[str]:
+    """Of a forward's first positional arguments; their places, from 1, where it does not name them."""
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return [named[place] if place < len(named) else f"argument {place + 1}" for place in range(count)]
+
+
+def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
+    notes: list[str] = []
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, parallel):
+            notes.append(f"{type(model).__name__} is left aside: one replica's products for the whole batch given")
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        notes.append(
+            "TorchScript modules take no hooks and keep their weights: their products are their caller's, and the backward may "
+            "not be recorded. Record the model before it is scripted"
+        )
+    if any(_is_distributed(parameter) for parameter in model.parameters()):
+        notes.append(
+            "the parameters are sharded (DTensor): recorded as one GPU would compute them, with their global shapes"
+        )
+    return model, notes
+
+
+def _is_distributed(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, "full_tensor") and hasattr(parameter, "placements")
+
+
+def _always() -> bool:
+    return True
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _kind_of_device(model: torch.nn.Module, device: str) -> str:
+    if device == "meta":
+        return "meta"
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _parameter_on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled modules run as plain Python."""
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _grad_mode(wanted: bool) -> Iterator[None]:
+    """Whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.set_grad_enabled(wanted):
+        yield
+
+
+def _unreadable(mode: MatmulMode) -> Sequence[str]:
+    return [
+        f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes (nested, "
+        "sparse) or its arguments don't tell the sizes"
+        for op, times in mode.unreadable.items()
+    ]

@@ -1,0 +1,439 @@
+"""Values beside meta tensors, for models that ask for one on the way: of the arguments, and of what a model makes itself.
+
+A meta tensor has a storage without memory. Where its values follow from what is given (arguments, buffers, ``ones``, ``arange``,
+...) this module keeps real memory beside that storage, so that every view of it shows the same values and a change in place is
+seen by all of them. An operator whose operands all have values is computed on the CPU too; the result of any other has none.
+Nothing is guessed of what a model computes from its weights, by a matrix product or at random, but that it is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mpinspect.shapes.operators import product_name
+from mpinspect.shapes.record.inputs import on_meta
+
+aten = torch.ops.aten
+
+#: Of the largest tensor whose values are kept: 2^21 elements of int64, 2^24 of bool, some 5 ms of a pointwise operator.
+MOST_BYTES = 1 << 24
+#: On the storage of a meta tensor: its values, or why it has none. Storages keep their attributes as long as they live.
+_BESIDE = "_mpinspect_values"
+#: Leave memory as they find it. Nobody may rely on what is there, so that zeros are as good as anything.
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+#: Functions of a shape alone, though they may take a tensor: how the value is found among the arguments.
+_FILLED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("zeros_like", "new_zeros", *_EMPTY), lambda args: 0),
+    **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1),
+    "full_like": lambda args: args[1],
+    "new_full": lambda args: args[2],
+}
+#: Some of whose results are on the CPU, wherever the operands are.
+_PARTLY_ON_HOST = (aten._pack_padded_sequence.default,)
+#: Functions that build a tensor on the meta device without telling any dispatcher of its values.
+_SILENT = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+#: Functions that make an index of a list of numbers likewise.
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+#: Functions that read a tensor on the CPU without telling any dispatcher.
+_HOST_ONLY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+#: What they say of a finite number.
+_FINITE: dict[Any, bool] = {
+    **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
+    **dict.fromkeys((torch.isinf, torch.Tensor.isinf, torch.isnan, torch.Tensor.isnan), False),
+}
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Why a tensor has no values.
+
+    Args:
+        why: said of the tensor, as "follows from ...".
+        give: what to do about it.
+    """
+
+    why: str
+    give: str
+
+
+#: Of what nothing more is known.
+COMPUTED = Lack(
+    "is computed by the model from its weights, by a matrix product or at random",
+    "record a real run, with device='real', mpinspect lint --real or mpinspect run --lint",
+)
+TOO_LARGE = Lack(f"is larger than {MOST_BYTES >> 20} MiB, the most whose values are kept", "give a smaller batch")
+
+
+def argument_without_values(name: str) -> Lack:
+    """Of an argument of the forward that was given on the meta device."""
+    return Lack(
+        f"follows from the argument {name!r}, which was given without values",
+        f"give {name!r} as a tensor with values, on the CPU",
+    )
+
+
+def buffer_without_values(name: str) -> Lack:
+    """Of a buffer of a model that was built on the meta device."""
+    return Lack(
+        f"follows from the buffer {name!r}, which has no values on the meta device",
+        "build the model on the CPU (mpinspect lint --real does)",
+    )
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------------
+
+
+def of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, in memory that they share with those of its views; None where they are not known."""
+    if _lack(tensor) is not None:
+        return None
+    return _shown(_beside(tensor), tensor) if tensor.is_meta else tensor
+
+
+def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep the values of a new meta tensor, unless they are too many."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() > MOST_BYTES:
+        forget(tensor, TOO_LARGE)
+    elif tensor.numel() * tensor.element_size() == storage.nbytes():
+        beside = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+        _shown(beside, tensor).copy_(value)
+        setattr(storage, _BESIDE, beside)
+
+
+def forget(tensor: torch.Tensor, lack: Lack = COMPUTED) -> None:
+    """The values of a tensor's storage, and so of all its views, are not known (any more)."""
+    if _is_plain(tensor):
+        setattr(tensor.untyped_storage(), _BESIDE, lack)
+
+
+def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
+    """``on_meta`` with the tensor's values; where it has none itself, with why."""
+    made = on_meta(tensor)
+    if made is tensor or not _is_plain(tensor):
+        return made
+    length = made.untyped_storage().nbytes()
+    beside = _beside(tensor) if tensor.is_meta else tensor.untyped_storage()
+    if not isinstance(beside, torch.UntypedStorage):
+        forget(made, lack)
+    elif length > MOST_BYTES:
+        forget(made, TOO_LARGE)
+    elif beside.nbytes() >= length:
+        # With what lies between the elements of a slice, which a view can reach.
+        stored = torch.empty(0, dtype=torch.uint8, device=beside.device).set_(beside, 0, (length,), (1,))
+        setattr(made.untyped_storage(), _BESIDE, stored.cpu().clone().untyped_storage())
+    return made
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether memory, sizes and strides tell all of a tensor."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _beside(tensor: torch.Tensor) -> Any:
+    return getattr(tensor.untyped_storage(), _BESIDE, None)
+
+
+def _lack(tensor: torch.Tensor) -> Lack | None:
+    """Why a tensor has no values; None where it has."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return COMPUTED
+    storage = tensor.untyped_storage()
+    beside = getattr(storage, _BESIDE, None)
+    if beside is None:
+        return COMPUTED if tensor.is_meta else None
+    if isinstance(beside, Lack):
+        return beside
+    # A storage that was made larger meanwhile shows more than is known.
+    return None if beside.nbytes() >= storage.nbytes() and _is_plain(tensor) else COMPUTED
+
+
+def _shown(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(0, dtype=like.dtype)
+    return made.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+# -- operators -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What an operator does.
+
+    Args:
+        name: without the namespace.
+        lack: why its results never have values; None where they follow from its operands.
+        writes: whether it changes values in place; what only changes sizes and strides (squeeze_) does not.
+        shows: whether its results show its operands' memory.
+        asks: whether its results, or their shapes, tell values to the host.
+    """
+
+    name: str
+    lack: Lack | None
+    writes: bool
+    shows: bool
+    asks: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _Rule:
+        schema, tags = func._schema, func.tags
+        name = schema.name.partition("::")[2]
+        random = torch.Tag.nondeterministic_seeded in tags
+        computes = not (random or product_name(schema.name))
+        return cls(
+            name,
+            None if computes else COMPUTED,
+            schema.is_mutable and torch.Tag.inplace_view not in tags,
+            any(one.alias_info is not None for one in schema.returns) and not schema.is_mutable,
+            torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        )
+
+
+def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to."""
+    found = [
+        args[place] if place < len(args) else kwargs.get(one.name)
+        for place, one in enumerate(func._schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return list(_tensors(found))
+
+
+class Values:
+    """Carries values on from operator to operator."""
+
+    def __init__(self) -> None:
+        #: The last error for want of a value, and of what tensor.
+        self.lacked: tuple[BaseException, Lack] | None = None
+        self._rules: dict[Any, _Rule] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        """What ``run(func, args, kwargs)`` gives, with values where they are known, or what the values alone tell.
+
+        Raises:
+            Exception: whatever ``run`` raises, where the values are not known that it would take.
+        """
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = _Rule.of(func)
+        tensors = list(_tensors((*args, *kwargs.values())))
+        here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
+        written = targets(func, args, kwargs) if rule.writes else []
+        if here:
+            return self._here(rule, func, args, kwargs, _worst(tensors))
+        lack = rule.lack or _worst(tensors)
+        if lack is None and any(not one.is_meta for one in written):
+            return _computed(func, args, kwargs)
+        try:
+            result = run(func, args, kwargs)
+        except Exception as error:
+            try:
+                if lack is None and func not in _PARTLY_ON_HOST:
+                    computed = _computed(func, args, kwargs)
+                    return written[0] if written else _placed(computed, kwargs)
+                if written:
+                    raise
+                result = _with_indices(func, args, kwargs, run)
+            except Exception:
+                if lack is not None:
+                    self.lacked = (error, lack)
+                raise error from None
+        if written:
+            _write(func, args, kwargs, written, lack)
+        elif not rule.shows and not _in_engine():
+            _carry(rule, func, args, kwargs, result, lack)
+        return result
+
+    def _here(self, rule: _Rule, func: Any, args: Any, kwargs: Any, lack: Lack | None) -> Any:
+        """On the CPU, where a tensor's memory is its values unless something unknown was to be written to it."""
+        if lack is not None and rule.asks:
+            error = RuntimeError("the tensor holds a result of meta tensors, which have no data")
+            self.lacked = (error, lack)
+            raise error
+        result = func(*args, **kwargs)
+        if lack is not None:
+            for one in _tensors((result,)):
+                forget(one, lack)
+        return result
+
+
+def _in_engine() -> bool:
+    """Whether a function of autograd's engine runs: no model asks for gradients' values. A recomputation has grad mode on."""
+    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
+
+
+def _worst(tensors: Iterable[torch.Tensor]) -> Lack | None:
+    """The lack that no other mends: of what is computed nothing can be given."""
+    worst = None
+    for one in tensors:
+        lack = _lack(one)
+        if lack is COMPUTED:
+            return lack
+        if worst is None or lack is TOO_LARGE:
+            worst = lack or worst
+    return worst
+
+
+def _write(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor], lack: Lack | None
+) -> None:
+    """To the values of what an operator writes to; they are forgotten where what is written is not known."""
+    if lack is None:
+        try:
+            _computed(func, args, kwargs)
+        except Exception:
+            lack = COMPUTED
+    if lack is not None:
+        for one in written:
+            forget(one, lack)
+
+
+def _carry(
+    rule: _Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lack: Lack | None
+) -> None:
+    """The values of new tensors, or why they have none."""
+    if rule.name in _FILLED:
+        lack = None
+    if lack is COMPUTED:
+        return
+    made = list(_tensors((result,)))
+    if lack is None and any(one.numel() * one.element_size() > MOST_BYTES for one in made):
+        lack = TOO_LARGE
+    if lack is None and made:
+        try:
+            values = list(_tensors((_filled(rule, made[0], args) or _computed(func, args, kwargs),)))
+        except Exception:
+            return
+        for one, value in zip(made, values, strict=False):
+            # _unsafe_view shows its operand, whose values are known.
+            if one.is_meta and _beside(one) is None and (one.shape, one.dtype) == (value.shape, value.dtype):
+                give(one, value)
+    if lack is not None:
+        for one in made:
+            forget(one, lack)
+
+
+def _filled(rule: _Rule, like: torch.Tensor, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The result of an operator that reads no more than the shape of a tensor; nothing of any other."""
+    fill = _FILLED.get(rule.name)
+    return [] if fill is None else [torch.full(like.shape, fill(args), dtype=like.dtype)]
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives for the values of its operands."""
+    named = {name: _valued(one) for name, one in kwargs.items()}
+    if _on_meta(kwargs):
+        named["device"] = torch.device("cpu")
+    return func(*(_valued(one) for one in args), **named)
+
+
+def _valued(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    return type(value)(map(_valued, value)) if type(value) in (list, tuple) else value
+
+
+def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+    """What an operator gives for indices, masks and lengths on the CPU, those of them whose values are known."""
+    if func is aten.masked_select.default:
+        source, mask = args
+        shape = torch.broadcast_shapes(source.shape, mask.shape)  # type: ignore[no-untyped-call]
+        func, args = aten.index.Tensor, (source.expand(shape), [_as_index(mask).expand(shape)])
+    return run(func, tuple(map(_as_index, args)), kwargs)
+
+
+def _as_index(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        whole = not value.is_floating_point() and not value.is_complex()
+        return of(value) if whole and value.is_meta and _lack(value) is None else value
+    return type(value)(map(_as_index, value)) if type(value) in (list, tuple) else value
+
+
+def _placed(result: Any, kwargs: dict[str, Any]) -> Any:
+    """What was computed on the CPU, on the meta device unless the operator was to bring it to the CPU."""
+    device = kwargs.get("device")
+    if device is not None and device.type == "cpu":
+        return result
+    if isinstance(result, torch.Tensor):
+        made = on_meta(result.detach())
+        give(made, result)
+        return made
+    return type(result)(_placed(one, kwargs) for one in result) if type(result) in (list, tuple) else result
+
+
+def _on_meta(kwargs: dict[str, Any]) -> bool:
+    return getattr(kwargs.get("device"), "type", "") == "meta"
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+# -- tensors made without an operator --------------------------------------------------------------------------------------
+
+
+class Spoken(TorchFunctionMode):
+    """Tensors that Python's numbers are made into on the meta device reach the dispatcher, with the numbers.
+
+    What has no values is taken as finite: models ask for that (``torch.isfinite(x).all()``) before they clamp in FP16.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SILENT:
+            made = _spoken(func, args, kwargs)
+            if made is not None:
+                return made
+        elif func in _INDEXING and args[0].is_meta:
+            args = (args[0], _listed(args[1]), *args[2:])
+        elif func in _FINITE and _is_computed(args):
+            known = torch.full((), _FINITE[func], dtype=torch.bool).to("meta")
+            return known.expand(func(*args, **kwargs).shape)
+        elif func in _HOST_ONLY and args[0].is_meta and _lack(args[0]) is None:
+            return func(_shown(_beside(args[0]), args[0]).clone(), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _listed(index: Any) -> Any:
+    """An index whose lists of numbers are tensors on the CPU, where their values are known."""
+    if isinstance(index, tuple):
+        return tuple(map(_listed, index))
+    return torch.tensor(index) if isinstance(index, list) and index and _is_numbers(index) else index
+
+
+def _is_numbers(index: list[Any]) -> bool:
+    return all(_is_numbers(one) if isinstance(one, list) else isinstance(one, int) for one in index)
+
+
+def _is_computed(args: tuple[Any, ...]) -> bool:
+    """Whether a function's one argument is a meta tensor without values."""
+    return len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].is_meta and _lack(args[0]) is not None
+
+
+def _spoken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """A tensor made of numbers for the meta device, by way of the CPU; None for any other, or where that fails."""
+    data = args[1:] if func is torch.Tensor.new_tensor else args
+    owner = args[0] if func is torch.Tensor.new_tensor else None
+    device = kwargs.get("device")
+    if device is None:
+        device = torch.get_default_device() if owner is None else owner.device
+    if len(data) != 1 or isinstance(data[0], torch.Tensor) or torch.device(device).type != "meta":
+        return None
+    try:
+        made = func(*args, **{**kwargs, "device": "cpu"})
+    except Exception:
+        return None
+    return made.detach().to(device).requires_grad_(made.requires_grad)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""What a ShapeReport says, in every form."""
