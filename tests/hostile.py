@@ -13,9 +13,11 @@ import gzip
 import json
 import random
 import resource
+import shutil
 import struct
 import sys
 import tempfile
+import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -350,7 +352,7 @@ def run(inputs: int, seed: int, folder: Path) -> Counter[str]:
     """Read and report so many inputs; how many ended how.
 
     Raises:
-        AssertionError: one ended in another way than it may; the input is left in ``folder``.
+        AssertionError: some ended in another way than they may; each is left in ``folder`` under its number.
     """
     hostile = Hostile(seed, folder)
     record_folder = folder / "run"
@@ -361,23 +363,29 @@ def run(inputs: int, seed: int, folder: Path) -> Counter[str]:
         ("run record", hostile.run_record, record_folder / "run.json", report_run, record_folder, SessionError),
         ("trace", hostile.trace, folder / "t.json", report_trace, folder / "t.json", TraceError),
     ]
-    choose, ended = random.Random(seed), Counter[str]()
+    choose, ended, wrong = random.Random(seed), Counter[str](), list[str]()
     for number in range(inputs):
         name, make, file, report, given, refusal = choose.choices(kinds, (50, 30, 8, 12))[0]
         file.write_bytes(make())
         try:
             text = report(given)
-            assert is_plain(text), f"input {number} ({name}, seed {seed}) reached the report raw: {file}"
+            assert is_plain(text), "something in it reached the report raw"
             ended[f"{name}: reported"] += 1
         except refusal as error:
-            if not 0 < len(str(error)) < 2000:
-                raise AssertionError(f"input {number} ({name}, seed {seed}) was refused without a sentence") from error
             ended[f"{name}: refused"] += 1
-        except AssertionError:
-            raise
+            if not 0 < len(str(error)) < 2000:
+                wrong.append(f"input {number} ({name}) was refused without a sentence")
         except Exception as error:
-            raise AssertionError(f"input {number} ({name}, seed {seed}) ended in {error!r}: {file}") from error
+            wrong.append(f"input {number} ({name}) ended in {error!r} at {_place(error)}")
+            shutil.copy(file, folder / str(number))
+    assert not wrong, "\n".join([f"seed {seed}, in {folder}:", *wrong])
     return ended
+
+
+def _place(error: Exception) -> str:
+    return " < ".join(
+        f"{Path(at.filename).name}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__)[:-4:-1]
+    )
 
 
 def main() -> None:
@@ -385,8 +393,9 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run(options.inputs, options.seed, Path(folder))
+    folder = Path(tempfile.mkdtemp(prefix="hostile-"))
+    ended = run(options.inputs, options.seed, folder)
+    shutil.rmtree(folder)
     for how, number in sorted(ended.items()):
         print(f"{number:>8,} {how}")
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB at most")

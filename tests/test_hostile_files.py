@@ -144,6 +144,7 @@ def put(name: str, numbers: Any) -> Callable[[dict[str, Any], dict[str, np.ndarr
         (put("peak_exponents", [10**6] * 4), "impossible number in 'peak_exponents'"),
         (put("peak_counts", [0, 1, 1, 1]), "a peak that no sample had"),
         (put("counts", [0, 1, 7, 3, 0, 7]), "more powers of two and near tops than values"),
+        (put("counts", [-(2**63), 1, 7, 3, 0, 7]), "negative number in 'counts'"),
         (put("counts", [2**62, 0, 2**62] * 2), "more elements than an int64"),
         (put("powers_of_two", [127, 0, 2, 1, 0, 2]), "more powers of two and near tops than values"),
         (put("near_top", [-1, 0, 2, 1, 0, 2]), "negative number in 'near_top'"),

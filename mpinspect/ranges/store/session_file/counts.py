@@ -26,8 +26,7 @@ _SUMMED = ("samples", "zeros", "infs", "nans", "peak_counts")
 def check_counts(tensors: TensorColumns) -> None:
     """Raises DecodingError where a column holds what no tensor can have. Knows that the columns fit together."""
     columns = tensors.columns
-    # Bins' counts are at least what they are compared with below.
-    for name in (*_SUMMED, *PER_BIN[1:], "numel_max", "bins", "peaks"):
+    for name in (*_SUMMED, *PER_BIN, "numel_max", "bins", "peaks"):
         _require(not columns[name].size or bool(columns[name].min() >= 0), f"has a negative number in {name!r}")
     for name in ("min_exponent", "peak_exponents"):
         _require(_within(columns[name], -LARGEST_EXPONENT, LARGEST_EXPONENT), f"has an impossible number in {name!r}")
