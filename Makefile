@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Test processes, one thread each.
 JOBS ?= 2
-# What pytest gets beside: make test ARGS='tests/test_session.py -k coarsen'
+# What pytest gets beside: make test ARGS='tests/ranges/test_session.py -k coarsen'
 ARGS ?=
 
 VENV := .venv
@@ -32,7 +32,7 @@ test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # torch and oneDNN choose their kernels by the processor, and nothing here may rest on one.
-ARITHMETIC := $(addprefix tests/test_,emulation.py bit_identity.py probe.py)
+ARITHMETIC := tests/runtime/test_emulation.py tests/runtime/test_bit_identity.py tests/ranges/test_probe.py
 
 .PHONY: test-processors
 test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older processors' instructions and other numbers of threads

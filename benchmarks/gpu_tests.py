@@ -26,7 +26,7 @@ _MOST_SAID = 4000
 
 def files_with_gpu_tests() -> list[Path]:
     """Those made for a GPU alone first: they are the most telling."""
-    found = [path for path in (ROOT / "tests").glob("test_*.py") if _MARK in path.read_text("utf-8")]
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if _MARK in path.read_text("utf-8")]
     return sorted(found, key=lambda path: (not path.name.startswith("test_gpu"), path.name))
 
 

@@ -15,7 +15,7 @@ import torch
 from machine import RESULTS
 from targets import TARGETS, checked, shown
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def document(*rows):

@@ -46,7 +46,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def interpreted() -> str:
-    script = Path(__file__).with_name("interpreted_kernels.py")
+    script = Path(__file__).parents[1] / "interpreted_kernels.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=600)
     return done.stdout + done.stderr

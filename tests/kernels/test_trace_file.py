@@ -19,7 +19,7 @@ import pytest
 from mpinspect.kernels.records import KernelTrace
 from mpinspect.kernels.trace import TraceError, read_trace_file, read_trace_files
 
-DATA = Path(__file__).parent / "data" / "traces"
+DATA = Path(__file__).parents[1] / "data" / "traces"
 NAMES = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("*.json.gz"))
 WITH_KERNELS = [name for name in NAMES if not name.startswith("edge_") or "mi300x" in name]
 LAUNCHES = ("cuda_runtime", "cuda_driver")

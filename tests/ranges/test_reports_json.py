@@ -15,7 +15,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.report import json as json_report
 
-SCHEMA = Path(__file__).parents[1] / "docs" / "report-schema.md"
+SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
 #: Left out on purpose, as the schema says: they stand elsewhere in the report or only in the session file.
 LEFT_OUT = {("Session", "events"), ("Window", "tensors")}

@@ -12,7 +12,7 @@ import torch
 
 from mpinspect.ranges.session import Session
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name: str, monkeypatch, capsys, *options: str) -> str:

@@ -16,7 +16,7 @@ from mpinspect.kernels.capture.module_ranges import PREFIX, ModuleRanges, plain_
 from mpinspect.kernels.capture.profiling import record_trace
 from mpinspect.kernels.trace.recording import MODULE_RANGE
 
-TRACES = Path(__file__).parent / "data" / "traces"
+TRACES = Path(__file__).parents[1] / "data" / "traces"
 
 
 class Training:

@@ -16,7 +16,7 @@ from mpinspect.kernels.names import RULES, RULES_VERSION, VERDICTS, classify_ker
 from mpinspect.kernels.names.rules import first_match
 from mpinspect.runtime import gpus
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 TRACES = sorted((DATA / "traces").rglob("*.json.gz"))
 
 with (DATA / "kernel_names.tsv").open(encoding="utf-8", newline="") as file:

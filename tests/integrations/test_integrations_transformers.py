@@ -171,7 +171,9 @@ tests.make_trainer(tests.Model(break_at=5), tests.InspectorCallback()).train()
 def test_after_an_exception_that_ends_the_process_the_report_is_printed(tmp_path):
     script = tmp_path / "breaks.py"
     script.write_text(_BREAKS)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     ran = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,

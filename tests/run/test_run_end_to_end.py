@@ -17,7 +17,7 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 UNMODIFIED = EXAMPLES / "unmodified"
 INSPECTED = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "log")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

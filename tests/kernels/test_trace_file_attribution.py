@@ -20,7 +20,7 @@ from mpinspect.kernels.trace.forwards import Forwards
 from mpinspect.kernels.trace.nesting import Nesting
 from mpinspect.kernels.trace.recording import Recording
 
-DATA = Path(__file__).parent / "data" / "traces"
+DATA = Path(__file__).parents[1] / "data" / "traces"
 MAIN, ENGINE = 10, 20
 Event = dict[str, Any]
 

@@ -30,7 +30,7 @@ from mpinspect.ranges.store.session_file import (
     read_session,
 )
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def write(directory: Path, session: s.Session, **options) -> Path:

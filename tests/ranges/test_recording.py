@@ -24,7 +24,7 @@ from mpinspect.ranges.capture.window_list import WindowList
 from mpinspect.ranges.store.session_file import SessionWriter, read_session
 from mpinspect.ranges.store.tensor_columns import TensorColumns
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 class Kept:

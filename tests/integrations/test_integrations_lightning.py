@@ -281,7 +281,9 @@ def test_the_base_class_is_that_of_the_package_in_use():
 def test_each_process_of_several_writes_to_its_own_directory(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(_TWO_PROCESSES)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     ran = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,

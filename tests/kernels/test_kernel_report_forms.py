@@ -18,7 +18,7 @@ from mpinspect.kernels.report import plot as plot_kernels
 from mpinspect.kernels.report import text as kernels_text
 from mpinspect.kernels.report.rows import short_module, short_name
 
-SCHEMA = Path(__file__).parents[1] / "docs" / "tensor-cores.md"
+SCHEMA = Path(__file__).parents[2] / "docs" / "tensor-cores.md"
 
 
 def everything():

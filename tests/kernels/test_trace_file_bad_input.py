@@ -17,7 +17,7 @@ from mpinspect.kernels.trace.chunks import TextChunks
 from mpinspect.kernels.trace.events import EventStream
 from mpinspect.kernels.trace.recording import Recording
 
-BERT = Path(__file__).parent / "data" / "traces" / "h100_bert_small.json.gz"
+BERT = Path(__file__).parents[1] / "data" / "traces" / "h100_bert_small.json.gz"
 
 
 def kernel(name: str = "gemm", **changes: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 2, 12, 50257 // 6, 64
 
 def _load() -> ModuleType:
     """The models and the measurement are the benchmark's, which runs them in full size."""
-    path = Path(__file__).parents[1] / "benchmarks" / "saved_memory.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "saved_memory.py"
     spec = importlib.util.spec_from_file_location("saved_memory_benchmark", path)
     assert spec is not None
     assert spec.loader is not None
