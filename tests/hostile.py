@@ -32,6 +32,7 @@ from mpinspect.commands.outcome import UnusableError
 from mpinspect.kernels.profile import read_trace
 from mpinspect.kernels.trace import TraceError
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, frames, read_session, save_session
@@ -71,13 +72,13 @@ def good_session() -> s.Session:
     windows, watched = [], []
     for step in range(12):
         tensors = {}
-        for number, kind in enumerate((*s.KINDS, s.WEIGHT_GRADIENT, s.ACTIVATION_GRADIENT)):
+        for number, kind in enumerate((*kinds.KINDS, kinds.WEIGHT_GRADIENT, kinds.ACTIVATION_GRADIENT)):
             low = (-30, -12, -2, 12)[number % 4] - number
             counts = np.array([5, 0, 90 + step, 1000, 700, 3], dtype=np.int64)
             histogram = ExponentHistogram.from_counts(
                 counts, low, powers_of_two=counts // 5, near_top=counts // 9, zeros=step, infs=int(step == 9)
             )
-            lost = {"float16": s.LostUpdates(step, step + 5, True)} if kind == s.UPDATE else {}
+            lost = {"float16": s.LostUpdates(step, step + 5, True)} if kind == kinds.UPDATE else {}
             peaks = {low + 5: 2, low + 4: 1}
             key = s.TensorKey(f"block.{number}", kind)
             tensors[key] = s.TensorWindow(

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 
 names = st.text(max_size=12)
@@ -46,7 +47,7 @@ tensor_windows = st.builds(
     st.dictionaries(storage_formats, lost_updates, max_size=2),
     counts,
 )
-keys = st.builds(s.TensorKey, names, st.sampled_from(s.KINDS))
+keys = st.builds(s.TensorKey, names, st.sampled_from(kinds.KINDS))
 windows = st.builds(
     s.Window,
     st.integers(0, 10**9),
@@ -58,7 +59,7 @@ windows = st.builds(
 tensor_infos = st.builds(
     s.TensorInfo,
     names,
-    st.sampled_from(s.KINDS),
+    st.sampled_from(kinds.KINDS),
     names,
     names,
     st.lists(st.integers(0, 10**6), max_size=4).map(tuple),
@@ -71,7 +72,7 @@ events = st.builds(
     steps,
     st.sampled_from(["forward", "backward"]),
     names,
-    st.sampled_from(s.KINDS),
+    st.sampled_from(kinds.KINDS),
     names,
     st.sampled_from(["inf", "nan"]),
     st.none() | floats,
@@ -85,7 +86,7 @@ infos = st.builds(
     s.RunInfo,
     names,
     names,
-    st.lists(st.sampled_from(s.KINDS), unique=True).map(tuple),
+    st.lists(st.sampled_from(kinds.KINDS), unique=True).map(tuple),
     st.integers(1, 10**6),
     st.booleans(),
     st.dictionaries(names, names, max_size=3),
@@ -113,7 +114,7 @@ sessions = st.builds(
 )
 
 
-KEY = s.TensorKey("weight", s.WEIGHT_GRADIENT)
+KEY = s.TensorKey("weight", kinds.WEIGHT_GRADIENT)
 
 
 def step_window(step: int, key: s.TensorKey = KEY) -> s.Window:
@@ -145,9 +146,11 @@ def full_session() -> s.Session:
         {"bfloat16": s.LostUpdates(5, 9, True)},
         2**34,
     )
-    key = s.TensorKey("encoder.Schicht_äß.重み", s.WEIGHT_GRADIENT)
+    key = s.TensorKey("encoder.Schicht_äß.重み", kinds.WEIGHT_GRADIENT)
     return s.Session(
-        s.RunInfo("GröβeNet", "2024-05-06T07:08:09", (s.WEIGHT_GRADIENT, s.UPDATE), 10, False, {"torch": "2.13"}, 0.02),
+        s.RunInfo(
+            "GröβeNet", "2024-05-06T07:08:09", (kinds.WEIGHT_GRADIENT, kinds.UPDATE), 10, False, {"torch": "2.13"}, 0.02
+        ),
         (s.TensorInfo(*key, "encoder.Schicht_äß", "Linear", (3, 5), "float32", "frozen: requires_grad is False"),),
         (s.Window(10, 49, 4, {key: tensor}, {-3: 4}), s.Window(50, 90, 5, {key: tensor}, {-2: 5})),
         (
@@ -156,7 +159,7 @@ def full_session() -> s.Session:
                 micro_batch=1,
                 phase="backward",
                 module="encoder",
-                what=s.ACTIVATION_GRADIENT,
+                what=kinds.ACTIVATION_GRADIENT,
                 tensor="encoder",
                 value="nan",
                 loss_scale=65536.0,

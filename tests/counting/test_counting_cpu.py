@@ -474,7 +474,7 @@ def test_a_training_that_began_cold_counts_the_same(monkeypatch: pytest.MonkeyPa
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with mpinspect.Inspector(model, optimizers=optimizer, capture=mpinspect.ranges.session.KINDS) as inspector:
+        with mpinspect.Inspector(model, optimizers=optimizer, capture=mpinspect.ranges.kinds.KINDS) as inspector:
             for _ in range(3):
                 optimizer.zero_grad()
                 model(torch.randn(4, 6)).square().mean().backward()

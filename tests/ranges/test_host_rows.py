@@ -155,7 +155,7 @@ def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with Inspector(model, capture=mpinspect.ranges.session.KINDS) as inspector:
+        with Inspector(model, capture=mpinspect.ranges.kinds.KINDS) as inspector:
             for _ in range(3):
                 optimizer.zero_grad()
                 for _ in range(2):

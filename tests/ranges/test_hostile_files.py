@@ -23,6 +23,7 @@ from mpinspect.kernels.trace import TraceError, read_trace_file
 from mpinspect.kernels.trace.chunks import TextChunks
 from mpinspect.kernels.trace.events import EventStream
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, counts, frames, read_session, save_session
 
@@ -124,7 +125,7 @@ def changed_window(change: Callable[[dict[str, Any], dict[str, np.ndarray]], Non
 def _two_tensors() -> bytes:
     histogram = ExponentHistogram.from_counts([3, 0, 7], -5, powers_of_two=[1, 0, 2], near_top=[1, 0, 2], zeros=2)
     tensor = s.TensorWindow(histogram, 4, {-3: 3, -4: 1}, lost_updates={"float16": s.LostUpdates(1, 2)})
-    tensors = {s.TensorKey(name, s.WEIGHT_GRADIENT): tensor for name in "ab"}
+    tensors = {s.TensorKey(name, kinds.WEIGHT_GRADIENT): tensor for name in "ab"}
     session = s.Session(windows=(s.Window(0, 9, 4, tensors, {-3: 4}),))
     with tempfile.TemporaryDirectory() as folder:
         return save_session(session, folder).read_bytes()
@@ -303,8 +304,10 @@ def steering_session() -> s.Session:
         s.TensorInfo(info.name + NAME, info.kind, NAME, NAME, info.shape, NAME, note)
         for info, note in zip(session.watched, [NAME, ""] * 20, strict=False)
     ]
-    events = [s.Event(step, 0, "forward", NAME, s.ACTIVATION, NAME + "x", "inf", explanation=NAME) for step in range(3)]
-    info = s.RunInfo(NAME, NAME, s.KINDS, 1, True, {NAME: NAME}, 0.02)
+    events = [
+        s.Event(step, 0, "forward", NAME, kinds.ACTIVATION, NAME + "x", "inf", explanation=NAME) for step in range(3)
+    ]
+    info = s.RunInfo(NAME, NAME, kinds.KINDS, 1, True, {NAME: NAME}, 0.02)
     progress = s.Progress(9, 9, scale_unknown_reason=NAME)
     return s.Session(info, tuple(watched), tuple(map(named, session.windows)), tuple(events), (NAME, NAME), progress)
 

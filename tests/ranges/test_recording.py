@@ -16,6 +16,7 @@ from pathlib import Path
 import made_sessions as made
 import pytest
 
+from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording
@@ -72,7 +73,7 @@ def step(recording: Recording, number: int) -> None:
 
 
 def event(number: int = 0) -> s.Event:
-    return s.Event(number, 0, "backward", "", s.WEIGHT_GRADIENT, "", "inf")
+    return s.Event(number, 0, "backward", "", kinds.WEIGHT_GRADIENT, "", "inf")
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +166,7 @@ RUN = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 import made_sessions as made
-from mpinspect import session as s
+from mpinspect.ranges import session as s
 from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.store.sinks import open_sinks
 recordings.WRITE_INTERVAL_S, recordings.WRITE_COST_FACTOR = 0.0, 0
@@ -257,7 +258,7 @@ def test_windows_stay_few_and_every_step_is_kept_in_order(lengths: list[int]) ->
 
 
 def test_a_run_of_many_tensors_is_kept_as_columns_and_says_the_same() -> None:
-    keys = [s.TensorKey(f"layer.{number}", s.WEIGHT_GRADIENT) for number in range(40)]
+    keys = [s.TensorKey(f"layer.{number}", kinds.WEIGHT_GRADIENT) for number in range(40)]
     tensor = next(iter(made.step_window(3).tensors.values()))
     windows = [s.Window(number, number, 1, dict.fromkeys(keys, tensor)) for number in range(5)]
     recording = Recording(s.RunInfo())

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store.session_file import (
     FILE_NAME,
@@ -96,7 +97,7 @@ def test_the_full_session_has_no_field_at_its_default():
 
 
 def test_numbers_that_json_cannot_hold_come_back(tmp_path):
-    event = s.Event(0, 0, "backward", "", s.UPDATE, "", "inf", float("inf"), (float("inf"), 5e-324))
+    event = s.Event(0, 0, "backward", "", kinds.UPDATE, "", "inf", float("inf"), (float("inf"), 5e-324))
     progress = s.Progress(scales=(s.ScaleChange(0, float("inf")), s.ScaleChange(1, None)))
     s.Session(events=(event,), progress=progress).save(tmp_path)
     read = s.Session.load(tmp_path)
@@ -110,7 +111,7 @@ def test_a_name_that_is_no_unicode_comes_back(tmp_path):
 
 
 def test_watched_tensors_are_replaced_by_key_and_notes_kept_once(tmp_path):
-    first, second = s.TensorInfo("a", s.WEIGHT, "m", "Linear"), s.TensorInfo("b", s.WEIGHT, "m", "Linear")
+    first, second = s.TensorInfo("a", kinds.WEIGHT, "m", "Linear"), s.TensorInfo("b", kinds.WEIGHT, "m", "Linear")
     frozen = dataclasses.replace(first, note="frozen")
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         writer.watched([first, second])
@@ -233,7 +234,7 @@ def test_rewriting_keeps_all_the_rest(tmp_path):
 
 
 def test_tensors_that_turn_up_later_are_numbered_on(tmp_path):
-    keys = [s.TensorKey(f"layer{index}", s.WEIGHT_GRADIENT) for index in range(10)]
+    keys = [s.TensorKey(f"layer{index}", kinds.WEIGHT_GRADIENT) for index in range(10)]
     with SessionWriter(tmp_path, s.RunInfo(), limit=2) as writer:
         for step, key in enumerate(keys):
             writer.window(made.step_window(step, key))
@@ -253,7 +254,7 @@ def test_progress_alone_does_not_make_the_file_grow(tmp_path, monkeypatch):
 def test_of_many_events_and_notes_the_first_are_kept_and_the_others_counted(tmp_path):
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         for step in range(1234):
-            writer.event(s.Event(step, 0, "forward", "", s.ACTIVATION, "", "inf"))
+            writer.event(s.Event(step, 0, "forward", "", kinds.ACTIVATION, "", "inf"))
         for index in range(1001):
             writer.note(f"note {index}")
     read = read_session(tmp_path)
@@ -278,7 +279,7 @@ WRITING = """
     import itertools, sys
     sys.path.insert(0, sys.argv[1])
     import made_sessions as made
-    from mpinspect import session as s
+    from mpinspect.ranges import session as s
     from mpinspect.ranges.store.session_file import SessionWriter
 
     writer = SessionWriter(sys.argv[2], s.RunInfo(model="killed"), limit=3)

@@ -8,6 +8,7 @@ import made_sessions as made
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store.tensor_columns import TensorColumns, merge_columns
 
@@ -45,9 +46,9 @@ def test_merging_columns_is_merging_objects(session: s.Session) -> None:
 @given(session=made.sessions)
 def test_a_choice_of_kinds(session: s.Session) -> None:
     for window in session.windows:
-        chosen = as_columns(window).of_kinds(s.GRADIENT_KINDS)
-        assert chosen == window.of_kinds(s.GRADIENT_KINDS)
-        assert all(key.kind in s.GRADIENT_KINDS for key in chosen.tensors)
+        chosen = as_columns(window).of_kinds(kinds.GRADIENT_KINDS)
+        assert chosen == window.of_kinds(kinds.GRADIENT_KINDS)
+        assert all(key.kind in kinds.GRADIENT_KINDS for key in chosen.tensors)
         keys = set(chosen.tensors)
         formats = {window.tensors[key].passed_through for key in keys}
         assert TensorColumns.of(window.tensors).passed_through(keys) == formats

@@ -431,7 +431,7 @@ def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: 
         model = network()
         model[2].bias.register_hook(lambda gradient: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with Inspector(model, capture=mpinspect.ranges.session.KINDS) as inspector:
+        with Inspector(model, capture=mpinspect.ranges.kinds.KINDS) as inspector:
             for _ in range(3):
                 optimizer.zero_grad()
                 for _ in range(2):

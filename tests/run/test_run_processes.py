@@ -159,7 +159,7 @@ def test_a_spawned_process_that_raises(tmp_path):
     assert (child["outcome"], child["status"], child["by_error"]) == ("ValueError: 1", 1, True)
     assert err.splitlines().count("mpinspect: process-1 ended by ValueError: 1") == 1
     assert "process-1 ended by ValueError: 1" in record(directory)["saw"]
-    assert "mpinspect/launch" not in err
+    assert "mpinspect/run/" not in err
 
 
 def test_a_forkservers_children(tmp_path):
