@@ -257,7 +257,7 @@ def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
 
 def test_time_outside_of_the_package_goes_to_the_function_of_ours_that_called_it():
     def ours(name):
-        return str(where_it_goes._PACKAGE / "capture" / "watch.py"), 1, name
+        return str(where_it_goes._PACKAGE / "ranges" / "capture" / "watch.py"), 1, name
 
     training, wrapper, operator = ("train.py", 1, "train"), ("torch.py", 1, "no_grad"), ("~", 0, "add")
     first, second = ours("first"), ours("second")
