@@ -55,7 +55,7 @@ import json, sys, time
 {PEAK}
 started = time.perf_counter()
 from mpinspect.ranges.analysis import analyse
-from mpinspect.ranges.store.session_file import read_session
+from mpinspect.ranges.store import read_session
 imported = time.perf_counter()
 session = read_session(sys.argv[1])
 loaded = time.perf_counter()

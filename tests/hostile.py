@@ -35,7 +35,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
-from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, frames, read_session, save_session
+from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
 from mpinspect.reporting.forms import form
 from mpinspect.run.run_directory import read_run
 

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _read(path: str) -> RangeReport | RunReport:
     from mpinspect.ranges.analysis import analyse
-    from mpinspect.ranges.store.session_file import SessionError, read_session
+    from mpinspect.ranges.store import SessionError, read_session
     from mpinspect.run.run_directory import is_run_directory, read_run
 
     try:

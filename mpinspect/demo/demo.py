@@ -23,7 +23,7 @@ from torch import nn
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.store.session_file import FILE_NAME
+from mpinspect.ranges.store import FILE_NAME
 from mpinspect.reporting.words import percent
 
 TOKENS = 400_000

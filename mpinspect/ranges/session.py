@@ -140,13 +140,13 @@ class Window:
 
     def times(self, weight: int) -> Window:
         """The window as if each sample had been counted ``weight`` times; its steps and peaks stay."""
-        from mpinspect.ranges.store.tensor_columns import TensorColumns
+        from mpinspect.ranges.store.columns import TensorColumns
 
         return replace(self, tensors=TensorColumns.of(self.tensors).times(weight))
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """The window with the tensors of these kinds only."""
-        from mpinspect.ranges.store.tensor_columns import TensorColumns
+        from mpinspect.ranges.store.columns import TensorColumns
 
         if isinstance(self.tensors, TensorColumns):
             return replace(self, tensors=self.tensors.only(kinds))
@@ -274,7 +274,7 @@ class Session:
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
         """The formats that these tensors' values (None: those of all) were rounded to before counting, in any window."""
-        from mpinspect.ranges.store.tensor_columns import TensorColumns
+        from mpinspect.ranges.store.columns import TensorColumns
 
         found: set[str] = set()
         for window in self.windows:
@@ -314,7 +314,7 @@ class Session:
         Raises:
             SessionError: there is no session, the file is not one, or a newer mpinspect wrote it.
         """
-        from mpinspect.ranges.store.session_file import read_session
+        from mpinspect.ranges.store import read_session
 
         return read_session(path)
 
@@ -324,7 +324,7 @@ class Session:
         Raises:
             SessionError: there is such a file already, or it can't be written.
         """
-        from mpinspect.ranges.store.session_file import save_session
+        from mpinspect.ranges.store import save_session
 
         return save_session(self, path)
 
@@ -371,7 +371,8 @@ def merge_windows(first: Window, *others: Window) -> Window:
 
 def _merge_tensors(parts: Sequence[Mapping[TensorKey, TensorWindow]]) -> Mapping[TensorKey, TensorWindow]:
     """The tensors of several windows as one window's, as columns where there are columns."""
-    from mpinspect.ranges.store.tensor_columns import TensorColumns, merge_columns
+    from mpinspect.ranges.store.columns import TensorColumns
+    from mpinspect.ranges.store.merging import merge_columns
 
     if any(isinstance(part, TensorColumns) for part in parts):
         return merge_columns([TensorColumns.of(part) for part in parts])

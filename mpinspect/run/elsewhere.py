@@ -85,8 +85,8 @@ def _own(report: RunReport) -> Iterator[_Break]:
 
 def _theirs(others: Iterable[Path]) -> Iterator[_Break]:
     from mpinspect.ranges.analysis.first_line import gravest
-    from mpinspect.ranges.store.session_file import FILE_NAME as SESSION
-    from mpinspect.ranges.store.session_file import read_session
+    from mpinspect.ranges.store import FILE_NAME as SESSION
+    from mpinspect.ranges.store import read_session
 
     enough = time.monotonic() + _PATIENCE_S
     for session in (session for path in others for session in sorted(path.glob(f"*/{SESSION}"))):

@@ -11,7 +11,7 @@ from mpinspect.kernels.analysis import KernelReport
 from mpinspect.kernels.profile import read_trace
 from mpinspect.kernels.trace import TraceError
 from mpinspect.ranges.analysis import analyse
-from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, read_session
+from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.run.elsewhere import in_order, process_name
 from mpinspect.run.record import FILE_NAME as RECORD
 from mpinspect.run.record import REPORTS, TRACE

@@ -35,7 +35,7 @@ def how_it_ended(outcome: Outcome) -> dict[str, Any]:
 
 def _save_again(model: RecordedModel) -> None:
     """Where the script removed the session's file while it was written."""
-    from mpinspect.ranges.store.session_file import FILE_NAME
+    from mpinspect.ranges.store import FILE_NAME
 
     if model.log_dir is not None and not (Path(model.log_dir) / FILE_NAME).exists():
         Path(model.log_dir).mkdir(parents=True, exist_ok=True)

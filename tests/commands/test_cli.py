@@ -324,6 +324,6 @@ def test_ctrl_c_ends_any_command_in_one_word(monkeypatch, capsys):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mpinspect.ranges.store.session_file.read_session", interrupted)
+    monkeypatch.setattr("mpinspect.ranges.store.read_session", interrupted)
     assert cli.main(["report", "runs/x"]) == 130
     assert capsys.readouterr().err == "mpinspect: stopped\n"

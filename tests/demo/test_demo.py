@@ -11,7 +11,7 @@ from mpinspect.demo import demo
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session
-from mpinspect.ranges.store.session_file import FILE_NAME
+from mpinspect.ranges.store import FILE_NAME
 
 
 def test_the_text_is_the_same_every_time():

@@ -46,7 +46,7 @@ NEVER = [
 ]
 #: Read saved sessions, traces and recordings, on machines without torch.
 WITHOUT_TORCH = (
-    *("numeric", "reporting", "ranges.session", "ranges.store.session_file", "ranges.store.tensor_columns"),
+    *("numeric", "reporting", "ranges.session", "ranges.store"),
     *("ranges.analysis", "ranges.report", "shapes.records", "shapes.operators", "shapes.analysis", "shapes.report"),
     *("kernels.records", "kernels.trace", "kernels.names", "kernels.analysis", "kernels.report"),
     *("run.run_directory", "run.report", "commands.report", "commands.kernels"),

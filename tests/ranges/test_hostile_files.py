@@ -25,7 +25,8 @@ from mpinspect.kernels.trace.events import EventStream
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
-from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, counts, frames, read_session, save_session
+from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
+from mpinspect.ranges.store import checks as counts
 
 #: The most memory that a file of a few megabytes may take.
 MOST_MB = 1000

@@ -22,8 +22,8 @@ from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording
 from mpinspect.ranges.capture.sinks import MOST_TOLD, WAITING_LIMIT
 from mpinspect.ranges.capture.window_list import WindowList
-from mpinspect.ranges.store.session_file import SessionWriter, read_session
-from mpinspect.ranges.store.tensor_columns import TensorColumns
+from mpinspect.ranges.store import SessionWriter, read_session
+from mpinspect.ranges.store.columns import TensorColumns
 
 TESTS = Path(__file__).parents[1]
 

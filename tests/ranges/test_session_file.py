@@ -22,14 +22,7 @@ from hypothesis import strategies as st
 
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
-from mpinspect.ranges.store.session_file import (
-    FILE_NAME,
-    SCHEMA_VERSION,
-    SessionError,
-    SessionWriter,
-    frames,
-    read_session,
-)
+from mpinspect.ranges.store import FILE_NAME, SCHEMA_VERSION, SessionError, SessionWriter, frames, read_session
 
 TESTS = Path(__file__).parents[1]
 
@@ -243,7 +236,7 @@ def test_tensors_that_turn_up_later_are_numbered_on(tmp_path):
 
 
 def test_progress_alone_does_not_make_the_file_grow(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpinspect.ranges.store.session_file.writer.STALE_BYTES", 4096)
+    monkeypatch.setattr("mpinspect.ranges.store.writer.STALE_BYTES", 4096)
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         for step in range(2000):
             writer.progress(s.Progress(step))
@@ -280,7 +273,7 @@ WRITING = """
     sys.path.insert(0, sys.argv[1])
     import made_sessions as made
     from mpinspect.ranges import session as s
-    from mpinspect.ranges.store.session_file import SessionWriter
+    from mpinspect.ranges.store import SessionWriter
 
     writer = SessionWriter(sys.argv[2], s.RunInfo(model="killed"), limit=3)
     for step in itertools.count():

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
-from mpinspect.ranges.store.tensor_columns import TensorColumns, merge_columns
+from mpinspect.ranges.store.columns import TensorColumns
+from mpinspect.ranges.store.merging import merge_columns
 
 
 def as_columns(window: s.Window) -> s.Window:

@@ -24,7 +24,7 @@ from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name
 from mpinspect.ranges.capture.window_rows import WindowRows
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import LostUpdates, TensorKey, TensorWindow, Window, narrowest
-from mpinspect.ranges.store.tensor_columns import TensorColumns
+from mpinspect.ranges.store.columns import TensorColumns
 
 # -- one by one ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from mpinspect.commands.cli import main
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.session import Session
-from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, read_session
+from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.run.run_directory import is_run_directory, read_run
 
 

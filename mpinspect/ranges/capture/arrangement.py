@@ -18,7 +18,7 @@ from mpinspect.ranges.capture.loss_scale import BackwardScale, is_power_of_two
 from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey
-from mpinspect.ranges.store.tensor_columns import Context
+from mpinspect.ranges.store.columns import Context
 
 IntArray = npt.NDArray[np.int64]
 #: Positions in an array: a slice where they lie side by side, so that NumPy copies nothing.

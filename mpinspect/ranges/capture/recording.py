@@ -22,7 +22,7 @@ from mpinspect.ranges.session import (
     merge_windows,
     window_limit,
 )
-from mpinspect.ranges.store.tensor_columns import TensorColumns
+from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.counting import layout
-from mpinspect.ranges.store.tensor_columns import Column, narrowed
+from mpinspect.ranges.store.columns import Column, narrowed
 
 IntArray = npt.NDArray[np.int64]
 

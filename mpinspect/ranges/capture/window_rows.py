@@ -20,15 +20,8 @@ from mpinspect.ranges.capture.arrangement import (
 )
 from mpinspect.ranges.capture.row_columns import peak_exponents, row_columns
 from mpinspect.ranges.session import LostUpdates, TensorKey
-from mpinspect.ranges.store.tensor_columns import (
-    PER_BIN,
-    PER_PEAK,
-    SIGNIFICANDS,
-    Column,
-    Lost,
-    TensorColumns,
-    merge_columns,
-)
+from mpinspect.ranges.store.columns import PER_BIN, PER_PEAK, SIGNIFICANDS, Column, Lost, TensorColumns
+from mpinspect.ranges.store.merging import merge_columns
 
 #: A peak is counted as one number with its tensor: tensor * _EXPONENTS + exponent - NO_EXPONENT.
 _EXPONENTS = -2 * NO_EXPONENT

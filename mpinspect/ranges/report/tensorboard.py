@@ -23,7 +23,7 @@ from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.session import Event, Progress, Session, TensorInfo, TensorKey, Window
-from mpinspect.ranges.store.tensor_columns import TensorColumns
+from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.runtime.background import give_way
 
 #: TensorBoard draws 30 bars over the range of all steps. A range of a multiple of 30 powers of two, from 2^-43 (so that

@@ -1,1 +1,12 @@
-"""Sessions on disk and in columns: what keeps a run of any length."""
+"""The session file: an append-only log of a run that survives ``kill -9``. The format: docs/session-format.md.
+
+What is appended is never changed; a reader takes the records that are complete and intact and says what it could not
+read. Nothing locks, maps memory or seeks, so it is safe on network file systems.
+"""
+
+from mpinspect.ranges.store.frames import FILE_NAME, SCHEMA_VERSION, SessionError
+from mpinspect.ranges.store.reader import read_session
+from mpinspect.ranges.store.save import save_session
+from mpinspect.ranges.store.writer import SessionWriter
+
+__all__ = ["FILE_NAME", "SCHEMA_VERSION", "SessionError", "SessionWriter", "read_session", "save_session"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.session import RunInfo
-from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, SessionWriter
+from mpinspect.ranges.store import FILE_NAME, SessionError, SessionWriter
 
 #: How many sibling names are tried when log_dir holds another run already.
 _SIBLINGS = 1000

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpinspect.ranges.session import TensorKey
-from mpinspect.ranges.store.tensor_columns.columns import (
+from mpinspect.ranges.store.columns import (
     PER_BIN,
     PER_PEAK,
     SIGNIFICANDS,

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mpinspect.ranges.session import Count, Event, Progress, RunInfo, Session, TensorInfo, TensorKey, Window
-from mpinspect.ranges.store.session_file import frames, windows
-from mpinspect.ranges.store.session_file.counts import MOST_TENSORS
-from mpinspect.ranges.store.session_file.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
+from mpinspect.ranges.store import frames, windows
+from mpinspect.ranges.store.checks import MOST_TENSORS
+from mpinspect.ranges.store.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
 from mpinspect.runtime.decoding import DecodingError, bytes_of, parsed, typed
 
 #: Bytes of a file: twice what 65,536 tensors in 32 windows take.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpinspect.ranges.session import LARGEST_EXPONENT
-from mpinspect.ranges.store.tensor_columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
+from mpinspect.ranges.store.columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
 from mpinspect.runtime.decoding import DecodingError
 
 #: Bytes that a window may unpack to: a kilobyte, three times what 40 exponents take, for each of the most tensors.

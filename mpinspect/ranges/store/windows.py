@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.ranges.session import Count, Exponent, TensorKey, Window
-from mpinspect.ranges.store.session_file import records
-from mpinspect.ranges.store.session_file.counts import Limits, check_counts
-from mpinspect.ranges.store.tensor_columns import (
+from mpinspect.ranges.store.checks import Limits, check_counts
+from mpinspect.ranges.store.columns import (
     PER_BIN,
     PER_PEAK,
     PER_TENSOR,
@@ -28,6 +27,7 @@ from mpinspect.ranges.store.tensor_columns import (
     TensorColumns,
     narrowed,
 )
+from mpinspect.ranges.store.frames import json_bytes
 from mpinspect.runtime.decoding import Between, DecodingError, OneOf, inflated, parsed, typed
 
 #: zlib's fastest level: 1 ms for 100 tensors; higher levels save a tenth of the size for several times the time.
@@ -45,7 +45,7 @@ def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
     columns = {"key": narrowed(numbers), "context": narrowed(tensors.context)}
     columns |= {name: narrowed(tensors.columns[name]) for name in (*PER_TENSOR, *PER_PEAK, *PER_BIN)}
     columns |= {name: tensors.columns[name].astype("<f8", copy=False) for name in SIGNIFICANDS}
-    header = records.encode(
+    header = json_bytes(
         {
             "first_step": window.first_step,
             "last_step": window.last_step,

@@ -1,12 +1,42 @@
-"""Making and filling a session file: what the operating system may refuse, in sentences that say what to do."""
+"""Making a session file: what the operating system may refuse, in sentences that say what to do; a whole session at once."""
 
 from __future__ import annotations
 
 from io import FileIO
+from os import PathLike
 from pathlib import Path
 
-from mpinspect.ranges.store.session_file.frames import SessionError, reason
-from mpinspect.ranges.store.session_file.reader import read_session
+from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.store import frames, windows
+from mpinspect.ranges.store.frames import HEADER, SessionError, frame, reason
+from mpinspect.ranges.store.reader import read_session
+from mpinspect.runtime.appending import write_all
+
+
+def save_session(session: Session, path: str | PathLike[str]) -> Path:
+    """Write every field of a session to a new file; see ``Session.save``."""
+    file = frames.session_path(path)
+    key_ids: dict[TensorKey, int] = {}
+    for window in session.windows:
+        for key in window.tensors:
+            key_ids.setdefault(key, len(key_ids))
+    parts = [
+        HEADER,
+        frame(frames.INFO, frames.json_bytes(session.info)),
+        frame(frames.WATCHED, frames.json_bytes(session.watched)),
+        frame(frames.KEYS, frames.json_bytes(list(key_ids))),
+        *(frame(frames.WINDOW, windows.encode(window, key_ids)) for window in session.windows),
+        *(frame(frames.EVENT, frames.json_bytes(event)) for event in session.events),
+        *(frame(frames.NOTE, frames.json_bytes(note)) for note in session.notes),
+        frame(frames.PROGRESS, frames.json_bytes(session.progress)),
+    ]
+    try:
+        with claim(file) as out:
+            write_all(out, b"".join(parts))
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        raise cannot_write(file, error) from error
+    return file
 
 
 def claim(file: Path) -> FileIO:

@@ -22,9 +22,9 @@ from mpinspect.ranges.session import (
     merge_windows,
     window_limit,
 )
-from mpinspect.ranges.store.session_file import frames, records, windows
-from mpinspect.ranges.store.session_file.files import cannot_write, claim
-from mpinspect.ranges.store.session_file.frames import FILE_NAME, HEADER, frame
+from mpinspect.ranges.store import frames, windows
+from mpinspect.ranges.store.frames import FILE_NAME, HEADER, frame
+from mpinspect.ranges.store.save import cannot_write, claim
 from mpinspect.runtime.appending import AppendedFile, write_all
 from mpinspect.runtime.decoding import DecodingError
 
@@ -64,7 +64,7 @@ class SessionWriter:
         #: More windows than this after a rewriting that failed, before the next try.
         self._patience = 0
         #: All that is in the file and stays as it is, framed, in order; windows and superseded records are not in it.
-        self._fixed = [frame(frames.INFO, records.encode(info))]
+        self._fixed = [frame(frames.INFO, frames.json_bytes(info))]
         #: The latest of those that supersede one another.
         self._latest: dict[bytes, bytes] = {}
         self._stale_bytes = 0
@@ -86,7 +86,7 @@ class SessionWriter:
         """Add to the tensors that the run watches; one with the key of an earlier one replaces it."""
         new = {info.key: info for info in infos if self._watched.get(info.key) != info}
         if new:
-            self._append_fixed(frames.WATCHED, records.encode(tuple(new.values())))
+            self._append_fixed(frames.WATCHED, frames.json_bytes(tuple(new.values())))
             self._watched.update(new)
 
     def window(self, window: Window) -> None:
@@ -99,12 +99,12 @@ class SessionWriter:
 
     def event(self, event: Event) -> None:
         """Add an event; beyond the first 1,000 they are only counted."""
-        self._append_kept("events", frames.EVENT, records.encode(event))
+        self._append_kept("events", frames.EVENT, frames.json_bytes(event))
 
     def note(self, sentence: str) -> None:
         """Add a sentence, once however often it comes."""
         if sentence not in self._notes:
-            self._append_kept("notes", frames.NOTE, records.encode(sentence))
+            self._append_kept("notes", frames.NOTE, frames.json_bytes(sentence))
             self._notes.add(sentence)
 
     def progress(self, progress: Progress) -> None:
@@ -120,8 +120,8 @@ class SessionWriter:
             self.note(f"Of the loss scale's changes the session file keeps the first and the last {half}.")
             progress = dataclasses.replace(progress, scales=progress.scales[:half] + progress.scales[-half:])
         if self._dropped:
-            self._supersede(frames.DROPPED, records.encode(self._dropped))
-        self._supersede(frames.PROGRESS, records.encode(progress))
+            self._supersede(frames.DROPPED, frames.json_bytes(self._dropped))
+        self._supersede(frames.PROGRESS, frames.json_bytes(progress))
 
     def close(self) -> None:
         """Flush to disk and let go of the file. Idempotent; raises nothing."""
@@ -131,7 +131,7 @@ class SessionWriter:
         with contextlib.suppress(OSError):
             if self._process == os.getpid():
                 if self._dropped:
-                    self._supersede(frames.DROPPED, records.encode(self._dropped))
+                    self._supersede(frames.DROPPED, frames.json_bytes(self._dropped))
                 os.fsync(self._log.file.fileno())
         with contextlib.suppress(OSError):
             self._log.file.close()
@@ -203,7 +203,7 @@ class SessionWriter:
         """Write down which number stands for which tensor, before the first window that has it."""
         new = [key for key in window.tensors if key not in self._keys]
         if new:
-            self._append_fixed(frames.KEYS, records.encode(new))
+            self._append_fixed(frames.KEYS, frames.json_bytes(new))
             self._keys.update(zip(new, range(len(self._keys), len(self._keys) + len(new)), strict=True))
 
     def _append_kept(self, what: str, kind: bytes, payload: bytes) -> None:
