@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,10 +50,16 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _what_counts_is_compiled() -> None:
-    """Compiled loops count in every test and in the processes that it starts: none finds a line about compiling on stderr."""
+    """Compiled loops count in every test and in the processes that it starts: none finds a line about compiling on stderr.
+
+    One process compiles, the others find its loops: nothing in the cache changes once a test runs.
+    """
+    from filelock import FileLock
+
     from mpinspect.counting import fastest
 
-    fastest.warm_up(compile_here=True)
+    with FileLock(Path(tempfile.gettempdir()) / "mpinspect-tests-compile.lock"):
+        fastest.warm_up(compile_here=True)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def codes_of(dtype: torch.dtype) -> st.SearchStrategy[int]:
 
 def by_hypothesis(*dtypes: torch.dtype) -> Callable[[], None]:
     @settings(
-        max_examples=8,
+        max_examples=4,
         deadline=None,
         database=None,
         derandomize=True,

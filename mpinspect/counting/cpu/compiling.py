@@ -31,7 +31,9 @@ _DIGEST = _digest()
 
 
 def _named(function: Any) -> Any:
-    function.__qualname__ += f"_{_DIGEST}"
+    # Once: after an import that found a loop missing on disk, the next one may come by again.
+    if not function.__qualname__.endswith(_DIGEST):
+        function.__qualname__ += f"_{_DIGEST}"
     return function
 
 
