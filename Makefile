@@ -31,6 +31,20 @@ demo: $(VENV)/.package ## train a small language model with the inspector on, th
 test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+# What starts no process and trains no network: pure functions, records, reports.
+QUICK := tests/numeric tests/project/test_architecture.py tests/run/test_run_report.py tests/training/test_suggestions.py \
+	$(addprefix tests/counting/test_,apart.py magnitude.py) \
+	$(addprefix tests/kernels/test_,kernel_names.py kernel_report.py kernel_report_findings.py kernel_report_forms.py \
+		trace_file_attribution.py trace_file_bad_input.py) \
+	$(addprefix tests/ranges/test_,analysis_findings.py analysis_loss_scale.py analysis_noise.py analysis_serving.py \
+		reports_json.py reports_tables.py reports_text.py session.py tensor_columns.py) \
+	$(addprefix tests/runtime/test_,background.py decoding.py gpus.py) \
+	$(addprefix tests/shapes/test_,matmul_meta.py matmul_ops.py shape_findings.py shape_reports.py shape_rules.py)
+
+.PHONY: quick
+quick: $(VENV)/.dev ## the tests that start no process and train nothing: within a minute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q $(QUICK) $(ARGS)
+
 # torch and oneDNN choose their kernels by the processor, and nothing here may rest on one.
 ARITHMETIC := tests/runtime/test_emulation.py tests/runtime/test_bit_identity.py tests/ranges/test_probe.py
 
