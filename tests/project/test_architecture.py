@@ -6,11 +6,10 @@ import ast
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from house import Import, imports, modules, room
 
 import mpinspect
 from mpinspect.reporting import forms
@@ -57,46 +56,8 @@ DRAWS = ("plot", "picture")
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 
-class Import(NamedTuple):
-    """``name``: dotted, a module's own where one is imported from its package. ``is_lazy``: inside a function."""
-
-    name: str
-    is_lazy: bool
-
-
-def imports(tree: ast.AST, modules: dict[str, Path]) -> Iterator[Import]:
-    """What a file imports, but for annotations only."""
-    lazy = {node for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef) for node in ast.walk(outer)}
-    for node in _running(tree):
-        if isinstance(node, ast.Import):
-            yield from (Import(alias.name, node in lazy) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports here are absolute"
-            for alias in node.names:
-                inside = f"{node.module}.{alias.name}"
-                yield Import(inside if inside in modules else str(node.module), node in lazy)
-
-
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, but for the bodies of ``if TYPE_CHECKING``."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from _running(child)
-
-
-def _name_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {_name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-IMPORTS = {name: list(imports(ast.parse(path.read_text("utf-8")), MODULES)) for name, path in MODULES.items()}
-
-
-def _room(name: str) -> str:
-    return name.split(".")[1] if "." in name else ""
+MODULES = modules(PACKAGE)
+IMPORTS = {name: list(imports(path, MODULES)) for name, path in MODULES.items()}
 
 
 def _is_in(name: str, *places: str) -> bool:
@@ -110,14 +71,14 @@ def test_there_is_a_law_for_every_room_and_ls_fits_in_fifteen_lines():
     assert len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]) <= 15
 
 
-@pytest.mark.parametrize("room", LAWS)
-def test_a_room_imports_only_what_its_law_allows(room):
+@pytest.mark.parametrize("here", LAWS)
+def test_a_room_imports_only_what_its_law_allows(here):
     wrong = [
         (name, each.name)
         for name, found in IMPORTS.items()
-        if _room(name) == room
+        if room(name) == here
         for each in found
-        if each.name.startswith("mpinspect") and _room(each.name) not in {room, *LAWS[room]}
+        if each.name.startswith("mpinspect") and room(each.name) not in {here, *LAWS[here]}
     ]
     assert wrong == []
 
@@ -125,16 +86,16 @@ def test_a_room_imports_only_what_its_law_allows(room):
 def test_the_laws_have_no_circle():
     below: dict[str, set[str]] = {}
     while len(below) < len(LAWS):
-        ready = [room for room in LAWS if room not in below and LAWS[room] <= set(below)]
+        ready = [each for each in LAWS if each not in below and LAWS[each] <= set(below)]
         assert ready, f"a circle among {set(LAWS) - set(below)}"
-        below.update((room, LAWS[room]) for room in ready)
+        below.update((each, LAWS[each]) for each in ready)
 
 
 def test_training_knows_ranges_in_one_file():
     assert {
         name
         for name, found in IMPORTS.items()
-        if _room(name) == "training" and any(_room(each.name) == "ranges" for each in found)
+        if room(name) == "training" and any(room(each.name) == "ranges" for each in found)
     } == {"mpinspect.training.auto_scale"}
 
 
@@ -212,20 +173,21 @@ def test_public_names_are_where_type_checkers_are_told_they_are():
         assert getattr(mpinspect, name) is not None
 
 
-def test_the_checks_above_see_what_they_should():
+def test_the_checks_above_see_what_they_should(tmp_path):
     """A check of this file's own eyes: every form of import is seen, annotations are not."""
-    tree = ast.parse(
+    path = tmp_path / "bad.py"
+    path.write_text(
         "from typing import TYPE_CHECKING\n"
         "import torch.nn as nn\n"
         "from mpinspect.ranges import session\n"
         "from mpinspect.ranges.session import Session\n"
         "if TYPE_CHECKING:\n    import pandas\n"
-        "def f():\n    from mpinspect.ranges.report import text\n"
+        "def f():\n    from mpinspect.ranges.report import json\n"
     )
-    assert list(imports(tree, MODULES)) == [
+    assert list(imports(path, MODULES)) == [
         Import("typing", False),
         Import("torch.nn", False),
         Import("mpinspect.ranges.session", False),
         Import("mpinspect.ranges.session", False),
-        Import("mpinspect.ranges.report.text", True),
+        Import("mpinspect.ranges.report.json", True),
     ]

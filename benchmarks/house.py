@@ -1,0 +1,100 @@
+"""The house in figures: rooms, arrows between them, circles, files and lines of a checkout's package.
+
+    python benchmarks/house.py [FOLDER ...]
+
+A room is a file or a folder right below the package; an arrow is an import from one room to another, inside functions too, but
+not for annotations alone. Give two checkouts to compare them. tests/project/test_architecture.py reads imports by the same functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Import(NamedTuple):
+    """``name``: dotted, a module's own where one is imported from its package. ``is_lazy``: inside a function."""
+
+    name: str
+    is_lazy: bool
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every module of a package by its dotted name."""
+
+    def name(path: Path) -> str:
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    return {name(path): path for path in sorted(package.rglob("*.py"))}
+
+
+def room(name: str) -> str:
+    """The room of a module; "" for the package's own face."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
+    """What a file imports, but for annotations only. ``known``: the package's modules."""
+    tree = ast.parse(path.read_text("utf-8"))
+    lazy = {node for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef) for node in ast.walk(outer)}
+    for node in _running(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node in lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield Import(inside if inside in known else str(node.module), node in lazy)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, but for the bodies of ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _running(child)
+
+
+def arrows(package: Path) -> set[tuple[str, str]]:
+    """(from, to) between rooms."""
+    known = modules(package)
+    found = {
+        (room(name), room(each.name))
+        for name, path in known.items()
+        for each in imports(path, known)
+        if each.name.startswith(f"{package.name}.") and room(name)
+    }
+    return {(one, other) for one, other in found if one != other}
+
+
+def circles(found: set[tuple[str, str]]) -> int:
+    """How many pairs of rooms reach each other."""
+    reach = {one: {other for first, other in found if first == one} for one, _ in found}
+    for _ in reach:
+        for one in reach:
+            reach[one] |= {far for near in reach[one] for far in reach.get(near, ())}
+    return sum(one in reach.get(other, ()) for one in reach for other in reach[one] if one < other)
+
+
+def main() -> None:
+    for folder in sys.argv[1:] or ["."]:
+        package = Path(folder).resolve() / "mpinspect"
+        files = list(package.rglob("*.py"))
+        found = arrows(package)
+        rooms = {room(name) for name in modules(package)} - {"", "__main__"}
+        lines = sum(path.read_text("utf-8").count("\n") for path in files)
+        short = sum(path.read_text("utf-8").count("\n") < 60 for path in files)
+        names = [path.name for path in files if path.name != "__init__.py"]
+        twice = sum(names.count(name) > 1 for name in set(names))
+        print(f"{folder}: {len(rooms)} rooms, {len(found)} arrows, {circles(found)} pairs of rooms in circles;")
+        print(
+            f"  {len(files)} files, {lines:,} lines; {short} files under 60 lines, {twice} names of two files or more"
+        )
+
+
+if __name__ == "__main__":
+    main()
