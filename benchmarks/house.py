@@ -3,7 +3,7 @@
     python benchmarks/house.py [FOLDER ...]
 
 A room is a file or a folder right below the package; an arrow is an import from one room to another, inside functions too, but
-not for annotations alone. Give two checkouts to compare them. tests/project/test_architecture.py reads imports by the same functions.
+not for annotations alone. Two checkouts are compared. tests/project/test_architecture.py reads imports by the same functions.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.coverage import NO_GRADIENT_SEEN
+from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
 from mpinspect.ranges.session import (
     Event,

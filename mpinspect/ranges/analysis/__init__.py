@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpinspect.numeric.formats import FLOAT16, FormatLike, as_format
-from mpinspect.ranges.analysis.coverage import coverage
 from mpinspect.ranges.analysis.evidence import evidence
 from mpinspect.ranges.analysis.findings import findings
 from mpinspect.ranges.analysis.formats_fit import format_verdicts
 from mpinspect.ranges.analysis.loss_scale import advise, noise_of, recommend_loss_scale
 from mpinspect.ranges.analysis.noise import rounding_noise_ceilings
-from mpinspect.ranges.analysis.ranges import layer_reports, over_the_run, overall_reports, tensor_infos, with_needs
+from mpinspect.ranges.analysis.ranges import (
+    coverage,
+    layer_reports,
+    over_the_run,
+    overall_reports,
+    tensor_infos,
+    with_needs,
+)
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.scale_advice import ScaleRules
 from mpinspect.ranges.session import Session

@@ -1,20 +1,20 @@
-"""All findings of a session, the gravest first."""
+"""All findings of a session, the gravest first; here those on updates that rounding loses and sums that overflow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings, runs_in_bfloat16
-from mpinspect.ranges.analysis.reductions import reduction_reports
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
-from mpinspect.ranges.analysis.updates import update_findings
-from mpinspect.ranges.kinds import ACTIVATION, WEIGHT, phrase
-from mpinspect.ranges.session import Session, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
+from mpinspect.ranges.session import LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, some
+from mpinspect.reporting.words import format_name, percent, some
 
 
 def findings(
@@ -105,3 +105,107 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
             },
         )
     ]
+
+
+#: More than this share lost is worth a warning. Measured on a digits classifier trained by SGD with FP16 weights and no
+#: FP32 masters: 87% of the updates were lost, and the loss ended at 0.298 against 0.160.
+LOST_UPDATES_TOLERANCE = 0.1
+
+_MASTERS = "Keep FP32 master weights: let the optimizer step in FP32 and copy the rounded weights back."
+
+
+def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
+    """One finding a storage format: a warning where weights really are stored so and lose too much, else for information."""
+    by_format: dict[str, dict[str, LostUpdates]] = {}
+    for key, window in totals.items():
+        for storage, updates in window.lost_updates.items() if key.kind == UPDATE else ():
+            if updates.nonzero:
+                by_format.setdefault(storage, {})[key.name] = updates
+    findings = []
+    for storage, updates_by_name in by_format.items():
+        stored = {name: lost for name, lost in updates_by_name.items() if _stored_in(storage, name, lost, infos)}
+        suffering = {name: lost for name, lost in stored.items() if lost.fraction > LOST_UPDATES_TOLERANCE}
+        if suffering:
+            findings.append(_finding("warning", storage, suffering))
+        elif any(lost.lost for lost in updates_by_name.values()):
+            findings.append(_finding("info", storage, updates_by_name, hypothetical=not stored))
+    return findings
+
+
+def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey, TensorInfo]) -> bool:
+    """Whether the parameter really is held in this format."""
+    dtypes = {infos[key].dtype for key in (TensorKey(name, UPDATE), TensorKey(name, WEIGHT)) if key in infos}
+    return lost.measured or storage in dtypes
+
+
+def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hypothetical: bool = False) -> Finding:
+    worst = max(updates, key=lambda name: updates[name].fraction)
+    lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
+    name = format_name(storage)
+    if hypothetical:
+        message = f"If the weights were stored in {name}, rounding would lose {percent(lost / nonzero)} of the updates"
+    else:
+        message = f"The weights are stored in {name}, and rounding loses {percent(lost / nonzero)} of the updates"
+    return Finding(
+        "updates-lost",
+        severity,
+        worst,
+        f"{message}; {percent(updates[worst].fraction)} of those of {worst!r}.",
+        {
+            "format": storage,
+            "lost_fraction": lost / nonzero,
+            "worst_lost_fraction": updates[worst].fraction,
+            "layers": len(updates),
+            "measured": all(part.measured for part in updates.values()),
+        },
+        _MASTERS,
+    )
+
+
+CERTAIN, POSSIBLE, NO = "certain", "possible", "no"
+
+
+@dataclass(frozen=True)
+class ReductionReport:
+    """The sums over one tensor of average size: of |x| (an L1 norm, and what bounds the plain sum), and of x^2.
+
+    ``sum_abs`` and ``sum_squares`` are per sample, bounds and estimate of the average; the verdicts are "certain" (in at
+    least one sample), "possible" or "no" (not in an average sample).
+    """
+
+    key: TensorKey
+    sum_abs: Interval
+    sum_squares: Interval
+    sum_abs_overflows: str
+    sum_squares_overflow: str
+
+    @property
+    def overflows(self) -> bool:
+        """Whether either sum certainly overflows."""
+        return CERTAIN in (self.sum_abs_overflows, self.sum_squares_overflow)
+
+
+def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFormat) -> tuple[ReductionReport, ...]:
+    """A report for every tensor with a value (updates aside), unscaled values."""
+    return tuple(
+        reduction_report(key, window, format)
+        for key, window in totals.items()
+        if key.kind != UPDATE and window.samples and len(window.histogram.counts)
+    )
+
+
+def reduction_report(key: TensorKey, window: TensorWindow, format: FloatFormat) -> ReductionReport:
+    """The sums of an average sample: the totals over the number of samples. If the average overflows, some sample does."""
+    first = _per_sample(window.histogram.sum_abs(), window.samples)
+    second = _per_sample(window.histogram.sum_squares(), window.samples)
+    return ReductionReport(key, first, second, _verdict(first, format), _verdict(second, format))
+
+
+def _per_sample(total: Interval, samples: int) -> Interval:
+    return Interval(total.estimate / samples, total.low / samples, total.high / samples)
+
+
+def _verdict(value: Interval, format: FloatFormat) -> str:
+    if value.low >= format.overflow_edge:
+        return CERTAIN
+    return POSSIBLE if value.high >= format.overflow_edge else NO
