@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpinspect.runtime.emulation import half_arithmetic
-from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.precision import PRECISIONS, Precision, convert_model
+from mpinspect.training.recompute import LeanCrossEntropy
 
 Loss = Callable[[nn.Module], torch.Tensor]
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.counting.binary import Binary
-from mpinspect.counting.encodings import NARROW_ENCODINGS, magnitudes
+from mpinspect.counting.encodings import NARROW_ENCODINGS, Binary, magnitudes
 from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, WIDE, ZEROS, RowLayout
 
 IntArray = npt.NDArray[np.int64]

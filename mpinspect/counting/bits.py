@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpinspect.counting.binary import Binary
+from mpinspect.counting.encodings import Binary
 from mpinspect.counting.layout import MAX_BITS, MIN_BITS, NARROW, NO_MINIMUM, WIDE
 
 #: Elements to take at a time where torch may use several threads: below the 32768 from which it splits an operation.

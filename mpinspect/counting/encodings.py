@@ -13,6 +13,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from mpinspect.counting.layout import RowLayout
+
 #: What the codes beyond the numbers mean: infinities and NaNs as IEEE 754 has them; a NaN with every bit set and no infinity; a
 #: NaN in the place of the negative zero; neither.
 IEEE, ONE_NAN, UNSIGNED_ZERO, FINITE = "ieee", "fn", "fnuz", "finite"
@@ -106,3 +108,37 @@ def _set_special(
         values[plain == every_bit] = np.nan
     elif encoding.special == UNSIGNED_ZERO:
         values[codes == every_bit + 1] = np.nan
+
+
+@dataclass(frozen=True)
+class Binary:
+    """An encoding with a sign, an exponent field and a mantissa.
+
+    Args:
+        mantissa_bits, bias: as the standard has them.
+        layout: the row that holds its exponents.
+    """
+
+    mantissa_bits: int
+    bias: int
+    layout: RowLayout
+
+    @property
+    def infinity(self) -> int:
+        """Magnitude bits of infinity; everything above is NaN."""
+        return (2 * self.bias + 1) << self.mantissa_bits
+
+    @property
+    def magnitude_mask(self) -> int:
+        """All bits but the sign; also the largest integer of as many bits."""
+        return self.infinity | (self.min_normal - 1)
+
+    @property
+    def min_normal(self) -> int:
+        """Magnitude bits of the smallest normal value."""
+        return 1 << self.mantissa_bits
+
+    @property
+    def slots(self) -> int:
+        """Counters: zero, three per exponent, infinity, NaN."""
+        return self.layout.length - 2

@@ -1,11 +1,15 @@
-"""Counting in torch alone, on any device: the way that the others are measured against."""
+"""Counting in torch alone, on any device: the way that the others are measured against.
+
+On a CPU small float32 tensors (biases, of which a model has hundreds) are counted in NumPy, 16-bit and 8-bit values by code.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 
+import numpy as np
 import torch
 
 from mpinspect.counting.binary32 import count_chunks
@@ -17,13 +21,14 @@ from mpinspect.counting.bits import (
     count_on_device,
     count_on_host,
     empty_row,
+    float64_bits,
     merge_rows,
+    row_of,
+    slots_of,
     widened,
 )
-from mpinspect.counting.codes import count_codes, float32_bits
-from mpinspect.counting.layout import HEADER, MIN_BITS, ZEROS
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
 from mpinspect.counting.pieces import flat_bits, plain_values
-from mpinspect.counting.small import SMALL, count_small
 from mpinspect.runtime.workers import POOL, single_threaded
 
 # One thread's chunk of a large tensor: 4 MiB of float32 in, 4 MiB in each of two scratch buffers. Smaller ones fit a faster
@@ -147,3 +152,85 @@ def _repeated(row: torch.Tensor, times: int) -> torch.Tensor:
         row[:MIN_BITS] *= times
         row[HEADER:] *= times
     return row
+
+
+_MAGNITUDES_16 = 0x7FFF
+
+
+def count_codes(chunks: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The NARROW row of values of a 16-bit or 8-bit floating dtype.
+
+    Args:
+        chunks: one-dimensional tensors on the CPU, the values' codes as int16 or uint8.
+        dtype: what the codes mean.
+    """
+    magnitudes, slots = _tables(dtype)
+    counts = torch.zeros(len(slots), dtype=torch.int64, device="cpu")
+    for chunk in chunks:
+        codes = chunk & _MAGNITUDES_16 if chunk.dtype == torch.int16 else chunk
+        counts += torch.bincount(codes, minlength=len(slots))
+    by_slot = torch.zeros(BINARY32.slots, dtype=torch.int64, device="cpu").index_add_(0, slots, counts)
+    present = magnitudes[(counts > 0) & (magnitudes > 0) & (magnitudes < BINARY32.infinity)]
+    low, high = torch.aminmax(present) if len(present) else (BINARY32.infinity, 0)
+    return row_of(by_slot, int(low), int(high), BINARY32)
+
+
+@cache
+def _tables(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every code: its value's float32 magnitude bits, and its slot."""
+    with torch.inference_mode(False):
+        if dtype.itemsize == 1:
+            codes = torch.arange(256, dtype=torch.uint8, device="cpu")
+        else:
+            codes = torch.arange(_MAGNITUDES_16 + 1, dtype=torch.int16, device="cpu")
+        magnitudes = float32_bits(codes, dtype) & BINARY32.magnitude_mask
+        return magnitudes, slots_of(magnitudes, BINARY32).to(torch.int64)
+
+
+def float32_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int32 bits of the same values in float32, which holds every value of the narrower dtypes.
+
+    Args:
+        codes: int16 or uint8, any shape, any device.
+        dtype: what the codes mean.
+    """
+    if dtype == torch.bfloat16:
+        # By bits: a conversion may flush bfloat16's subnormals, which are float32's too.
+        return codes.to(torch.int32) << 16
+    return codes.view(dtype).to(torch.float32).view(torch.int32)
+
+
+#: Up to here the operations' own overhead is most of the time.
+SMALL = 1 << 12
+
+_MASK = np.int32(BINARY32.magnitude_mask)
+_MANTISSA_BITS = BINARY32.mantissa_bits
+_NEAR = np.int32(1 << (_MANTISSA_BITS - 11))
+# Keys: 0 for zero, then three per exponent field, those of the all-ones field being infinity and NaN.
+_INF_KEY = 3 * 255
+_KEYS = _INF_KEY + 3
+# Where the smallest normal exponent's three counters stand in a row.
+_FIRST_NORMAL = HEADER + 3 * (1 - BINARY32.bias - NARROW.lowest_exponent)
+
+
+def count_small(values: torch.Tensor) -> torch.Tensor | None:
+    """The NARROW row of a contiguous float32 CPU tensor with at least one element; None if it holds subnormals."""
+    bits = values.detach().view(torch.int32).numpy().reshape(-1) & _MASK
+    keys = bits >> _MANTISSA_BITS
+    less = bits - np.int32(1)
+    keys += less >> _MANTISSA_BITS
+    # Beyond the largest NaN this goes on into the sign bit, which an unsigned shift takes for what it is.
+    keys += ((bits + _NEAR).view(np.uint32) >> _MANTISSA_BITS).view(np.int32)
+    keys += 1
+    counts = np.bincount(keys, minlength=_KEYS)
+    if counts[1] or counts[2]:
+        return None
+    row = np.zeros(NARROW.length, dtype=np.int64)
+    row[ZEROS], row[INFS], row[NANS] = counts[0], counts[_INF_KEY], counts[_INF_KEY + 1 :].sum()
+    row[_FIRST_NORMAL:] = counts[3:_INF_KEY]
+    # Zero minus one is the largest unsigned integer, so it never is the smallest.
+    low = int(less.view(np.uint32).min()) + 1
+    high = int((bits if not counts[_INF_KEY:].any() else bits[bits < BINARY32.infinity]).max(initial=0))
+    row[MIN_BITS] = float64_bits(low, BINARY32) if low < BINARY32.infinity else NO_MINIMUM
+    row[MAX_BITS] = float64_bits(high, BINARY32)
+    return torch.from_numpy(row)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.training.held import held_parameters
+from mpinspect.training.ownership import held_parameters
 
 Evaluation = Callable[[], Any]
 

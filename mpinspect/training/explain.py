@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpinspect.training.forward_search import ForwardSearch
-from mpinspect.training.held import held_parameters
+from mpinspect.training.ownership import held_parameters
 from mpinspect.training.skipped_steps import NonFinite
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mpinspect.training.held import held_parameters
 from mpinspect.training.loss_scaler import LossScaler
 from mpinspect.training.masters import is_master
 
@@ -109,3 +108,8 @@ class StepGuard:
 
     def __reduce__(self) -> Any:
         return StepGuard, ()
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of every group, in their order; the same tensors that ``step`` changes."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mpinspect.training.norms import use_half_norms
+from mpinspect.training.recompute import use_half_norms
 
 _HALVES = (torch.float16, torch.bfloat16)
 #: What stores its parameters elsewhere, or registered what it needs for the dtypes it met, under the names of their classes.
@@ -74,7 +74,7 @@ def convert_model(
     * BatchNorm and InstanceNorm stay in FP32, or return to it: their running statistics overflow FP16. They take half
       inputs, and give half outputs, as they are.
     * `torch.nn.LayerNorm`, ``GroupNorm`` and ``RMSNorm`` get half weights and compute their statistics in FP32
-      (`mpinspect.training.norms`).
+      (`mpinspect.training.recompute`).
     * Buffers with finite values that the stored dtype can't hold stay FP32.
 
     FP64, complex and integer tensors stay as they are. Every parameter stays the same object, so weights tied by sharing

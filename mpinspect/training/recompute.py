@@ -1,11 +1,18 @@
-"""A function of which only the arguments are kept for the backward: what it makes in FP32 on its way is made again there."""
+"""Functions of which only the arguments are kept for the backward: what they make in FP32 on their way is made again there.
+
+For norms, and for the cross-entropy of half logits, of which autocast would keep an FP32 copy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 
 def recomputed(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -51,3 +58,157 @@ def _without_autocast(function: Callable[..., torch.Tensor], tensors: Any) -> to
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     with torch.autocast(device, enabled=False):
         return function(*tensors)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class LeanCrossEntropy(TorchFunctionMode):
+    """Within the block ``F.cross_entropy``, and so ``nn.CrossEntropyLoss``, of half logits under autocast keeps no FP32.
+
+    Everything else runs as ever: FP32 logits, and code that torch.compile compiles, which chooses itself what to keep.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.cross_entropy:
+            return _cross_entropy(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, *rest: Any, **options: Any
+) -> torch.Tensor:
+    lean = input.dtype in _HALVES and torch.is_autocast_enabled(input.device.type)
+    if not lean or torch.compiler.is_compiling():
+        return F.cross_entropy(input, target, weight, *rest, **options)
+    return recomputed(partial(_in_float32, rest, options), input, target, weight)
+
+
+def _in_float32(
+    rest: tuple[Any, ...],
+    options: dict[str, Any],
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> torch.Tensor:
+    soft = target.float() if target.is_floating_point() else target
+    return F.cross_entropy(input.float(), soft, None if weight is None else weight.float(), *rest, **options)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+_FUSED_RMS_NORM = torch.__version__ >= (2, 9)  # type: ignore[operator]
+
+
+class HalfLayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` for half weights: half in, half out, also under autocast."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        function = partial(_layer_norm, self.normalized_shape, self.eps)
+        return _normalise(function, input, self.weight, self.bias, fused=input.is_cuda)
+
+
+class HalfGroupNorm(nn.GroupNorm):
+    """`torch.nn.GroupNorm` for half weights: half in, half out, also under autocast."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _normalise(partial(_group_norm, self.num_groups, self.eps), input, self.weight, self.bias, fused=False)
+
+
+class HalfRMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` for half weights: half in, half out, also under autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        function = partial(_rms_norm, self.normalized_shape, self.eps)
+        return _normalise(function, x, self.weight, None, fused=x.is_cuda and _FUSED_RMS_NORM)
+
+
+class _UnitWeight(nn.modules.instancenorm._InstanceNorm):
+    """Gives ATen an FP32 weight of ones where a layer has none: without one the statistics would be half."""
+
+    def _apply_instance_norm(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if weight is None and input.dtype in _HALVES:
+            weight = input.new_ones(self.num_features, dtype=torch.float32)
+        batch_statistics = self.training or not self.track_running_stats
+        statistics = (self.running_mean, self.running_var)
+        return F.instance_norm(input, *statistics, weight, self.bias, batch_statistics, self.momentum or 0.0, self.eps)
+
+
+class HalfInstanceNorm1d(_UnitWeight, nn.InstanceNorm1d):
+    """`torch.nn.InstanceNorm1d` for half inputs; its own weights and statistics stay FP32."""
+
+
+class HalfInstanceNorm2d(_UnitWeight, nn.InstanceNorm2d):
+    """`torch.nn.InstanceNorm2d` for half inputs; its own weights and statistics stay FP32."""
+
+
+class HalfInstanceNorm3d(_UnitWeight, nn.InstanceNorm3d):
+    """`torch.nn.InstanceNorm3d` for half inputs; its own weights and statistics stay FP32."""
+
+
+_SWAPS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.InstanceNorm1d: HalfInstanceNorm1d,
+    nn.InstanceNorm2d: HalfInstanceNorm2d,
+    nn.InstanceNorm3d: HalfInstanceNorm3d,
+    nn.LayerNorm: HalfLayerNorm,
+    nn.GroupNorm: HalfGroupNorm,
+    nn.RMSNorm: HalfRMSNorm,
+}
+
+
+def use_half_norms(model: nn.Module) -> None:
+    """Turn torch's own LayerNorm, GroupNorm, RMSNorm and InstanceNorm into the ones above, in place.
+
+    They are the same objects with another class, derived from the one they had; parameters and hooks stay. Classes that
+    others derived from torch's may compute something else and are left alone.
+    """
+    for module in model.modules():
+        if type(module) in _SWAPS:
+            module.__class__ = _SWAPS[type(module)]
+
+
+def _layer_norm(
+    shape: tuple[int, ...], eps: float, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def _group_norm(
+    groups: int, eps: float, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.group_norm(x, groups, weight, bias, eps)
+
+
+def _rms_norm(
+    shape: tuple[int, ...], eps: float | None, x: torch.Tensor, weight: torch.Tensor | None, bias: None
+) -> torch.Tensor:
+    return F.rms_norm(x, shape, weight, eps)
+
+
+def _normalise(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    fused: bool,
+) -> torch.Tensor:
+    """``function(x, weight, bias)`` in the dtype of the weight, or of ``x`` where there is none; ``fused``: as it is."""
+    dtype = x.dtype if weight is None else weight.dtype
+    with torch.autocast(x.device.type, enabled=False):
+        if fused or dtype not in _HALVES:
+            return function(x.to(dtype), weight, bias)
+        if torch.compiler.is_compiling():  # the compiler decides itself what to keep, and keeps the smaller
+            return _rounded(function, x.to(dtype), weight, bias)
+        return recomputed(partial(_rounded, function), x.to(dtype), weight, bias)
+
+
+def _rounded(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    full = (None if tensor is None else tensor.float() for tensor in (x, weight, bias))
+    return function(*full).to(x.dtype)

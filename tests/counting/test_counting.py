@@ -21,8 +21,8 @@ from mpinspect.counting.bits import (
     histogram_on_device,
     merge_rows,
 )
-from mpinspect.counting.codes import count_codes, float32_bits
 from mpinspect.counting.layout import MIN_BITS, NARROW, WIDE, decode
+from mpinspect.counting.reference import count_codes, float32_bits
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import (
     BFLOAT16,

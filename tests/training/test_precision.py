@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.training.masters import BN_convert_float
-from mpinspect.training.norms import HalfGroupNorm, HalfLayerNorm, HalfRMSNorm
 from mpinspect.training.precision import PRECISIONS, check_convertible, convert_model, get_precision
+from mpinspect.training.recompute import HalfGroupNorm, HalfLayerNorm, HalfRMSNorm
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 FP16_MASTER = PRECISIONS["fp16-master"]

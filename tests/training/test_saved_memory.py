@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mpinspect.runtime.emulation import half_arithmetic
-from mpinspect.training.cross_entropy import LeanCrossEntropy
 from mpinspect.training.precision import PRECISIONS
+from mpinspect.training.recompute import LeanCrossEntropy
 
 FP16, FP32 = torch.float16, torch.float32
 #: GPT-2 small with a sixth of its width and of its vocabulary: the logits weigh as much beside the blocks as in the original.

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from mpinspect.counting.bits import BINARY32, BINARY64, DEVICE_CHUNK, Encoding, empty_row, merge_rows
-from mpinspect.counting.codes import float32_bits
 from mpinspect.counting.cuda import kernels
 from mpinspect.counting.layout import HEADER, MIN_BITS
 from mpinspect.counting.pieces import COUNTABLE, flat_bits
+from mpinspect.counting.reference import float32_bits
 
 #: The real dtypes that the kernels take.
 DTYPES = COUNTABLE
