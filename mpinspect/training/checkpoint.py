@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.closures import held_parameters
 from mpinspect.training.masters import MasterWeights
-from mpinspect.training.ownership import held_parameters
 from mpinspect.training.precision import PRECISIONS, Precision
 
 KIND = "mpinspect.MixedPrecision"

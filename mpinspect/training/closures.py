@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from mpinspect.training.ownership import held_parameters
-
 Evaluation = Callable[[], Any]
 
 
@@ -156,3 +154,8 @@ def _kept_list(value: list[Any]) -> Callable[[], Any]:
         return value
 
     return give_back
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of every group, in their order; the same tensors that ``step`` changes."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

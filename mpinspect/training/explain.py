@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.closures import held_parameters
 from mpinspect.training.forward_search import ForwardSearch
-from mpinspect.training.ownership import held_parameters
 from mpinspect.training.skipped_steps import NonFinite
 
 

@@ -11,14 +11,8 @@ from mpinspect.training import scaler_states
 from mpinspect.training.checked_steps import Iteration
 from mpinspect.training.scale_moves import MovingScale
 from mpinspect.training.scale_rules import PRESETS, ScaleRules, checked_scale, checked_window
-from mpinspect.training.skipped_steps import (
-    BACK_OFF,
-    HOLD,
-    Explainer,
-    LossScaleCollapsedError,
-    LossScaleWarning,
-    SkipLog,
-)
+from mpinspect.training.skip_log import BACK_OFF, HOLD, SkipLog
+from mpinspect.training.skipped_steps import Explainer, LossScaleCollapsedError, LossScaleWarning
 
 __all__ = ["BACK_OFF", "HOLD", "LossScaleCollapsedError", "LossScaleWarning", "LossScaler"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpinspect.training.ownership import held_parameters
+from mpinspect.training.closures import held_parameters
 from mpinspect.training.precision import (
     Precision,
     cast_state,

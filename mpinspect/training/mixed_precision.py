@@ -17,11 +17,12 @@ from mpinspect.runtime.user_line import warn_user
 from mpinspect.training import checkpoint
 from mpinspect.training.auto_scale import AutoScale
 from mpinspect.training.chosen_scaler import chosen_scaler, require_real, warn_of_vanishing_eps
+from mpinspect.training.closures import held_parameters
 from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.forwards import ForwardShapes, OutsideAutocast
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.masters import MasterWeights
-from mpinspect.training.ownership import StepGuard, checked_optimizers, held_parameters, take_scaler
+from mpinspect.training.ownership import StepGuard, checked_optimizers, take_scaler
 from mpinspect.training.precision import PRECISIONS, check_convertible, get_precision
 from mpinspect.training.recompute import LeanCrossEntropy
 from mpinspect.training.skipped_steps import FORWARD, SkippedStep, power

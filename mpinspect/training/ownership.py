@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.training.closures import held_parameters
 from mpinspect.training.loss_scaler import LossScaler
 from mpinspect.training.masters import is_master
 
@@ -108,8 +109,3 @@ class StepGuard:
 
     def __reduce__(self) -> Any:
         return StepGuard, ()
-
-
-def held_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of every group, in their order; the same tensors that ``step`` changes."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

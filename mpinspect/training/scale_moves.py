@@ -12,15 +12,8 @@ import torch.distributed as dist
 from mpinspect.training.checked_steps import CheckedSteps, Iteration
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, checked_scale
 from mpinspect.training.scaled_losses import Cause, ScaledLosses, find_cause, let_go
-from mpinspect.training.skipped_steps import (
-    BACK_OFF,
-    FORWARD,
-    HOLD,
-    Explainer,
-    LossScaleCollapsedError,
-    SkipLog,
-    SkippedStep,
-)
+from mpinspect.training.skip_log import BACK_OFF, HOLD, SkipLog
+from mpinspect.training.skipped_steps import FORWARD, Explainer, LossScaleCollapsedError, SkippedStep
 
 #: Tensors of steps whose outcome only the device knows (fused optimizers) that are kept before they are read.
 _MOST_UNREAD = 2048

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, checked_scale, checked_window
-from mpinspect.training.skipped_steps import BACK_OFF, HOLD
+from mpinspect.training.skip_log import BACK_OFF, HOLD
 
 #: The entry that GradScaler does not have, and the version of what is in it.
 OWN_KEY, VERSION = "mpinspect", 1

@@ -1,18 +1,14 @@
-"""What is known of a step that was skipped, the words for it, and the record: counted, logged, warned about once for each trouble."""
+"""What is known of a step that was skipped, and the words for it."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from mpinspect.runtime.user_line import warn_user
-from mpinspect.training.scale_rules import ScaleRules, ScaleState, is_power_of_two
-from mpinspect.training.scaled_losses import Cause
+from mpinspect.training.scale_rules import is_power_of_two
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -144,93 +140,3 @@ def power(scale: float) -> str:
         exponent = math.frexp(scale)[1] - 1
         return f"{scale:g}" if 0 <= exponent <= 10 else f"2^{exponent}"
     return f"{scale:g}"
-
-
-_log = logging.getLogger("mpinspect.training")
-
-#: What happens to the scale where the loss was not finite before it was scaled.
-BACK_OFF, HOLD = "back_off", "hold"
-
-#: FP16's smallest magnitude. No gradient of a working model needs a loss scale below it.
-_SUSPICIOUSLY_SMALL = 2.0**-24
-#: Skipped steps in a row after which a static scale is said never to start.
-_NEVER_STARTS = 10
-#: Skipped steps remembered one by one.
-_MOST_KEPT = 100
-
-
-class SkipLog:
-    """What is known of the steps that were skipped.
-
-    Args:
-        forward_nonfinite: what happens to the scale when the forward fails: BACK_OFF or HOLD.
-
-    Raises:
-        ValueError: anything else.
-    """
-
-    def __init__(self, forward_nonfinite: str) -> None:
-        if forward_nonfinite not in (BACK_OFF, HOLD):
-            raise ValueError(f"forward_nonfinite is {forward_nonfinite!r}: it must be {BACK_OFF!r} or {HOLD!r}")
-        self.forward_nonfinite = forward_nonfinite
-        self.skips: deque[SkippedStep] = deque(maxlen=_MOST_KEPT)
-        self.count = 0
-        self._said: set[str] = set()
-
-    def add(
-        self,
-        step: int,
-        cause: Cause,
-        before: ScaleState,
-        after: ScaleState,
-        rules: ScaleRules,
-        window: tuple[float, float] | None,
-    ) -> SkippedStep:
-        """One more skipped step. Logs it at INFO; warns where its kind was not warned of before."""
-        skip = SkippedStep(step, cause.phase, before.scale, after.scale, cause.culprit, window)
-        self.skips.append(skip)
-        self.count += 1
-        _log.info("%s", skip)
-        if cause.phase == FORWARD:
-            self._warn("forward", f"{skip}. {self._of_forward()}")
-        elif rules.is_static and after.skipped_in_a_row >= _NEVER_STARTS:
-            self._warn("static", _of_static(after))
-        if rules.floor is None and after.scale < min(before.scale, _SUSPICIOUSLY_SMALL):
-            self._warn("small", _of_small(skip))
-        return skip
-
-    def check_power_of_two(self, scale: float) -> None:
-        """Warn of a scale that rounds gradients."""
-        if not is_power_of_two(scale):
-            self._warn(
-                f"rounds at {scale}",
-                f"the loss scale {scale:g} is no power of two: scaling and unscaling round every gradient. "
-                "Take the power of two below it.",
-            )
-
-    def _of_forward(self) -> str:
-        if self.forward_nonfinite == HOLD:
-            return "Such steps leave the scale as it is (forward_nonfinite='hold'); look for the cause in the forward."
-        return (
-            "No loss scale helps; look for the cause in the forward. Until then each such step lowers the scale, as "
-            "torch.amp.GradScaler does; forward_nonfinite='hold' leaves it as it is."
-        )
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            warn_user(message, LossScaleWarning)
-
-
-def _of_static(state: ScaleState) -> str:
-    return (
-        f"{state.skipped_in_a_row} steps in a row were skipped at the static loss scale {power(state.scale)}: a static scale "
-        "that overflows from the start never starts training. Lower it, or take a dynamic one."
-    )
-
-
-def _of_small(skip: SkippedStep) -> str:
-    return (
-        f"the loss scale fell to {power(skip.next_loss_scale)} and still steps overflow: that is hardly the scale's doing. "
-        f"Last: {skip}. Look for an infinity or NaN in the model, and give the scaler a floor to stop there instead."
-    )
