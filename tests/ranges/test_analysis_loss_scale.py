@@ -143,6 +143,24 @@ def test_another_layer_only_narrows_the_window(layers, one_more):
 # -- how sure ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("steps", [2**53, 2**63 - 1])
+def test_any_number_of_steps_that_a_file_may_claim_is_answered_at_once(steps):
+    tolerated = tolerated_overflows(steps, 1 / 2000)
+    assert 0.999 < tolerated / (steps / 2000) < 1
+    assert overflow_probability_bound(0, steps) == 3 / steps
+    assert overflow_probability_bound(steps // 2000, steps) == pytest.approx(1 / 2000, rel=1e-3)
+    assert overflow_probability_bound(steps, steps) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("steps", [19_990_000, 20_010_000])
+def test_the_normal_distribution_takes_over_where_it_agrees_with_the_binomial(steps):
+    """10,000 overflows are where the one ends and the other begins: exact values, within one of each other."""
+    per_overflow = tolerated_overflows(steps, 1 / 2000) - steps / 2000
+    assert -167 <= per_overflow <= -164  # -1.645 sqrt(10,000) = -164.5
+    before, after = overflow_probability_bound(9_999, 10**7), overflow_probability_bound(10_001, 10**7)
+    assert before < after == pytest.approx(before, rel=1e-3)
+
+
 @pytest.mark.parametrize(("steps", "tolerated"), [(1, 0), (5990, 0), (9500, 1), (100_000, 38)])
 def test_order_statistic_matches_the_binomial(steps, tolerated):
     found = tolerated_overflows(steps, 1 / 2000)
