@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mpinspect.kernels.analysis.calls import with_products
 from mpinspect.kernels.analysis.findings import findings
-from mpinspect.kernels.analysis.judged import gpus_of, rows_by_name
-from mpinspect.kernels.analysis.judged_by_operator import judged_by_operator
 from mpinspect.kernels.analysis.limits import limits
-from mpinspect.kernels.analysis.losses import losses
-from mpinspect.kernels.analysis.phrase import phrase
+from mpinspect.kernels.analysis.losses import LintedModules, losses
+from mpinspect.kernels.analysis.products import with_products
 from mpinspect.kernels.analysis.ranks import differences, rank_reports
 from mpinspect.kernels.analysis.rates import checked_by_rate
 from mpinspect.kernels.analysis.report import KERNEL_FINDING_IDS, KernelReport
-from mpinspect.kernels.analysis.shapes_of import LintedModules
-from mpinspect.kernels.analysis.shares import coverage, shares
-from mpinspect.kernels.analysis.tables import by_module, by_name
+from mpinspect.kernels.analysis.shares import by_module, by_name, coverage, phrase, shares
+from mpinspect.kernels.analysis.verdicts import gpus_of, judged_by_operator, rows_by_name
 from mpinspect.kernels.names import RULES_VERSION
 from mpinspect.kernels.records import KernelTrace
 from mpinspect.runtime.garbage_collection import without_collection

@@ -1,15 +1,91 @@
-"""The most that mixed precision and Tensor Cores can still bring to what was recorded: Amdahl's law with rooflines as bounds."""
+"""The most that mixed precision and Tensor Cores can still bring."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from mpinspect.kernels.analysis.records import Limits, RankReport
-from mpinspect.kernels.analysis.roofline import bound, bound_as_run, tensor_core_peak
+from mpinspect.kernels.analysis.products import dtype_name
+from mpinspect.kernels.analysis.ranks import RankReport
+from mpinspect.kernels.analysis.rates import bound, bound_as_run, tensor_core_peak
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain, half_precision, ways
-from mpinspect.kernels.analysis.widths import is_layout_conversion, is_wide
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What limits the kernels, and the most that mixed precision and Tensor Cores can still bring (Amdahl's law).
+
+    Kernel times are sums over kernels: kernels that run beside each other on two streams count twice.
+
+    Args:
+        span_us: from the first start to the last end on the GPU, summed over devices.
+        idle_us: of it, time in which neither a kernel nor a copy ran; a lower precision does not fill it.
+        copies_us: memory copies and sets.
+        communication_us: kernels of NCCL and its like.
+        math_limited_us: matrix products that the roofline of the units they ran on calls compute-bound.
+        memory_limited_us: other matrix products, and every kernel that is none (an assumption: elementwise, normalisation,
+            reduction, copy kernels).
+        unknown_us: matrix products without known FLOPs, or on a GPU without known rates.
+        saved_at_most_us: bound of what can still be saved, by its cause.
+        speedup_at_most: span / (span - all of that), a bound; None where nothing ran or the rest is unknown (inf).
+        kernel_speedup_at_most: the same of kernel time alone, as if the GPU never idled.
+        assumptions: sentences.
+    """
+
+    span_us: float
+    idle_us: float
+    copies_us: float
+    communication_us: float
+    math_limited_us: float
+    memory_limited_us: float
+    unknown_us: float
+    saved_at_most_us: dict[str, float]
+    speedup_at_most: float | None
+    kernel_speedup_at_most: float | None
+    assumptions: tuple[str, ...]
+
+
+_NARROW_NAMES = re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|float8|fp8|e4m3|e5m2", re.IGNORECASE)
+_WIDE_NAMES = re.compile(r"(?<![a-z0-9_])(?:float|double)(?![a-z0-9_])|fp32|_f32|f32_", re.IGNORECASE)
+#: What torch's functors compute in, where it is no floating number. Elsewhere in a name int, long and bool are indices and flags.
+_WHOLE_NUMBERS = re.compile(
+    r"(?:Functor\w*|ReduceOp|func_wrapper_t)<(?:bool|(?:(?:un)?signed )?(?:char|short|int|long(?: long)?))[,> ]"
+)
+_LAYOUT = re.compile(r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
+
+
+#: A trace has many kernels of few names: each is looked at once.
+_remembered = lru_cache(maxsize=1 << 14)
+
+
+@_remembered
+def is_layout_conversion(name: str) -> bool:
+    """A copy between NCHW and NHWC beside a convolution (cuDNN's names)."""
+    return _LAYOUT.search(name) is not None
+
+
+def is_wide(row: KernelRow) -> bool | None:
+    """Whether a kernel works on FP32 or wider: by its name, else by its operator's dtypes; None where neither tells."""
+    by_name = _wide_by_name(row.name)
+    if by_name is not None:
+        return by_name
+    op = row.kernel.op
+    dtypes = {dtype_name(written) for written in op.dtypes or ()} - {""} if op is not None else set()
+    return bool(dtypes & {"float32", "float64", "complex64", "complex128"}) if dtypes else None
+
+
+@_remembered
+def _wide_by_name(name: str) -> bool | None:
+    # A 16-bit kernel often names float too, for what it accumulates in: the narrow one decides.
+    if _NARROW_NAMES.search(name):
+        return False
+    if _WIDE_NAMES.search(name):
+        return True
+    return False if _WHOLE_NUMBERS.search(name) else None
+
 
 _PRODUCTS = {
     "off": "products off Tensor Cores",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from mpinspect.kernels.analysis.records import Loss
+from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import format_name, percent, some
+from mpinspect.reporting.words import duration, format_name, percent, some
 from mpinspect.shapes.records import ITEM_SIZES
 
 #: Shares of all kernel time: from the first on a loss is a warning; unknown verdicts are worth a line from the second on.

@@ -1,14 +1,58 @@
-"""The parts of a report: one a trace, each with its own figures, and whether they are ranks of one job."""
+"""The parts of a report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
-from mpinspect.kernels.analysis.records import DeviceTime, RankReport
 from mpinspect.kernels.analysis.rows import KernelRow
-from mpinspect.kernels.analysis.shares import coverage, shares
+from mpinspect.kernels.analysis.shares import Coverage, Shares, coverage, shares
 from mpinspect.kernels.records import KernelTrace
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """How busy a GPU was. ``idle_fraction``: of its span; None where nothing ran."""
+
+    device: int
+    name: str
+    kernels: int
+    busy_us: float
+    span_us: float
+
+    @property
+    def idle_fraction(self) -> float | None:
+        return max(0.0, 1 - self.busy_us / self.span_us) if self.span_us > 0 else None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One trace's part. ``label`` names it in reports: "rank 3", or its file where ranks are unknown or not unique.
+
+    ``cut_short``: its file ends before its events do.
+    """
+
+    label: str
+    source: str
+    rank: int | None
+    world_size: int | None
+    job: str
+    operators: int
+    launches: int
+    shares: Shares
+    coverage: Coverage
+    copies_us: float
+    devices: tuple[DeviceTime, ...]
+    notes: tuple[str, ...] = ()
+    cut_short: bool = False
+
+    @property
+    def has_gpu_work(self) -> bool:
+        """Whether there is anything to say of a GPU, be it that its kernels could not be traced."""
+        on_gpu = self.shares.calls or self.launches or any(device.span_us > 0 for device in self.devices)
+        return bool(on_gpu or self.cut_short)
+
 
 #: Ranks of one job run the same code: of the fewer distinct kernel names of two ranks at least this share is common. Two ranks of
 #: a sharded recommender share 90% and more; unrelated models share torch's elementwise kernels.

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from mpinspect.kernels.analysis.records import Limits, Loss, ModuleRow, NameRow, RankReport
+from mpinspect.kernels.analysis.limits import Limits
+from mpinspect.kernels.analysis.losses import Loss
+from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.rows import KernelRow
-from mpinspect.kernels.analysis.shares import Coverage, Shares
+from mpinspect.kernels.analysis.shares import Coverage, ModuleRow, NameRow, Shares
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
 

@@ -1,14 +1,32 @@
-"""What a product could save: the time that its like take, or that the roofline leaves, against the time it took. Estimates."""
+"""What a product could save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from mpinspect.kernels.analysis.rates import SiblingRates
-from mpinspect.kernels.analysis.records import Saving
-from mpinspect.kernels.analysis.roofline import Bound, bound
+from mpinspect.kernels.analysis.rates import Bound, SiblingRates, bound
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.runtime.gpus import Gpu
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Time that a change could save, an *estimate* with its basis.
+
+    Args:
+        way: the change: "TF32", "FP16 or BF16", "aligned rows" ...
+        saved_us: over all runs; never below 0.
+        basis: "sibling kernels" (the median rate of native products of the same trace, of the same kind, dtype and similar
+            size) or "roofline" (what no kernel can be faster than: the saving is the most there is).
+        limited_by: what limits the product after the change: "math" or "memory".
+    """
+
+    way: str
+    saved_us: float
+    basis: str
+    limited_by: str
+
 
 #: Products that no dtype or alignment brings to Tensor Cores with a gain (causes of the shape rule).
 _NOTHING_TO_GAIN = ("matrix-vector", "depthwise", "empty", "raises")
