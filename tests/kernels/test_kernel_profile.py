@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import mpinspect
-from mpinspect.kernels.capture.module_ranges import PREFIX, ModuleRanges, plain_parts
-from mpinspect.kernels.capture.profiling import record_trace
+from mpinspect.kernels.capture.profiling import PREFIX, ModuleRanges, plain_parts, record_trace
 from mpinspect.kernels.trace.recording import MODULE_RANGE
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from mpinspect.kernels.capture import profiling
-from mpinspect.kernels.capture.module_ranges import PREFIX, plain_parts
+from mpinspect.kernels.capture.profiling import PREFIX, plain_parts
 from mpinspect.runtime.hooks import HandleList, ModelHook
 
 

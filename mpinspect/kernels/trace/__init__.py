@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mpinspect.kernels.trace.error import TraceError
-from mpinspect.kernels.trace.folder import read_trace_files
-from mpinspect.kernels.trace.reader import read_trace_file
+from mpinspect.kernels.trace.reader import read_trace_file, read_trace_files
+from mpinspect.kernels.trace.text import TraceError
 
 __all__ = ["TraceError", "read_trace_file", "read_trace_files"]

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpinspect.kernels.records import Kernel
-from mpinspect.kernels.trace.contexts import Surroundings, surroundings
+from mpinspect.kernels.trace.contexts import Operators, Surroundings, surroundings
 from mpinspect.kernels.trace.launches import Launches
-from mpinspect.kernels.trace.operators import Operators
 from mpinspect.kernels.trace.recording import Recording
 
 

@@ -1,10 +1,4 @@
-"""Chrome's trace JSON as a stream: batches of events, and what else stands at the top level. Memory holds one piece of the text.
-
-Many events are decoded at once, between two places that look like ends of events. A guess is checked by the decoding itself: text
-that begins at an event and is valid JSON between brackets ends at an event too. Where the guess is wrong (JSON without
-such places, or an event that is no valid JSON), events are decoded one by one. Text that is seen to be an event of no use is left
-out before; if it was none (an event within an event) the rest is no valid JSON either, and is decoded in full.
-"""
+"""events"""
 
 from __future__ import annotations
 
@@ -12,11 +6,39 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mpinspect.kernels.trace import refusals
-from mpinspect.kernels.trace.chunks import TextChunks
-from mpinspect.kernels.trace.error import TraceError
-from mpinspect.kernels.trace.json_text import JSON, LONGEST_VALUE, IncompleteError, JsonText, MalformedError
-from mpinspect.kernels.trace.unneeded import not_needed
+from mpinspect.kernels.trace import notes
+from mpinspect.kernels.trace.text import (
+    JSON,
+    LONGEST_VALUE,
+    IncompleteError,
+    JsonText,
+    MalformedError,
+    TextChunks,
+    TraceError,
+)
+
+#: Calls that start nothing on the GPU, which are most of a trace's runtime events (CUDA Runtime and HIP API references).
+_IDLE_CALLS = "(?:cuda|cu|hip)(?:Event|Stream|Device|Func|Occupancy|Pointer|Peek|Get|Host|Init|Ctx|Module[GU])"
+
+#: From after the opening brace on. Only the order of keys that Kineto writes, with any white space; other orders are decoded.
+_NOT_NEEDED = re.compile(
+    r"""
+    \s*"ph":\s*"(?:
+        X",\s*"cat":\s*"(?:
+            python_function",\s*"name":\s*"(?!nn\.Module:)
+          | cuda_(?:runtime|driver)",\s*"name":\s*"IDLE_CALLS
+          | cuda_sync" | gpu_user_annotation" | overhead"
+        )
+      | [sf]",\s*"id":\s*\d+,\s*"pid":\s*-?\d+,\s*"tid":\s*-?\d+,\s*"ts":\s*[\d.]+,\s*"cat":\s*"ac2g"
+      | i",\s*"cat":\s*"cpu_instant_event"
+    )
+    """.replace("IDLE_CALLS", _IDLE_CALLS),
+    re.VERBOSE,
+)
+
+#: ``not_needed(text)``: truthy for an event that can be left out. ``text``: of the event, without its opening brace.
+not_needed = _NOT_NEEDED.match
+
 
 #: Characters of values beside the events that are kept: what ten thousand ranks say of their groups.
 _LARGEST_TOP_LEVEL = 4 << 20
@@ -71,9 +93,9 @@ class EventStream:
         elif first == "{":
             yield from self._finished(self._object())
         else:
-            raise TraceError(refusals.no_json(self._source, self._text.text[self._text.at :][:20]))
+            raise TraceError(notes.no_json(self._source, self._text.text[self._text.at :][:20]))
         if not self._seen_events:
-            raise TraceError(refusals.no_trace(self._source, list(self.top_level)))
+            raise TraceError(notes.no_trace(self._source, list(self.top_level)))
 
     def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """The events, and what there is to say on the end of the file."""
@@ -83,14 +105,14 @@ class EventStream:
                 self.problem = f"What follows the end of the JSON, from byte {self._text.byte():,} on, is ignored."
         except IncompleteError:
             if not self.events:
-                raise TraceError(refusals.no_end(self._source)) from None
-            self.is_cut, self.problem = True, refusals.cut_short(self._source, self.events)
+                raise TraceError(notes.no_end(self._source)) from None
+            self.is_cut, self.problem = True, notes.cut_short(self._source, self.events)
         except MalformedError as error:
             if not self._seen_events:
                 raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
             self.problem = f"The file is damaged after the events ({error}): what follows them is left out."
         if self._source.problem and not self.problem:
-            self.problem = refusals.damaged_at_the_end(self._source)
+            self.problem = notes.damaged_at_the_end(self._source)
 
     def _object(self) -> Iterator[list[Any]]:
         text = self._text

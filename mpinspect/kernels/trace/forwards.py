@@ -14,7 +14,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from mpinspect.kernels.trace.nesting import Nesting
+from mpinspect.kernels.trace.columns import Nesting
 from mpinspect.kernels.trace.recording import Recording
 
 _Key = tuple[object, int]

@@ -1,16 +1,48 @@
-"""Sorting a trace's events by what they are, and keeping of each what attribution needs."""
+"""The events of a trace sorted by what they are, with what attribution needs of each."""
 
 from __future__ import annotations
 
 import marshal
 import math
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from mpinspect.kernels.trace import categories
-from mpinspect.kernels.trace.categories import Takers
-from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number
-from mpinspect.kernels.trace.top_level import word
+from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number, word
+
+Taker = Callable[[dict[str, Any]], None]
+
+# Without case, underscores and spaces.
+KERNELS = ("kernel", "concurrentkernel")
+COPIES = ("gpumemcpy", "gpumemset", "memcpy", "memset", "asyncmemcpy", "asyncmemset")
+LAUNCHES = ("cudaruntime", "cudadriver", "runtime", "driver", "hipruntime", "hipdriver", "xpuruntime", "xpudriver")
+OPERATORS = ("cpuop", "operator")
+ANNOTATIONS = ("userannotation",)
+FRAMES = ("pythonfunction", "python")
+FLOWS = ("fwdbwd", "forwardbackward")
+
+
+class Takers(dict[object, Taker]):
+    """What takes an event in, by its category as it is spelt: looked up once a spelling.
+
+    Args:
+        known: by the names above; others are passed over.
+        without_category: takes the events that have none.
+    """
+
+    def __init__(self, known: dict[tuple[str, ...], Taker], without_category: Taker) -> None:
+        super().__init__({None: without_category})
+        self._known = {name: taker for names, taker in known.items() for name in names}
+
+    def __missing__(self, category: object) -> Taker:
+        plain = str(category).lower().replace("_", "").replace(" ", "")
+        taker = self[category] = self._known.get(plain, _pass_over)
+        return taker
+
+
+def _pass_over(event: dict[str, Any]) -> None:
+    """A category that nothing here needs."""
+
 
 #: What this package's own profiles mark: a module's forward, and the backward of its output.
 MODULE_RANGE, BACKWARD_RANGE = "mpinspect::module::", "mpinspect::backward::"
@@ -59,13 +91,13 @@ class Recording:
         self._operator_names: dict[object, int] = {}
         self._takers = Takers(
             {
-                categories.KERNELS: self._kernel,
-                categories.COPIES: self._copy,
-                categories.LAUNCHES: self._launch,
-                categories.OPERATORS: self._operator,
-                categories.ANNOTATIONS: self._annotation,
-                categories.FRAMES: self._frame,
-                categories.FLOWS: self._flow,
+                KERNELS: self._kernel,
+                COPIES: self._copy,
+                LAUNCHES: self._launch,
+                OPERATORS: self._operator,
+                ANNOTATIONS: self._annotation,
+                FRAMES: self._frame,
+                FLOWS: self._flow,
             },
             without_category=self._mark,
         )
