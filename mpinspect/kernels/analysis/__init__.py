@@ -1,4 +1,4 @@
-"""Kernel analysis: from traces to what ran on Tensor Cores, what did not, why, and what it cost. Pure; no torch, no GPU."""
+"""Analyses traces: what ran on Tensor Cores, what did not and why, and what that cost. Pure functions, without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = ["KERNEL_FINDING_IDS", "KernelReport", "analyse_kernels"]
 def analyse_kernels(
     traces: Sequence[KernelTrace], gpu: Gpu | None = None, shapes: ShapeReport | None = None
 ) -> KernelReport:
-    """What ran on Tensor Cores in one trace, or in those of several ranks.
+    """Report what ran on Tensor Cores in one trace, or in the traces of several ranks.
 
     Args:
-        traces: of one run or several; an empty sequence, and traces without kernels, have a report too.
-        gpu: judges for this GPU instead of those that the traces describe.
-        shapes: a shape lint of the same model, whose causes stand beside kernels of the same module.
+        traces: may be empty, and may be without kernels: the report says so then.
+        gpu: the GPU to judge for, instead of those that the traces describe.
+        shapes: a shape lint of the same model; its causes are added to those of kernels of the same module.
     """
     with without_collection():
         return _analysed(traces, gpu, shapes)

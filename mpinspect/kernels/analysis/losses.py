@@ -1,4 +1,4 @@
-"""Where Tensor Cores were eligible but not used, or used but degraded."""
+"""Groups equal products that could have used Tensor Cores but did not, or used them badly, each group with its cause."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """Equal products whose kernels did not use Tensor Cores, though they could, or used them badly.
+    """Equal products whose kernels could have used Tensor Cores and did not, or used them badly.
 
     Args:
         verdict: "off" or "degraded".
-        kernel, op, phase, kind, dtype: of the runs.
-        modules: where they ran, most time first; () where unknown.
-        m, n, k, batch: the product; None where the trace has no shapes.
-        cause: why, a sentence.
-        cause_id: the finding's key: losses of one cause make one finding.
-        calls, time_us, fraction: how often, how long in all, of all kernel time.
-        tflops: achieved; None without shapes.
-        savings: what could be saved, by way; empty where that is unknown.
-        uneven_rows: row strides of its operands, in elements, that are no multiple of 16 bytes and are not a view's; None where
-            the trace has no strides.
+        kernel, op, phase, kind, dtype: those that the runs share.
+        modules: the modules that launched them, most time first; () where unknown.
+        m, n, k, batch: sizes of the product; None where the trace has no shapes.
+        cause: a clause that says why.
+        cause_id: key of the cause; all losses of one cause make one finding.
+        calls, time_us, fraction: number of runs, their time in all, and its share of all kernel time.
+        tflops: achieved rate; None without shapes.
+        savings: estimates by way; empty where they are unknown.
+        uneven_rows: row strides of its operands, in elements, that are no multiple of 16 bytes, those of views aside; None
+            where the trace has no strides.
     """
 
     verdict: str
@@ -69,23 +69,23 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """``id``: the key, as "tf32-off-cuBLAS"; ``sentence``: without a full stop."""
+    """Why products are off Tensor Cores or degraded. ``id``: a key such as "tf32-off-cuBLAS"; ``sentence``: no full stop."""
 
     id: str
     sentence: str
 
 
 class Causes:
-    """Finds causes; knows from the other rows whether their library was allowed TF32."""
+    """Finds the causes of rows; tells from all rows whether a library was allowed TF32."""
 
     def __init__(self, rows: Iterable[KernelRow]) -> None:
-        # A FP32 product on Tensor Cores shows that its library was allowed TF32 in that trace.
+        # Where a FP32 product ran on Tensor Cores, its library was allowed TF32 in that trace.
         self._tf32 = {
             (row.trace, library(row)) for row in rows if row.verdict in ON_TENSOR_CORES and row.dtype == "float32"
         }
 
     def of(self, row: KernelRow) -> Cause:
-        """The cause of a row that is off or degraded."""
+        """Return the cause of a row that is off or degraded."""
         if row.verdict == "degraded":
             return _of_degraded(row)
         if row.dtype == "float32":
@@ -110,7 +110,7 @@ class Causes:
 
 
 def library(row: KernelRow) -> str:
-    """The library that chose the kernel, and whose TF32 switch counts: cuDNN for convolutions and recurrent networks."""
+    """Return the library that chose the kernel and obeys its own TF32 switch: cuDNN for convolutions and recurrent networks."""
     is_cudnn = row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op
     return "cuDNN" if is_cudnn else "cuBLAS"
 
@@ -118,14 +118,14 @@ def library(row: KernelRow) -> str:
 def _of_degraded(row: KernelRow) -> Cause:
     held_back = row.shape.reason if row.shape is not None and row.shape.verdict == "degraded" else ""
     if row.basis == "rate":
-        # The rate tells that it was slow and the shape rule why: names of Hopper's and Blackwell's nvjet tell no alignment.
+        # The rate says that it was slow, the shape rule why: nvjet's names (Hopper, Blackwell) spell no alignment.
         return Cause("rate-alignment", f"{row.reason}; {held_back}") if held_back else Cause("rate", row.reason)
-    # The shape rule names the operand and its stride; the kernel's name only what was left.
+    # The shape rule names the operand and its stride, a kernel's name at most the alignment that resulted.
     return Cause("alignment", held_back or row.reason)
 
 
 class LintedModules:
-    """What a shape lint of the model said of its modules: for own profiles, whose kernels have a module's dotted path."""
+    """What a shape lint of the model said about its modules; own profiles have the modules' dotted paths to look it up by."""
 
     def __init__(self, shapes: ShapeReport | None) -> None:
         self._found: dict[tuple[str, str], tuple[str, str]] = {}
@@ -134,7 +134,7 @@ class LintedModules:
                 self._found.setdefault((matmul.module, matmul.role), (matmul.verdict, matmul.reason))
 
     def cause(self, row: KernelRow) -> str:
-        """The lint's sentence on the module's products in that role; "" where it said nothing, or knows no such module."""
+        """Return the lint's sentence on the module's products in the row's role; "" where it has none."""
         roles = (row.matmul.role,) if row.matmul is not None else ("forward",) if row.phase == "forward" else ()
         if not row.module or not row.kernel.module_is_path:
             return ""
@@ -146,7 +146,7 @@ class LintedModules:
 
 
 def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:
-    """Most time first. ``linted``: what a shape lint said of the modules, if there was one."""
+    """Return the losses among the rows, most time first. ``linted``: what a shape lint said about the modules."""
     total = sum(row.time_us for row in rows)
     groups: dict[tuple[object, ...], list[KernelRow]] = defaultdict(list)
     for row in rows:
@@ -158,9 +158,9 @@ def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]
 
 
 def is_eligible(row: KernelRow) -> bool:
-    """Whether a product that ran on CUDA cores could run on this GPU's Tensor Cores, in its dtype or a narrower one, and gain.
+    """Whether a product that ran on CUDA cores would gain on this GPU's Tensor Cores, in its dtype or a narrower one.
 
-    False where it is not known: dtype or GPU unknown, complex numbers. False for matrix-vector products and their like.
+    False where that is unknown (dtype or GPU unknown, complex numbers), and for matrix-vector products and the like.
     """
     return can_gain(row) and any(True for _ in ways(row))
 
@@ -199,7 +199,7 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
 
 
 def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
-    """What padding can mend; a view's rows are another tensor's, and a vector has none."""
+    """Returns the row strides that padding can mend. A view's rows belong to another tensor, and a vector has none."""
     layouts = row.shape.layouts if row.shape is not None else ()
     if not layouts or any(layout.is_assumed for layout in layouts):
         return None
@@ -212,7 +212,7 @@ def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
 
 
 def _modules(rows: list[KernelRow]) -> tuple[str, ...]:
-    """Most time first; without those that are unknown."""
+    """Returns the known modules, most time first."""
     time: dict[str, float] = defaultdict(float)
     for row in rows:
         if row.module:

@@ -1,4 +1,4 @@
-"""Kernel time added up: by verdict, name and module."""
+"""Adds up kernel time: by verdict with shares of it, by kernel name and by module; and counts products in words."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Shares:
 
     Args:
         calls: number of kernels that ran.
-        kernel_time_us: all of them, communication included.
-        communication_time_us: those of NCCL and its like.
-        verdict_time_us, verdict_calls: by verdict, every verdict present.
+        kernel_time_us: of all kernels, communication included.
+        communication_time_us: of NCCL's kernels and the like.
+        verdict_time_us, verdict_calls: by verdict; every verdict is a key.
     """
 
     calls: int
@@ -31,7 +31,7 @@ class Shares:
 
     @property
     def product_time_us(self) -> float:
-        """Kernels that compute matrix products or may do so: native, degraded, off and unknown."""
+        """Time of the kernels that compute matrix products, or may do so: native, degraded, off and unknown."""
         return sum(self.verdict_time_us[verdict] for verdict in PRODUCTS)
 
     @property
@@ -40,7 +40,7 @@ class Shares:
 
     @property
     def compute_time_us(self) -> float:
-        """All kernel time but communication."""
+        """Kernel time without communication."""
         return max(0.0, self.kernel_time_us - self.communication_time_us)
 
     @property
@@ -60,20 +60,20 @@ class Shares:
         return share(self.communication_time_us, self.kernel_time_us)
 
     def of_products(self, verdict: str) -> float | None:
-        """A verdict's share of the matrix products' time."""
+        """Return a verdict's share of the matrix products' time."""
         return share(self.verdict_time_us[verdict], self.product_time_us)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How far kernel time could be attributed, as shares of it; None without kernels.
+    """Shares of kernel time that could be attributed; None where the whole is 0.
 
     Args:
-        attributed_fraction: has an operator.
-        module_fraction: has a module, be it a path or a chain of classes.
-        path_fraction: has a module's dotted path.
-        flops_fraction: of the matrix products' time: FLOPs are known.
-        unattributed_fractions: has no operator, by reason (those of ``mpinspect.kernels.records.UNATTRIBUTED``, each present).
+        attributed_fraction: of kernels whose operator is known.
+        module_fraction: of kernels whose module is known, as a path or as a chain of classes.
+        path_fraction: of kernels whose module's dotted path is known.
+        flops_fraction: of products whose FLOPs are known, in the time of all products.
+        unattributed_fractions: of kernels without an operator, by reason (``kernels.records.UNATTRIBUTED``, each is a key).
     """
 
     attributed_fraction: float | None
@@ -84,6 +84,7 @@ class Coverage:
 
 
 def shares(rows: Iterable[KernelRow]) -> Shares:
+    """Add up the rows' times and calls by verdict."""
     time, calls = dict.fromkeys(VERDICTS, 0.0), dict.fromkeys(VERDICTS, 0)
     communication = 0.0
     for row in rows:
@@ -96,6 +97,7 @@ def shares(rows: Iterable[KernelRow]) -> Shares:
 
 
 def coverage(rows: Iterable[KernelRow]) -> Coverage:
+    """Add up the time of rows whose operator, module or FLOPs are known."""
     total = attributed = module = path = products = flops = 0.0
     reasons = dict.fromkeys(UNATTRIBUTED, 0.0)
     for row in rows:
@@ -123,7 +125,7 @@ def coverage(rows: Iterable[KernelRow]) -> Coverage:
 
 
 def share(part: float, whole: float) -> float | None:
-    """part / whole within 0..1 (sums of floats can end a hair beyond); None where there is no whole."""
+    """Return part / whole, cut to 0..1 (sums of floats can end a hair beyond); None where the whole is 0."""
     return min(1.0, max(0.0, part / whole)) if whole > 0 else None
 
 
@@ -134,8 +136,8 @@ class NameRow:
     Args:
         name, verdict, reason, kind, architecture: as in KernelRow.
         ops: names of the operators that launched it.
-        calls, time_us: how often, and how long in all.
-        fraction: of all kernel time.
+        calls, time_us: number of runs, and their time in all.
+        fraction: their share of all kernel time.
         tflops: achieved rate over the runs whose FLOPs are known; None if there are none.
     """
 
@@ -157,8 +159,8 @@ class ModuleRow:
 
     Args:
         module: dotted path, or a chain of classes (``is_path`` False); "" for the kernels whose module is unknown.
-        calls, time_us: how many kernels, and how long in all.
-        fraction: of all kernel time.
+        calls, time_us: number of kernels, and their time in all.
+        fraction: their share of all kernel time.
         verdict_time_us: time by verdict.
     """
 
@@ -171,7 +173,7 @@ class ModuleRow:
 
 
 def by_name(rows: Sequence[KernelRow]) -> tuple[NameRow, ...]:
-    """One row a kernel name and verdict (a name can have several: alignments, dtypes, GPUs differ), most time first."""
+    """Return a row for each name, verdict and its basis (a name's verdicts differ by alignment, dtype, GPU), most time first."""
     groups: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
     for row in rows:
         groups[row.name, row.verdict, row.basis].append(row)
@@ -181,7 +183,7 @@ def by_name(rows: Sequence[KernelRow]) -> tuple[NameRow, ...]:
 
 
 def by_module(rows: Sequence[KernelRow]) -> tuple[ModuleRow, ...]:
-    """One row a module, most time first; what has no module comes as "", wherever its time puts it."""
+    """Return a row for each module, most time first; the row "" stands for kernels without one."""
     groups: dict[tuple[str, bool], list[KernelRow]] = defaultdict(list)
     for row in rows:
         groups[row.module, row.kernel.module_is_path].append(row)
@@ -216,7 +218,7 @@ def _module_row(module: str, is_path: bool, rows: list[KernelRow], total: float)
     return ModuleRow(module, is_path, len(rows), time, share(time, total) or 0.0, verdict_time_us)
 
 
-#: Families of Tensor Core kernels by what their names spell, most telling first.
+#: Families of Tensor Core kernels by what their names spell; the first that matches counts.
 _FAMILIES = tuple(
     (label, re.compile(pattern, re.IGNORECASE))
     for label, pattern in (
@@ -235,12 +237,15 @@ _FAMILIES = tuple(
     )
 )
 _PLURALS = {"gemm": "GEMMs", "convolution": "convolutions", "attention": "attention kernels", "recurrent": "recurrent"}
-#: Families named; more than these are "...".
+#: Families that are named; "..." stands for the others.
 _MOST = 3
 
 
 def phrase(rows: Sequence[KernelRow]) -> str:
-    """ "884 kernels: 12 of 12 GEMMs"; families most time first; "" without products. Matrix-vector products are no GEMMs here."""
+    """Count the products that ran on Tensor Cores, as one does with ``grep 884``: "884 kernels: 12 of 12 GEMMs".
+
+    Families stand in order of their time. Matrix-vector products are not counted. Returns "" without products.
+    """
     products = [row for row in rows if row.is_product and row.kind != "gemv"]
     if not products:
         return ""

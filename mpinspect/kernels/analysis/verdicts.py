@@ -1,4 +1,4 @@
-"""The verdict of every kernel: by its name, then by the operator that launched it where a name says nothing."""
+"""Judges kernels by their names, and by the operators that launched them where a name says nothing or cannot be right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from mpinspect.kernels.analysis.products import Products, dtype_of
+from mpinspect.kernels.analysis.products import Products, call_key, dtype_of
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.names import GUESSES, UNFAMILIAR, KernelVerdict, by_words, classify_kernel
 from mpinspect.kernels.records import Kernel, KernelTrace, TraceOp
@@ -16,17 +16,16 @@ from mpinspect.shapes.operators import product_name
 
 
 def rows_by_name(traces: Sequence[KernelTrace], gpu: Gpu | None = None) -> list[KernelRow]:
-    """A row for each kernel of the traces, judged by its name alone. ``gpu`` overrides what the traces say."""
-    judge = _cached()
-    return [
-        judge(kernel, found, index)
-        for index, trace in enumerate(traces)
-        for kernel, found in _on_their_gpus(trace, gpu)
-    ]
+    """Return a row for each kernel of the traces, judged by its name alone. ``gpu`` overrides what the traces say."""
+    judge, unknown, rows = _cached(), Gpu("", vendor=""), []
+    for index, trace in enumerate(traces):
+        described = _gpus(trace)
+        rows += [judge(kernel, gpu or described.get(kernel.device, unknown), index) for kernel in trace.kernels]
+    return rows
 
 
 def gpus_of(traces: Iterable[KernelTrace], gpu: Gpu | None = None) -> tuple[Gpu, ...]:
-    """The distinct GPUs that the traces' kernels ran on, in order; the caller's only, if named."""
+    """Return the distinct GPUs that the traces' kernels ran on, in order of appearance; only ``gpu`` where it is given."""
     if gpu is not None:
         return (gpu,)
     found: dict[tuple[str, str], Gpu] = {}
@@ -36,25 +35,14 @@ def gpus_of(traces: Iterable[KernelTrace], gpu: Gpu | None = None) -> tuple[Gpu,
     return tuple(found.values())
 
 
-def gpu_of(trace: KernelTrace, device: int) -> Gpu:
-    """The GPU of a device's number; one without a name where the trace does not describe it."""
-    return _gpus(trace).get(device, Gpu("", vendor=""))
-
-
 def _gpus(trace: KernelTrace) -> dict[int, Gpu]:
     return {device.id: of_device(device.name, device.major, device.minor, device.vendor) for device in trace.devices}
 
 
-def _on_their_gpus(trace: KernelTrace, gpu: Gpu | None) -> Iterable[tuple[Kernel, Gpu]]:
-    gpus, unknown = _gpus(trace), Gpu("", vendor="")
-    for kernel in trace.kernels:
-        yield kernel, gpu or gpus.get(kernel.device, unknown)
-
-
 def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
-    """A judge that looks at each name, dtype and GPU once: a trace has many kernels of few names."""
+    """Returns a judge that remembers its verdict on each name, dtype and GPU: a trace has many kernels but few names."""
     known: dict[tuple[str, str, int], tuple[KernelVerdict, str]] = {}
-    # By identity, for hashing an operator with its shapes takes longer than all the rest; traces and rows keep them alive.
+    # Keyed by identity: hashing an operator's shapes takes longer than everything else here. Traces and rows keep them alive.
     dtypes: dict[int, str] = {}
 
     def judge(kernel: Kernel, gpu: Gpu, trace: int) -> KernelRow:
@@ -73,31 +61,30 @@ def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
 
 
 def _stored(named: KernelVerdict) -> str:
-    """The dtype of the operands in memory by the kernel's name; "" where it tells none or several."""
+    """Returns the dtype that the operands have in memory, by the kernel's name; "" where it names none or several."""
     if len(set(named.dtypes)) != 1:
         return ""
     return "float32" if named.dtypes[0] == "tfloat32" else named.dtypes[0]
 
 
-#: What torch's own operators are called.
+#: The namespace of torch's own operators.
 _TORCH = "aten::"
 
 _remembered = lru_cache(maxsize=1 << 12)
 
 
 def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
-    """The rows in the same order, with the verdicts that follow from their operators' calls.
+    """Return the rows in the same order, with the verdicts that follow from their operators' calls.
 
-    The call of a product computes one: where no kernel of it is a product by name, its longest is of unknown verdict, kernels of
-    known families aside, which are what they are called. Where one is, a shorter kernel of unfamiliar name stands beside it. A
-    kernel of unfamiliar name is no product where its operator computes none.
+    One of the kernels that a product's call launched must compute it. Where none is a product by its name, the longest one
+    becomes "unknown"; kernels of known families keep their verdicts. Where one is, shorter kernels of unfamiliar names become
+    helpers. A kernel of unfamiliar name becomes "other" where its operator computes no product.
     """
-    found, calls = list(rows), defaultdict[tuple[object, ...], list[int]](list)
+    found, calls = list(rows), defaultdict[tuple[int, bool, int], list[int]](list)
     for index, row in enumerate(rows):
         product = _product(row)
         if product is not None and not row.is_communication:
-            number = row.kernel.call
-            calls[row.trace, number is None, id(product) if number is None else number].append(index)
+            calls[call_key(row, product)].append(index)
         elif row.named.rule == UNFAMILIAR.id and row.kernel.op is not None and _computes_none(row.kernel.op.name):
             found[index] = _with(row, "other", f"launched by {row.kernel.op.name}, which computes no matrix product")
     products = Products()
@@ -107,7 +94,7 @@ def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 
 def _product(row: KernelRow) -> TraceOp | None:
-    """The product that launched it: torch's, or another library's operator whose name says so."""
+    """Returns the product whose call launched the kernel: torch's, or another library's operator whose name says so."""
     op = row.kernel.matmul_op or row.kernel.op
     return op if op is not None and _is_product(op.name) else None
 
@@ -125,7 +112,7 @@ def _computes_none(name: str) -> bool:
 
 
 def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> None:
-    """Judge the kernels of one call by each other; of an operator's calls together where they can't be told apart."""
+    """Judges the kernels of one call by each other, or those of all calls of an operator where calls have no numbers."""
     by_name = [rows[index] for index in indices if rows[index].is_product and rows[index].named.rule != UNFAMILIAR.id]
     guessed = [rows[index] for index in indices if rows[index].named.rule in GUESSES]
     longest = max(guessed, key=lambda row: row.time_us, default=None)
@@ -146,7 +133,7 @@ def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> Non
 
 
 def _is_empty(products: Products, op: TraceOp | None) -> bool:
-    """Whether the product is of no elements, so that nothing but filling its result is to be done."""
+    """Whether the product has no elements to multiply, so that its kernels only fill the result."""
     of_call = products.of(op)
     return bool(of_call) and not any(product.flops for product in of_call)
 
