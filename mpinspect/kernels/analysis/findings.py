@@ -1,4 +1,4 @@
-"""findings"""
+"""Finds what is worth saying about traces and about kernels that are no products; ``findings`` puts all findings in order."""
 
 from __future__ import annotations
 
@@ -12,18 +12,31 @@ from mpinspect.reporting.finding import SEVERITIES, Finding
 from mpinspect.reporting.words import duration, percent, some
 from mpinspect.runtime.gpus import Gpu
 
-#: Shares of kernel time from which layout conversions and communication are worth a line; below, padding a model or another
-#: layout changes less than a clock's noise.
+#: Shares of kernel time from which layout conversions are worth a line or a warning; another layout changes less than a clock's
+#: noise below the first.
 _WORTH_A_LINE, _WORTH_A_WARNING = 0.01, 0.05
+#: Share of kernel time from which communication is worth a line.
 _MUCH_COMMUNICATION = 0.1
-#: Share of the GPU's span; short gaps between kernels are normal.
+#: Share of the GPU's span from which idle time is worth a line; short gaps between kernels are normal.
 _MUCH_IDLE = 0.1
+#: Where the operator is known for less of the kernel time, tables by operator and module say little.
+_LOW_ATTRIBUTION = 0.5
+#: Ranks differ if their shares of Tensor Core time lie at least this far apart, in points of 1.
+_FAR_APART = 0.05
 
 
 def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding, ...]:
-    """Errors first, then warnings, then information; within one severity in order of finding."""
+    """Return all findings: errors, then warnings, then information; those of one severity in the order of this list.
+
+    ``differences``: why the traces are not ranks of one job (``ranks.differences``).
+    """
     found = [
-        *trace_findings(report, differences),
+        *_cut_short(report),
+        *_empty(report),
+        *_gpus(report),
+        *_attribution(report),
+        *_between_ranks(report, differences),
+        *_notes(report),
         *product_findings(report),
         *_layout_conversions(report),
         *_communication(report),
@@ -82,27 +95,8 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
     )
 
 
-#: Below this share of kernel time with an operator, tables by operator and module say little.
-_LOW_ATTRIBUTION = 0.5
-#: Ranks whose shares of Tensor Core time lie farther apart than this, in points of 1.
-_FAR_APART = 0.05
-
-
-def trace_findings(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:
-    yield from _cut_short(report)
-    yield from _empty(report)
-    yield from _gpus(report)
-    if report.kernels:
-        yield from _attribution(report)
-    if len(report.ranks) > 1 and differences:
-        yield _different_jobs(report, differences)
-    elif len(report.ranks) > 1:
-        yield from _ranks_differ(report)
-    yield from _notes(report)
-
-
 def _cut_short(report: KernelReport) -> Iterator[Finding]:
-    """Files that end before their events do: what came after is lost, kernels first, which stand last."""
+    """Finds files that end before their events do. Kernels stand last in a file and are lost first."""
     for rank in report.ranks:
         if not rank.cut_short:
             continue
@@ -128,7 +122,7 @@ def _first_note(rank: RankReport) -> str:
 
 
 def _empty(report: KernelReport) -> Iterator[Finding]:
-    """Traces without kernels: of a CPU's work, or of launches whose kernels were not recorded."""
+    """Finds traces without kernels: of work on the CPU alone, or of launches whose kernels were not recorded."""
     for rank in report.ranks:
         if rank.shares.calls or rank.cut_short:
             continue
@@ -171,7 +165,7 @@ def _gpus(report: KernelReport) -> Iterator[Finding]:
 
 
 def _unknown_gpu(gpu: Gpu) -> Finding:
-    """The trace does not name it, or names one that is newer, or another's, than the table here."""
+    """Says that a trace names no GPU, or one that the table of GPUs does not have."""
     if not gpu.name:
         message = "The trace does not tell its GPU"
         fix = "Name it: --gpu H100, or gpu=... in code."
@@ -193,7 +187,7 @@ def _unknown_gpu(gpu: Gpu) -> Finding:
 def _attribution(report: KernelReport) -> Iterator[Finding]:
     covered = report.coverage
     fraction = covered.attributed_fraction
-    if fraction is None or fraction >= _LOW_ATTRIBUTION:
+    if not report.kernels or fraction is None or fraction >= _LOW_ATTRIBUTION:
         return
     reasons = {reason: share for reason, share in covered.unattributed_fractions.items() if share > 0}
     worst = max(reasons, key=reasons.__getitem__, default="no op")
@@ -214,6 +208,14 @@ _ATTRIBUTION_FIXES = {
     "no launch": "Record with ProfilerActivity.CPU too: launches are CPU events. Of a merged trace, read each rank's own.",
     "no op": "Record with ProfilerActivity.CPU too: operators are CPU events.",
 }
+
+
+def _between_ranks(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:
+    """Finds ranks that are none of one job, or that use Tensor Cores unequally."""
+    if len(report.ranks) > 1 and differences:
+        yield _different_jobs(report, differences)
+    elif len(report.ranks) > 1:
+        yield from _ranks_differ(report)
 
 
 def _different_jobs(report: KernelReport, differences: Sequence[str]) -> Finding:
@@ -251,10 +253,10 @@ def _fraction(rank: RankReport) -> float:
 
 
 def _notes(report: KernelReport) -> Iterator[Finding]:
-    """What reading said: one finding a distinct note, with the traces it is about."""
+    """Makes a finding of each distinct note on reading, with the traces it is about."""
     about: dict[str, list[str]] = {}
     for rank in report.ranks:
-        # The first note of a file that is cut short is in a finding of its own.
+        # The first note of a file that is cut short stands in trace-cut-short.
         for note in rank.notes[1:] if rank.cut_short else rank.notes:
             about.setdefault(note, []).append(rank.label)
     for note, labels in about.items():

@@ -1,4 +1,4 @@
-"""torch.profiler's traces (Chrome JSON, as Kineto writes it): a file, or a folder of ranks, to KernelTrace. No torch needed."""
+"""Reads torch.profiler's traces (Chrome JSON, as Kineto writes it), a file or a folder of ranks, to KernelTrace. Needs no torch."""
 
 from __future__ import annotations
 

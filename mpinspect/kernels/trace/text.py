@@ -1,4 +1,4 @@
-"""The text of a trace file, read piece by piece, and the JSON values in it."""
+"""Reads a trace file, gzipped or not, piece by piece, and decodes the JSON values in its text."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ class TraceError(ValueError):
     """A file is no trace that could be read: one sentence or two, saying what is wrong and what to do."""
 
 
-#: Bytes read at a time: the decoded events of a piece still fit a core's cache (twice as fast as pieces of a megabyte).
+#: Bytes read at a time. The decoded events of a piece fit a core's cache, which is twice as fast as pieces of a megabyte.
 CHUNK_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
-#: zlib: a gzip header and trailer around the data.
+#: Tells zlib that a gzip header and trailer surround the data.
 _GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
 
 
 class TextChunks:
-    """Iterating gives the text. UTF-8, with or without a byte order mark; bytes that are none become U+FFFD.
+    """Iterates over a file's text in pieces. Where gzip data are cut short or damaged, the text ends and ``problem`` says so.
+
+    The text is UTF-8, with or without a byte order mark; invalid bytes become U+FFFD.
 
     Args:
         path: of the file; "-" has no special meaning.
-        chunk_bytes: bytes read, and at most decompressed, at a time.
+        chunk_bytes: the most bytes to read, and to decompress, at a time.
 
     Attributes:
         bytes_read: of the text so far, uncompressed.
-        problem: sentence about what was cut off or damaged; "" if nothing.
+        problem: clause on what was cut off or damaged; "" if nothing.
 
     Raises:
         TraceError: while iterating: the file can't be opened or read.
@@ -75,7 +77,7 @@ class TextChunks:
             data = piece
             while data:
                 if member.eof:
-                    # Another member follows (files made by cat, or by parallel gzip), or padding, or what is no gzip.
+                    # Another member follows (cat or parallel gzip wrote it), or padding, or something else than gzip.
                     data = data.lstrip(b"\0")
                     if not data:
                         break
@@ -94,14 +96,14 @@ class TextChunks:
 
 
 def _until_damage(member: zlib._Decompress, data: bytes) -> Iterator[bytes]:
-    """What a failed decompression had before it failed: zlib gives it byte by byte only."""
+    """Yields the data before the damage: zlib returns them only if it is given byte by byte."""
     with contextlib.suppress(zlib.error):
         for place in range(len(data)):
             yield member.decompress(data[place : place + 1])
 
 
 def cannot_read(path: Path, error: OSError) -> str:
-    """A sentence on what the operating system refused."""
+    """Say in a sentence why the operating system refused to read a path."""
     if error.errno == errno.ENOENT:
         return (
             f"There is no {path}: give a trace that torch.profiler exported (.json or .json.gz), or a folder of them."
@@ -111,17 +113,17 @@ def cannot_read(path: Path, error: OSError) -> str:
     return f"{path} can't be read: {os.strerror(error.errno) if error.errno else error}."
 
 
-#: Characters that one value may have; more is taken for damage rather than read into memory, where it may take 24 times as much.
+#: Characters that one value may have. A longer one counts as damage: decoded, it could take 24 times as much memory.
 LONGEST_VALUE = 16 << 20
-#: A decoding error this near the end of the text may be for want of the rest (the longest token that is no string: a number).
+#: A decoding error this near the end of the text may only need more text (the longest token that is no string is a number).
 _NEAR_END = 64
-#: Characters that a pattern searched for may match.
+#: The most characters that a pattern for ``find`` may match.
 _LONGEST_MATCH = 4096
 
 _MAY_GO_ON = re.compile(r"(?:\.|[eE][-+]?)?\Z")
 WHITESPACE = re.compile(r"[ \t\r\n]*")
 
-#: Control characters within strings are let through.
+#: Accepts control characters within strings.
 JSON = json.JSONDecoder(strict=False)
 
 
@@ -130,14 +132,14 @@ class IncompleteError(Exception):
 
 
 class MalformedError(Exception):
-    """What stands there is no JSON."""
+    """The text is no JSON."""
 
 
 class JsonText:
-    """The text from ``at`` on; what is before is let go when more is read.
+    """A window onto JSON text: ``text`` from ``at`` on. Text before ``at`` is dropped when more is read.
 
     Args:
-        chunks: all of the text.
+        chunks: the whole text, in pieces.
     """
 
     def __init__(self, chunks: TextChunks) -> None:
@@ -149,7 +151,7 @@ class JsonText:
         self._chunks = iter(chunks)
 
     def peek(self, skipped: re.Pattern[str] = WHITESPACE) -> str:
-        """Go to the next character that is not skipped and return it; "" at the end."""
+        """Move to the next character that is not skipped and return it; "" at the end."""
         while True:
             match = skipped.match(self.text, self.at)
             assert match is not None
@@ -160,10 +162,10 @@ class JsonText:
                 return ""
 
     def value(self) -> Any:
-        """Decode the value that starts here and go to its end.
+        """Decode the value that starts here and move to its end.
 
         Raises:
-            IncompleteError, MalformedError: position unchanged.
+            IncompleteError, MalformedError: the position is unchanged.
         """
         while True:
             try:
@@ -172,14 +174,14 @@ class JsonText:
                 if not self.double():
                     raise
                 continue
-            # A number at the end of the text may go on, also where the text ends at "1." or "1e+".
+            # A number at the end of the text may continue, even after "1." or "1e+".
             if _MAY_GO_ON.match(self.text, end) and self.more():
                 continue
             self.at = end
             return value
 
     def decode(self) -> tuple[Any, int]:
-        """The value that starts here, of the text at hand, and its end. Raises as ``value``."""
+        """Return the value that starts here and its end, without reading more text. Raises as ``value`` does."""
         try:
             return JSON.raw_decode(self.text, self.at)
         except JSONDecodeError as error:
@@ -191,9 +193,9 @@ class JsonText:
             raise MalformedError(f"{error} at byte {self.byte():,}") from None
 
     def find(self, pattern: re.Pattern[str]) -> bool:
-        """Go to the end of the pattern's next match; False, at the end of the text, if there is none."""
+        """Move to the end of the pattern's next match; without one, to the end of the text, and return False."""
         while (found := pattern.search(self.text, self.at)) is None:
-            # The match may begin in the text at hand; what is before can go.
+            # A match may begin in the last characters of the window; those before can be dropped.
             self.at = max(self.at, len(self.text) - _LONGEST_MATCH)
             if not self.more():
                 self.at = len(self.text)
@@ -202,11 +204,11 @@ class JsonText:
         return True
 
     def double(self) -> bool:
-        """As ``more``, but twice the text: what is decoded again and again until it is complete must not take ever longer."""
+        """Double the text. Decoding a value again after each doubling takes time in proportion to its length."""
         return self.more(len(self.text) - self.at)
 
     def more(self, characters: int = 1) -> bool:
-        """Append that many characters or somewhat more; False at the end. Positions before ``at`` are gone."""
+        """Append at least that many characters; return False at the end. Drops the text before ``at``."""
         pieces = [self.text[self.at :]]
         self._gone += self.at
         wanted = max(characters, 1)
@@ -222,11 +224,11 @@ class JsonText:
 
     @property
     def position(self) -> int:
-        """Characters before this place."""
+        """Number of characters of the whole text before ``at``."""
         return self._gone + self.at
 
     def byte(self, at: int | None = None) -> int:
-        """Where in the (uncompressed) file a position of the text is, by default this one."""
-        # U+FFFD mostly stands for one byte that is no UTF-8.
+        """Return the byte in the uncompressed file at which a position of ``text`` is, by default ``at``."""
+        # U+FFFD mostly stands for one invalid byte.
         rest = self.text[self.at if at is None else at :].replace("\ufffd", "?")
         return self._source.bytes_read - len(rest.encode("utf-8", "surrogatepass"))
