@@ -1,7 +1,7 @@
-"""One step of a running script under torch.profiler: begun between two steps, kept from the next to the one after.
+"""Records one step of a running script with torch.profiler: starts between two steps, and keeps the second step from there.
 
-As in profiling.py each module's forward gets a range. The hooks are the modules' own and not torch's for all modules, of which a
-compiled model would warn.
+Each module's forward gets a range, as in profiling.py, but by hooks on the modules: a compiled model warns of torch's hooks on
+all modules.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from mpinspect.kernels.capture import profiling
-from mpinspect.kernels.capture.profiling import PREFIX, plain_parts
 from mpinspect.runtime.hooks import HandleList, ModelHook
 
 
 def obstacle() -> str:
-    """Why no profile can be begun now; "" where it can."""
+    """Say why no profile can begin now; "" where one can."""
     if torch.autograd.profiler._is_profiler_enabled:
         return "the script profiles itself, and torch records for one at a time. Give its trace to mpinspect kernels"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -32,12 +31,12 @@ def obstacle() -> str:
 
 
 class LiveProfile:
-    """Profiles two steps and keeps the second: the profiler's own start-up falls into the first.
+    """Profiles two steps and keeps the second: the first contains the profiler's own start-up.
 
     Args:
-        models: by name; of several the names lead the paths of their modules.
-        path: where the trace is written (.json.gz); its directory is made.
-        unhookable: ids of modules that get no range: they are compiled, and would be once more when the hook goes.
+        models: by name; where there are several, paths of modules begin with the name.
+        path: the trace to write (.json.gz); its directory is made.
+        unhookable: ids of compiled modules, which get no range: removing a hook would compile them again.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], path: Path, *, unhookable: Collection[int] = ()) -> None:
@@ -70,7 +69,7 @@ class LiveProfile:
         self._put_back = _make_way(self._give_way)
 
     def next_step(self) -> bool:
-        """A step has ended; whether it was the one to keep. Waits for the GPU."""
+        """End a step; return whether it was the one to keep. Waits for the GPU."""
         self._steps += 1
         if self._profiler is None or self._steps == 2:
             return True
@@ -82,10 +81,10 @@ class LiveProfile:
         return False
 
     def end(self, stopped: str = "") -> str:
-        """Stop and write the trace; returns why there is none, "" where there is. Waits for the GPU.
+        """Stop and write the trace; return why there is none, "" where there is one. Waits for the GPU.
 
         Args:
-            stopped: why the step did not come to its end, "" if it did.
+            stopped: why the step was interrupted, "" if it was not.
         """
         profiler = self._stop()
         if self._yielded:
@@ -99,12 +98,12 @@ class LiveProfile:
         return ""
 
     def leave_modules(self) -> None:
-        """Something is about to be compiled: take the hooks off, and name no more modules in this step."""
+        """Remove the hooks because a compilation is about to begin; no further modules of this step get a range."""
         self._names_modules = False
         self._handles.remove_all()
 
     def abandon(self) -> None:
-        """This is a forked child: the profiler is the parent's."""
+        """Forget the profiler in a forked child, where it belongs to the parent."""
         self._unhook()
         self._profiler = None
 
@@ -140,16 +139,14 @@ class LiveProfile:
     def _paths(self) -> list[tuple[str, torch.nn.Module]]:
         several = len(self._models) > 1
         return [
-            (".".join([*([name] if several else []), *plain_parts(model, path)]), module)
+            (".".join([*([name] if several else []), *profiling.plain_parts(model, path)]), module)
             for name, model in self._models.items()
             for path, module in model.named_modules()
         ]
 
     def _enter(self, path: str, args: Any) -> None:
         if threading.get_ident() == self._thread:
-            opened = torch.profiler.record_function(PREFIX + path)
-            opened.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(opened)
+            self._open.append(profiling.opened_range(path))
 
     def _leave(self, args: Any, output: Any = None) -> None:
         if threading.get_ident() == self._thread and self._open:
@@ -161,7 +158,7 @@ def _keep_the_second(number: int) -> ProfilerAction:
 
 
 def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
-    """Have ``give_way`` called before anybody else's profiler starts, which would fail. Returns what undoes that."""
+    """Calls ``give_way`` before another profiler starts, which would fail otherwise. Returns a function that ends this."""
     owner: Any = torch.autograd.profiler.profile
     original = owner.__init__
 
@@ -180,7 +177,7 @@ def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """What the profiler warns of is not for the script, whose warnings may be errors."""
+    """Suppresses the profiler's warnings: the script may have made warnings errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

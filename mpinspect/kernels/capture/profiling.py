@@ -1,4 +1,9 @@
-"""One iteration"""
+"""Records one iteration with torch.profiler as a trace like any other, with named ranges around module forwards.
+
+torch.profiler writes class names only ("nn.Module: Linear_3"), and only with Python stacks, which cost more than the model. Here
+every module call gets a range "mpinspect::module::<dotted path>", by torch's own hooks for all modules: nothing is put into the
+user's model, and nothing stays behind.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-#: What the trace reader looks for (trace_file); the path follows, "" is the model itself.
-PREFIX = "mpinspect::module::"
+from mpinspect.kernels.records import MODULE_RANGE
 
 #: Parts of a dotted path that wrappers add: torch.compile's, FSDP's and activation checkpointing's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -24,8 +28,8 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 class ModuleRanges:
     """Names modules and, while ``recording``, puts a range around each of their forwards.
 
-    Without a model the modules called from outside any other are roots: the one with most parameters gives bare paths, the
-    others (a loss, a discriminator) are led by their class name.
+    Without a model, modules called from outside any other are roots. Paths begin at the root with most parameters; those within
+    other roots (a loss, a discriminator) begin with the root's class name.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -43,7 +47,7 @@ class ModuleRanges:
 
     @contextmanager
     def installed(self) -> Iterator[ModuleRanges]:
-        """While inside, every module call is seen. The hooks are gone afterwards, also after an exception."""
+        """Hook all module calls within the context. Removes the hooks at its end, also after an exception."""
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -58,7 +62,7 @@ class ModuleRanges:
                 handle.remove()
 
     def settle(self) -> None:
-        """Name what was called so far: the roots' modules. Called after the warm-up, when all roots have been seen."""
+        """Name the modules of the roots called so far. To be called after the warm-up, when all roots have been called."""
         named = [root for root in self._roots if root not in self._paths]
         largest = max(named, key=_parameters, default=None) if not self._paths else None
         for root in sorted(named, key=lambda each: each is not largest):
@@ -66,7 +70,7 @@ class ModuleRanges:
         self._roots.clear()
 
     def path(self, module: nn.Module) -> str | None:
-        """The dotted path of a module; None for one that was never seen."""
+        """Return the dotted path of a module; None for a module of no root."""
         return self._paths.get(module)
 
     def _name(self, root: nn.Module, prefix: str) -> None:
@@ -92,18 +96,23 @@ class ModuleRanges:
             opened.__exit__(None, None, None)
 
     def _range(self, module: nn.Module) -> Any:
-        """An open range; None for a module of no root, such as the graph that torch.compile made of one."""
+        """Returns an open range; None for a module of no root, such as a graph that torch.compile made."""
         path = self._paths.get(module)
         if path is None:
             return None
         self.saw_model = self.saw_model or id(module) in self._model
-        opened = torch.profiler.record_function(PREFIX + path)
-        opened.__enter__()  # type: ignore[no-untyped-call]
-        return opened
+        return opened_range(path)
+
+
+def opened_range(path: str) -> Any:
+    """Begin the range of a module's forward; leave it with ``__exit__``."""
+    opened = torch.profiler.record_function(MODULE_RANGE + path)
+    opened.__enter__()  # type: ignore[no-untyped-call]
+    return opened
 
 
 def plain_parts(root: nn.Module, name: str) -> list[str]:
-    """A module's name in parts, without what wrappers add: "module._orig_mod.fc" of a DistributedDataParallel -> ["fc"]."""
+    """Split a module's name without what wrappers add: "module._orig_mod.fc" of a DistributedDataParallel gives ["fc"]."""
     parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
     wraps = isinstance(root, nn.DataParallel | nn.parallel.DistributedDataParallel)
     return parts[1:] if wraps and parts[:1] == ["module"] else parts
@@ -113,14 +122,14 @@ def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-#: Steps that run under the profiler before the one that is kept: its own start-up (CUPTI's) falls into them.
+#: Profiled steps before the one that is kept: they contain the profiler's own start-up (CUPTI's).
 _SETTLING = 1
 
 
 def record_trace(
     step: Callable[[], object], path: Path, *, model: nn.Module | None = None, warmup: int = 3
 ) -> tuple[str, ...]:
-    """Run ``step`` ``warmup + 2`` times, the last one recorded into ``path`` (JSON). Waits for the GPU around that one.
+    """Run ``step`` ``warmup + 2`` times and record the last run into ``path`` (JSON). Waits for the GPU before and after it.
 
     Returns:
         Notes: sentences on what the trace lacks.
@@ -173,6 +182,7 @@ def _keep_the_last(number: int) -> ProfilerAction:
 
 
 def activities() -> list[ProfilerActivity]:
+    """Return what the profiler can record here: the CPU, and the GPU where there is one."""
     found = [ProfilerActivity.CPU]
     if ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
         found.append(ProfilerActivity.CUDA)

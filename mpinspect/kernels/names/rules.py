@@ -1,12 +1,10 @@
-"""What a kernel's name tells about Tensor Cores, as data: the first rule that matches decides.
+"""Rules on what a kernel's name says about Tensor Cores, as data: the first rule that matches decides.
 
-First come families: libraries whose kernels are known by name. A name of no family is judged by its words: one of a product's
-makes it a product of which nothing tells the unit, one of elementwise and other such work makes it no product. A name without
-either may be anything, so it is unknown and never called no product.
+Families come first: libraries whose kernels are known by name. A name of no family is judged by its words. A word of products
+makes it a product on an unknown unit; a word of elementwise or other such work makes it no product. A name with neither may be
+anything: its verdict is "unknown", never "other".
 
-A rule looks at the name in lower case, without its parameters. ``any_of`` are plain substrings, one of which must be there,
-``none_of`` such as must not: they make a thousand names cheap. ``pattern`` is a regular expression that must match too, if given.
-A new kind of kernel is a new line here, with its source and an example that no earlier rule takes.
+A new kind of kernel is a new rule here, with its source and an example that no earlier rule matches.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
 """
@@ -18,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mpinspect.kernels.names.spelling import Spelling
 
-#: Changes whenever a rule does; every report carries it.
+#: Version of the rules, which every report carries; to be changed with every rule.
 RULES_VERSION = "2026.12"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
@@ -26,20 +24,20 @@ VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table.
+    """A verdict on names, which are matched in lower case and without their parameters.
 
     Args:
         id: name of the rule, in reports.
-        verdict: one of VERDICTS but "degraded", which takes evidence beside the name's family.
+        verdict: one of VERDICTS but "degraded", which needs more evidence than a name's family.
         kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "" (no product, or any).
-        any_of: lower-case substrings.
+        any_of: substrings, one of which the name must have: a cheap check before the pattern.
         meaning: completes "this is ...".
         source: where the name was seen or is defined.
         example: a name that this rule decides.
-        pattern: regular expression on the lower-case name, or "".
-        none_of: lower-case substrings that rule it out.
-        own: looks at the function with its namespaces alone, not at its template arguments.
-        any_architecture: the name's prefix is not the GPU: cuBLAS runs volta_sgemm on a Turing card.
+        pattern: a regular expression that the name must match too, or "".
+        none_of: substrings, none of which the name may have.
+        own: whether to match only the function with its namespaces, and not the template arguments.
+        any_architecture: whether a prefix of the name says nothing about the GPU (cuBLAS runs volta_sgemm on a Turing card).
         since: the first architecture on which it uses Tensor Cores, where it runs on older ones too.
     """
 
@@ -61,17 +59,17 @@ class Rule:
         object.__setattr__(self, "regex", re.compile(self.pattern) if self.pattern else None)
 
     def decides(self, text: str) -> bool:
-        """Whether pattern and ``none_of`` hold of a lower-case text in which one of ``any_of`` is."""
+        """Whether a lower-case text that has one of ``any_of`` satisfies ``pattern`` and ``none_of``."""
         return (self.regex is None or self.regex.search(text) is not None) and not any(
             each in text for each in self.none_of
         )
 
 
-#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, behind the letter of what
-#: they accumulate in. Anchored on both sides: 884 inside another number is nothing.
+#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, behind the letter of the
+#: accumulator's dtype. Anchored on both sides, so that 884 inside another number does not match.
 MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
 
-#: What of their digits must be in a name for that: "168" is in 1684, 1688, 16816, 16832, ...
+#: Substrings, one of which every match of MMA has: "168" is in 1684, 1688, 16816, 16832, ...
 MMA_DIGITS = ("884", "168", "1616", "8816", "8832")
 
 #: The beginning and the end of a word in lower case.
@@ -86,7 +84,7 @@ PRODUCT_WORDS = (
     rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
 )
 
-#: Words of what is done beside a product: where one of these is in its name, the kernel computes none itself ...
+#: Words of work beside a product: a kernel with one of these in its name computes no product itself ...
 HELPER_WORDS = (
     r"reduc(?!escatter)|combine(?!d)|per_token_group_quant|finali[sz]e|pre_?process|post_?process|prep_|metadata|repack|prepack|_to_marlin|workspace|fixup|align_?block"
     r"|_align\d?_|permut|routing|router|indices|_ids|histogram|prefix_?sum|cumsum(?!_\w*kkt|_house)|offset|count|sort|top_?k|scatter"
@@ -97,7 +95,7 @@ HELPER_WORDS = (
     r"|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info|per_tensor_(?:amax|quant|scale)|padding|states_fwd"
     r"|varlen_states|gate_(?:fwd|bwd|chunk|cumsum)|save_|init_"
 )
-#: ... but where the product is its verb.
+#: ... unless the product is the name's verb.
 _PRODUCT_VERB = (
     r"(?:gemm|matmul|moe)_kernel|moe_gemm|decode_stage1|fused_\w*(?:(?<!fb)gemm|bmm)"
     r"|gemm_\w*_(?:quant_kernel|split_cat)|dequant\w*gemm|kernel_stage1"
@@ -737,7 +735,7 @@ FAMILIES = (
     ),
 )
 
-#: Rules for a name of no family, by the words of the function, or of its template arguments where that has none of them.
+#: Rules for names of no family, by the words of the function; by those of its template arguments where it has no such words.
 WORDS = (
     Rule(
         "tensorrt-myelin",
@@ -781,7 +779,7 @@ WORDS = (
     ),
 )
 
-#: What is left: a name that looks like nothing known may be a product's.
+#: The rule for all other names, any of which may be a product's.
 UNFAMILIAR = Rule(
     "unfamiliar",
     "unknown",
@@ -794,26 +792,26 @@ UNFAMILIAR = Rule(
 
 RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
 
-#: Ids of the rules that go by words or by nothing, and give way to what an operator tells.
+#: Ids of the rules that go by words or by nothing; evidence from operators overrides them.
 GUESSES = frozenset(rule.id for rule in (*WORDS, UNFAMILIAR))
 
-#: One line a substring: first_match walks it without inner loops, since traces have thousands of names.
+#: Pairs of a substring and its rule, so that first_match has no inner loop: traces have thousands of names.
 _TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of)
 
 
 def first_match(name: str) -> Rule:
-    """The rule that decides about a name, as a profiler wrote it."""
+    """Return the rule that decides on a name as a profiler wrote it."""
     spelt = Spelling.of(name)
     for literal, rule in _TABLE:
         text = spelt.function if rule.own else spelt.whole
         if literal in text and rule.decides(text):
             return rule
-    # Template arguments tell what a product does beside it too: those of an attention name its softmax.
+    # Template arguments also name work beside the product (attention's softmax), so helpers are not sought among them.
     return by_words(spelt.function) or by_words(spelt.arguments, ("unknown", "other")) or UNFAMILIAR
 
 
 def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:
-    """The rule that decides about a function's or an operator's name by its words; None where it has none that is known."""
+    """Return the rule that decides on a function's or an operator's name by its words; None where none is known."""
     return next(
         (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of[0] in lowered and rule.decides(lowered)),
         None,

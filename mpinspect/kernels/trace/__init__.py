@@ -1,4 +1,4 @@
-"""Reads torch.profiler's traces (Chrome JSON, as Kineto writes it), a file or a folder of ranks, to KernelTrace. Needs no torch."""
+"""Reads torch.profiler's traces (Chrome JSON, as Kineto writes it) to KernelTrace: files or folders of ranks, without torch."""
 
 from __future__ import annotations
 

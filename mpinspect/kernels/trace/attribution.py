@@ -1,4 +1,4 @@
-"""Kernels with the operator, module, phase and step that launched them: kernel, correlation, launch, operators around it."""
+"""Attributes kernels to operator, module, phase and step: by correlation to a launch, by nesting to what is around that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpinspect.kernels.trace.recording import Recording
 
 
 def attributed(recording: Recording, launches: Launches) -> tuple[Kernel, ...]:
-    """All kernels, by start time. The External id of a trace is never used: see ``launches.external_id_is_correlation``."""
+    """Return all kernels by start time. External ids are not used (see ``launches.external_id_is_correlation``)."""
     operators = Operators(recording)
     launched = np.flatnonzero(launches.of_kernel >= 0)
     launch = launches.of_kernel[launched]
@@ -76,6 +76,6 @@ def _why_none(is_graph: bool, launch: int, before: bool) -> str:
 
 
 def _graph_launches(recording: Recording, names: list[str]) -> list[bool]:
-    """Of each launch whether it runs a whole graph (cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch)."""
+    """Returns for each launch whether it runs a whole graph (cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch)."""
     graphs = {number for number, name in enumerate(names) if "GraphLaunch" in name}
     return [name in graphs for name in recording.launches["name"].tolist()]

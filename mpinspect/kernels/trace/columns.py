@@ -95,7 +95,7 @@ _ROUNDING = 1.0
 
 
 class Nesting:
-    """Finds which interval encloses which on many threads. An interval has its start and not its end: touching ones don't overlap.
+    """Finds which interval encloses which, on many threads. Intervals are half-open: touching ones don't overlap.
 
     Args:
         intervals: with columns "thread" and "id"; of two that begin and end together the smaller id is outside.

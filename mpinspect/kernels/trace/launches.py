@@ -1,4 +1,4 @@
-"""Which call on the host launched which kernel: by correlation, and by process where several processes share a file."""
+"""Finds the call on the host that launched a kernel: by correlation, and by process where several processes share a file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 from mpinspect.kernels.trace.columns import Ints
 from mpinspect.kernels.trace.recording import Recording
 
-#: Share of the kernels whose External id must equal their correlation: where it is the operator's, a few do by chance.
+#: External ids are correlations if they equal them for more than this share of kernels; ids of operators do for a few, by chance.
 _MOST = 0.5
 _STARTS_MANY = re.compile(r"GraphLaunch|MultiDevice")
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Args:
-    of_kernel: position of each kernel's launch in the recording, or -1.
-    before_window: of each kernel: it has no launch because it was launched before the profiler began to record.
-    ambiguous: number of kernels left without a launch because several processes' launches have their correlation.
-    shared: number of kernels left without a launch because other kernels have the same one, though it starts a single kernel.
+    """The launches of a recording's kernels.
+
+    Args:
+        of_kernel: for each kernel the position of its launch in the recording, or -1.
+        before_window: for each kernel whether its launch is missing because it was before the profiler began to record.
+        ambiguous: number of kernels without a launch because launches of several processes have their correlation.
+        shared: number of kernels without a launch because other kernels have the same one, which starts a single kernel.
     """
 
     of_kernel: NDArray[np.int64]
@@ -56,9 +58,9 @@ def find_launches(recording: Recording) -> Launches:
 
 
 def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of each kernel whether others have its launch, though that call starts one kernel: at most one of them is right.
+    """Returns for each kernel whether others have its launch although that call starts one kernel: at most one of them is right.
 
-    Graphs' launches start many, and so do those on several devices (cudaLaunchCooperativeKernelMultiDevice).
+    Launches of graphs and on several devices (cudaLaunchCooperativeKernelMultiDevice) start many kernels.
     """
     starts_one = np.array(
         ["launch" in name.lower() and not _STARTS_MANY.search(name) for name in recording.names], bool
@@ -71,11 +73,10 @@ def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.b
 
 
 def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_kernel: NDArray[np.int64]) -> int:
-    """Decide where a correlation has several launches; the number of kernels for which that can't be.
+    """Chooses among several launches of one correlation; returns the number of kernels for which that is impossible.
 
-    A process is taken for a GPU's own if more of that GPU's kernels than of any other process have a launch of its that began
-    before they did. What is left goes by elimination: a launch starts one kernel. Of one process's launches the last one before
-    the kernel counts.
+    A launch must have begun before its kernel; of several in one process, the last such counts. The process that has launches
+    for most of a GPU's kernels is taken as that GPU's own. Other kernels are decided by elimination: a launch starts one kernel.
     """
     pids = [thread[0] for thread in recording.threads]
     process = [pids[thread] for thread in recording.launches["thread"].tolist()]
@@ -88,7 +89,7 @@ def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_ke
             process[launch]: int(launch) for launch in launches if starts[launch] <= kernel_starts[kernel]
         }
         if not possible[kernel] and len({process[launch] for launch in launches}) == 1:
-            # Clocks that are a little apart put every launch after the kernel.
+            # Where the clocks differ a little, all launches can seem to be after the kernel.
             possible[kernel] = {process[launches[0]]: int(launches[0])}
         votes[devices[kernel]].update(possible[kernel].keys())
     homes = {device: _clear_winner(counted) for device, counted in votes.items()}
@@ -110,12 +111,12 @@ def _only(launches: dict[object, int]) -> int:
 
 
 def _clear_winner(votes: Counter[object]) -> object:
-    """The one with most votes; a tie has none (a fresh object, which equals nothing)."""
+    """Returns the one with most votes; for a tie a fresh object, which equals nothing."""
     best = votes.most_common(2)
     return best[0][0] if best and (len(best) == 1 or best[0][1] > best[1][1]) else object()
 
 
 def external_id_is_correlation(correlation: Ints, external: Ints) -> bool:
-    """Whether the kernels' External id is no operator's: versions of torch that wrote the correlation there."""
+    """Whether the kernels' External ids are their correlations, as some versions of torch write, and not ids of operators."""
     known = (external >= 0) & (correlation >= 0)
     return bool(known.any() and np.mean(external[known] == correlation[known]) > _MOST)

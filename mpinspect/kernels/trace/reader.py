@@ -1,4 +1,4 @@
-"""reader"""
+"""Reads a trace file to KernelTrace, or several: files, and folders with one file a rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mpinspect.runtime.garbage_collection import without_collection
 
 
 def read_trace_file(path: str | PathLike[str], *, chunk_bytes: int = CHUNK_BYTES) -> KernelTrace:
-    """Read a trace that torch.profiler exported: .json or .json.gz (told by the content, not by the name).
+    """Read a trace that torch.profiler exported: JSON, gzipped or not, whatever the file's name.
 
-    Memory is bounded by what attribution needs, about 100 bytes an event, not by the file. Cut or damaged files give what
-    could be read; ``notes`` of the result says what is missing.
+    Takes about 100 bytes of memory an event. Of a cut or damaged file, returns what could be read; ``notes`` of the result
+    says what is missing.
 
     Args:
         path: of the file.
-        chunk_bytes: how much of it is read at a time.
+        chunk_bytes: how many bytes to read at a time.
 
     Raises:
         TraceError: there is no such file, it can't be read, or it is no trace.
@@ -73,7 +73,7 @@ def _read(path: Path, chunk_bytes: int) -> KernelTrace:
 
 
 def _window(recording: Recording) -> tuple[float, float]:
-    """From the first to the last thing recorded, the profiler's own marks among them; (0, 0) if there is nothing."""
+    """Returns the time from the first event or mark of the profiler to the last; (0, 0) without any."""
     columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
     starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
     ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
@@ -81,7 +81,7 @@ def _window(recording: Recording) -> tuple[float, float]:
 
 
 def _launch_count(recording: Recording) -> int:
-    """Calls that start kernels; the recording has others too (copies), whose correlation it needs as little as theirs."""
+    """Returns the number of calls that start kernels; the recording has other calls too, of copies."""
     launching = [number for number, name in enumerate(recording.names) if "launch" in name.lower()]
     return int(np.isin(recording.launches["name"], launching).sum())
 
@@ -92,8 +92,8 @@ _SUFFIXES = (".json", ".json.gz")
 def read_trace_files(paths: Sequence[str | PathLike[str]]) -> tuple[KernelTrace, ...]:
     """Read traces: each path a file, or a folder whose .json and .json.gz files are the ranks of a run (subfolders aside).
 
-    Sorted by rank, then by name as people count ("worker10" after "worker2"). Files of a folder that are no traces are left
-    out, and the first trace's ``notes`` name them.
+    Returns them sorted by rank, then by name with numbers in order ("worker10" after "worker2"). Files of a folder that are no
+    traces are left out, and the first trace's ``notes`` name them.
 
     Raises:
         TraceError: a file can't be read or is no trace, a folder has no trace, or no path was given.
@@ -135,7 +135,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
-    """Ranks that several traces claim to be: two runs, or two windows of one."""
+    """Notes which traces have one rank: they are of two runs, or of two windows of one."""
     counted = Counter(trace.rank for trace in traces if trace.rank is not None)
     return [_noted(trace, counted[trace.rank]) if trace.rank is not None else trace for trace in traces]
 
