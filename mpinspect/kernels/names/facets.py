@@ -50,7 +50,7 @@ _NVJET_LETTERS = {
     "r": "float8_e5m2",
     "d": "float64",
 }
-_MMA = re.compile(MMA)
+_MMA, _DIGITS = re.compile(MMA), MMA_DIGITS.split()
 _BLAS = re.compile(r"(?:^|[^a-z])(?:g?)([shdczi])gemm")
 _BLAS_LETTERS = {
     "s": "float32",
@@ -99,7 +99,7 @@ def _compute_capability(lowered: str) -> int | None:
 
 def instruction(lowered: str) -> tuple[str, str]:
     """Return a name's mma instruction: its accumulator's letter ("m" where the name says mma) and its digits, or ("", "")."""
-    for each in MMA_DIGITS:
+    for each in _DIGITS:
         if each in lowered:
             found = _MMA.search(lowered)
             return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
