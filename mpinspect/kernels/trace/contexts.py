@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import marshal
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from mpinspect.kernels.records import TraceOp
 from mpinspect.kernels.trace.columns import Columns, Floats, Ints, Nesting
 from mpinspect.kernels.trace.forwards import Forwards
 from mpinspect.kernels.trace.recording import STEP_RANGE, Recording
@@ -20,52 +17,6 @@ _PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
 
 #: Namespaces whose operators compute no products, except for those above.
 _NO_PRODUCTS = ("aten::", "autograd::", "prims::", "profiler::", "c10d::")
-
-
-class Operators:
-    """Makes TraceOps of one recording's operators; equal ones are one object."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._names = list(recording.names)
-        self._described = list(recording.arguments)
-        self._name = recording.operators["name"].tolist()
-        self._arguments = recording.operators["arguments"].tolist()
-        self._made: dict[tuple[int, int], TraceOp] = {}
-
-    def are_products(self) -> list[bool]:
-        """Return for each name of the recording, by number, whether it is a matrix product's."""
-        return [name in _PRODUCTS for name in self._names]
-
-    def may_be_products(self) -> list[bool]:
-        """Return for each name whether it is a product's, or that of another library's operator, which may be a product."""
-        return [name in _PRODUCTS or ("::" in name and not name.startswith(_NO_PRODUCTS)) for name in self._names]
-
-    def record(self, operator: int) -> TraceOp | None:
-        """Return the TraceOp of the operator at a position of the recording; None for -1."""
-        if operator < 0:
-            return None
-        key = self._name[operator], self._arguments[operator]
-        if key not in self._made:
-            described = marshal.loads(self._described[key[1]]) if key[1] >= 0 else [None] * 4
-            self._made[key] = _trace_op(self._names[key[0]], *described)
-        return self._made[key]
-
-
-def _trace_op(name: str, dims: Any, strides: Any, dtypes: Any, scalars: Any) -> TraceOp:
-    return TraceOp(
-        name,
-        shapes=tuple(map(_sizes, dims)) if isinstance(dims, list) else None,
-        strides=tuple(map(_sizes, strides)) if isinstance(strides, list) else None,
-        dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else None,
-        scalars=tuple("" if value is None else str(value) for value in scalars) if isinstance(scalars, list) else None,
-    )
-
-
-def _sizes(sizes: object) -> tuple[int, ...]:
-    """Returns a tensor's sizes; () for other arguments, lists of tensors included, whose sizes are nested deeper."""
-    if isinstance(sizes, list) and all(type(size) is int for size in sizes):
-        return tuple(sizes)
-    return ()
 
 
 #: The range in which autograd's engine runs a node, and its names of nodes (torch/csrc/autograd/engine.cpp, function.h).
@@ -107,13 +58,13 @@ class _Around:
     forward: int = -1
 
 
-def surroundings(recording: Recording, operators: Operators, threads: Ints, times: Floats) -> Surroundings:
+def surroundings(recording: Recording, threads: Ints, times: Floats) -> Surroundings:
     """Find what is around launches at these times on these threads."""
     nesting = Nesting(recording.operators)
     innermost = nesting.innermost(threads, times).tolist()
     ranges, is_path = _module_ranges(recording)
     forwards = Forwards(recording, nesting) if len(ranges) else None
-    chains = _Chains(recording, operators, nesting, forwards)
+    chains = _Chains(recording, nesting, forwards)
     around = {operator: chains.around(operator) for operator in set(innermost)}
     by_launch = [around[operator] for operator in innermost]
     modules = _Modules(recording, ranges, is_path).of(by_launch, threads, times)
@@ -139,12 +90,14 @@ def surroundings(recording: Recording, operators: Operators, threads: Ints, time
 class _Chains:
     """Walks from operators outwards. ``enclosing``: operators that may be products, around others that launched kernels."""
 
-    def __init__(self, recording: Recording, operators: Operators, nesting: Nesting, forwards: Forwards | None) -> None:
+    def __init__(self, recording: Recording, nesting: Nesting, forwards: Forwards | None) -> None:
         self._name = recording.operators["name"].tolist()
         self._parents = nesting.parents.tolist()
         self._forwards = forwards
-        self._is_product = operators.are_products()
-        self._may_be_product = operators.may_be_products()
+        self._is_product = [name in _PRODUCTS for name in recording.names]
+        self._may_be_product = [
+            name in _PRODUCTS or ("::" in name and not name.startswith(_NO_PRODUCTS)) for name in recording.names
+        ]
         self.enclosing: set[int] = set()
         self._is_engine = [name.startswith(_ENGINE) for name in recording.names]
         self._is_node = [_NODE.search(name) is not None for name in recording.names]

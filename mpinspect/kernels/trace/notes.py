@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpinspect.kernels.records import Device
+    from mpinspect.kernels.trace.attribution import Launches
     from mpinspect.kernels.trace.events import EventStream
-    from mpinspect.kernels.trace.launches import Launches
     from mpinspect.kernels.trace.recording import Recording
     from mpinspect.kernels.trace.text import TextChunks
 

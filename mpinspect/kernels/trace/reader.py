@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from mpinspect.kernels.records import KernelTrace
-from mpinspect.kernels.trace.attribution import attributed
+from mpinspect.kernels.trace.attribution import attributed, external_id_is_correlation, find_launches
 from mpinspect.kernels.trace.events import EventStream
-from mpinspect.kernels.trace.launches import external_id_is_correlation, find_launches
 from mpinspect.kernels.trace.notes import no_phases, notes
 from mpinspect.kernels.trace.provenance import busy_and_span, devices, job, rank_and_size
 from mpinspect.kernels.trace.recording import Recording
