@@ -111,7 +111,7 @@ def _check(step: object, model: object, warmup: int, shapes: object) -> None:
 
 
 def _ensure_writable(path: Path) -> None:
-    """Raises OSError before the run, whose trace would be lost otherwise; makes parent directories."""
+    """Raise OSError before the run, whose trace would be lost otherwise; make parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("ab"):

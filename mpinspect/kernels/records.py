@@ -76,7 +76,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the trace describes it; None where it does not. ``vendor``: "NVIDIA", "AMD" or "" where unknown."""
+    """A GPU as the trace describes it; numbers that the trace lacks are None. ``vendor``: "NVIDIA", "AMD" or ""."""
 
     id: int
     name: str

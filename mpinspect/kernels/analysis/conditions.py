@@ -25,7 +25,7 @@ def _idle(report: KernelReport) -> Range:
 
 
 def _on_tensor_cores(whole: Callable[[Shares], float]) -> Callable[[KernelReport], Range]:
-    """Returns what measures time on Tensor Cores: without the products of unknown verdict, and with them."""
+    """Return a measure of the share on Tensor Cores, without the products of unknown verdict and with them."""
 
     def measured(report: KernelReport) -> Range:
         total, known = whole(report.shares), report.shares.tensor_core_time_us
@@ -36,7 +36,7 @@ def _on_tensor_cores(whole: Callable[[Shares], float]) -> Callable[[KernelReport
 
 
 def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
-    """Returns what measures a verdict's share of the products' time; products of unknown verdict may have it too."""
+    """Return a measure of a verdict's share of the products' time, without the products of unknown verdict and with them."""
 
     def measured(report: KernelReport) -> Range:
         known, unknown = report.shares.of_products(verdict), report.shares.of_products("unknown")
@@ -47,7 +47,7 @@ def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
 
 _PRODUCTS, _ALL = "the matrix products' time", "all kernel time"
 
-#: By the name of a share: what measures it, and what it is a share of, in words.
+#: By the name of a share: its measure, and what it is a share of, in words.
 QUANTITIES: dict[str, tuple[Callable[[KernelReport], Range], str]] = {
     "tensor-core share": (_on_tensor_cores(lambda shares: shares.product_time_us), _PRODUCTS),
     "tensor-core share of all": (_on_tensor_cores(lambda shares: shares.kernel_time_us), _ALL),

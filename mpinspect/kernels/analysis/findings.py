@@ -96,7 +96,7 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
 
 
 def _cut_short(report: KernelReport) -> Iterator[Finding]:
-    """Finds files that end before their events do. Kernels stand last in a file and are lost first."""
+    """Find files that end before their events do. Kernels stand last in a file and are lost first."""
     for rank in report.ranks:
         if not rank.cut_short:
             continue
@@ -122,7 +122,7 @@ def _first_note(rank: RankReport) -> str:
 
 
 def _empty(report: KernelReport) -> Iterator[Finding]:
-    """Finds traces without kernels: of work on the CPU alone, or of launches whose kernels were not recorded."""
+    """Find traces without kernels: of work on the CPU alone, or of launches whose kernels were not recorded."""
     for rank in report.ranks:
         if rank.shares.calls or rank.cut_short:
             continue
@@ -165,7 +165,7 @@ def _gpus(report: KernelReport) -> Iterator[Finding]:
 
 
 def _unknown_gpu(gpu: Gpu) -> Finding:
-    """Says that a trace names no GPU, or one that the table of GPUs does not have."""
+    """Say that a trace names no GPU, or one that the table of GPUs does not have."""
     if not gpu.name:
         message = "The trace does not tell its GPU"
         fix = "Name it: --gpu H100, or gpu=... in code."
@@ -211,7 +211,7 @@ _ATTRIBUTION_FIXES = {
 
 
 def _between_ranks(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:
-    """Finds ranks that are none of one job, or that use Tensor Cores unequally."""
+    """Find traces that are not of one job, or ranks of one job that use Tensor Cores unequally."""
     if len(report.ranks) > 1 and differences:
         yield _different_jobs(report, differences)
     elif len(report.ranks) > 1:
@@ -253,7 +253,7 @@ def _fraction(rank: RankReport) -> float:
 
 
 def _notes(report: KernelReport) -> Iterator[Finding]:
-    """Makes a finding of each distinct note on reading, with the traces it is about."""
+    """Make a finding of each distinct note on reading, with the traces it is about."""
     about: dict[str, list[str]] = {}
     for rank in report.ranks:
         # The first note of a file that is cut short stands in trace-cut-short.

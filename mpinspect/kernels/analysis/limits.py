@@ -166,7 +166,7 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
 
 
 def _speedup(span: float, saved: float) -> float | None:
-    """Returns the bound; None without a span, or where simultaneous kernels sum up to more than it."""
+    """Return the bound; None without a span, or where simultaneous kernels sum up to more than it."""
     return span / (span - saved) if span > saved else None
 
 
@@ -192,7 +192,7 @@ def _outlook(row: KernelRow) -> _Outlook:
 
 
 def _least(row: KernelRow) -> float | None:
-    """Returns the least time in us that a change could bring the product to.
+    """Return the least time in us that a change could bring the product to.
 
     0 where the roofline or the dtype is unknown; None where no change would help.
     """
@@ -204,7 +204,7 @@ def _least(row: KernelRow) -> float | None:
 
 
 def _tf32_gain(row: KernelRow) -> float:
-    """Returns the share of a native TF32 product's time that 16 bits save at most: by the peaks' ratio, else half of it."""
+    """Return the share of a native TF32 product's time that 16 bits save at most: by the peaks' ratio, else half of it."""
     half = half_precision(row.gpu)
     if row.dtype != "float32" or half is None:
         return 0.0

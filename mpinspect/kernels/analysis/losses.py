@@ -125,7 +125,7 @@ def _of_degraded(row: KernelRow) -> Cause:
 
 
 class LintedModules:
-    """What a shape lint of the model said about its modules; own profiles have the modules' dotted paths to look it up by."""
+    """What a shape lint said about the model's modules, by dotted paths, which only this package's own profiles have."""
 
     def __init__(self, shapes: ShapeReport | None) -> None:
         self._found: dict[tuple[str, str], tuple[str, str]] = {}
@@ -199,7 +199,7 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
 
 
 def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
-    """Returns the row strides that padding can mend. A view's rows belong to another tensor, and a vector has none."""
+    """Return the row strides that padding can mend. A view's rows belong to another tensor, and a vector has none."""
     layouts = row.shape.layouts if row.shape is not None else ()
     if not layouts or any(layout.is_assumed for layout in layouts):
         return None
@@ -212,7 +212,7 @@ def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
 
 
 def _modules(rows: list[KernelRow]) -> tuple[str, ...]:
-    """Returns the known modules, most time first."""
+    """Return the known modules, most time first."""
     time: dict[str, float] = defaultdict(float)
     for row in rows:
         if row.module:

@@ -42,7 +42,7 @@ def product_findings(report: KernelReport) -> Iterator[Finding]:
 
 
 def _unused(report: KernelReport) -> Iterator[Finding]:
-    """Finds GPUs whose Tensor Cores no product used; products of unknown verdict may have used them."""
+    """Find GPUs whose Tensor Cores no product used, unless products of unknown verdict may have used them."""
     shares = report.shares
     if shares.product_time_us <= 0 or shares.tensor_core_time_us > 0 or shares.verdict_time_us["unknown"] > 0:
         return
@@ -62,7 +62,7 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
 
 
 def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
-    """Returns the severity, what kept the products off, and the fix."""
+    """Return the severity, what kept the products off, and the fix."""
     severity = "warning" if _of_all(report) >= _WORTH_A_WARNING else "info"
     if report.eligible:
         return severity, "", "See eligible-not-used for the causes."
@@ -99,7 +99,7 @@ def _of_all(report: KernelReport) -> float:
 
 
 def _by_cause(losses: Sequence[Loss]) -> list[list[Loss]]:
-    """Groups the losses by cause, most time first."""
+    """Group the losses by cause, most time first."""
     causes: dict[str, list[Loss]] = defaultdict(list)
     for loss in losses:
         causes[loss.cause_id].append(loss)
@@ -133,7 +133,7 @@ def _finding(id: str, group: list[Loss], how: str, fix: str) -> Finding:
 
 
 def _alignment_fix(loss: Loss) -> str:
-    """Says which sizes to pad, where the product's own sizes tell."""
+    """Say which sizes to pad, where the product's own sizes tell."""
     step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2) or 1
     if loss.kind == "convolution":
         return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
@@ -163,7 +163,7 @@ def _where(loss: Loss) -> str:
 
 
 def _saved(group: Sequence[Loss]) -> str:
-    """Says what each way would save, over the losses that have an estimate of it."""
+    """Say what each way would save, over the losses that have an estimate of it."""
     found: dict[str, list[float]] = defaultdict(list)
     bases: dict[str, set[str]] = defaultdict(set)
     for loss in group:
@@ -198,7 +198,7 @@ def _evidence(group: Sequence[Loss]) -> dict[str, object]:
 
 
 def _contradicted(report: KernelReport) -> Iterator[Finding]:
-    """Finds kernels whose names say CUDA cores and whose rates say Tensor Cores."""
+    """Find kernels whose names say CUDA cores and whose rates say Tensor Cores."""
     rows = [
         row for row in report.kernels if row.basis == "rate" and row.verdict == "native" and row.named.verdict == "off"
     ]

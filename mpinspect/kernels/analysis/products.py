@@ -142,7 +142,7 @@ def call_key(row: KernelRow, op: TraceOp) -> tuple[int, bool, int]:
 
 
 def _assigned(rows: list[KernelRow], products: tuple[Matmul, ...], judged: _ShapeVerdicts) -> list[KernelRow]:
-    """Returns the rows of one call, each with its product."""
+    """Return the rows of one call, each with its product."""
     by_product: dict[int, list[KernelRow]] = defaultdict(list)
     chosen = [_product_of(row.name, products) for row in rows]
     for row, product in zip(rows, chosen, strict=True):
@@ -176,7 +176,7 @@ def _with(row: KernelRow, product: Matmul, together: list[KernelRow], judged: _S
 
 
 def _product_of(name: str, products: tuple[Matmul, ...]) -> Matmul | None:
-    """Returns the product that a kernel computes: the only one, or the one whose role the kernel's name tells."""
+    """Return the product that a kernel computes: the only one, or the one whose role the kernel's name tells."""
     if len(products) == 1:
         return products[0]
     for role, pattern in _GRADIENTS:
@@ -187,7 +187,7 @@ def _product_of(name: str, products: tuple[Matmul, ...]) -> Matmul | None:
 
 
 def _flops(row: KernelRow, together: list[KernelRow], product: Matmul) -> float | None:
-    """Returns the kernel's part of the FLOPs, by time among kernels of one name; None among several names (Winograd's parts)."""
+    """Return the kernel's part of the FLOPs, by time among kernels of one name; None among several names (Winograd's parts)."""
     if len(together) == 1:
         return float(product.flops)
     if len({other.name for other in together}) > 1 or row.kernel.call is None:

@@ -155,7 +155,7 @@ def _family(row: KernelRow) -> tuple[object, ...]:
 
 
 def _equal_runs(rows: Sequence[KernelRow]) -> list[_Group]:
-    """Groups the runs whose rates are known by trace, device, verdict, name and product."""
+    """Group the runs whose rates are known by trace, device, verdict, name and product."""
     groups: dict[tuple[object, ...], list[tuple[float, int]]] = defaultdict(list)
     for index, row in enumerate(rows):
         rate = row.tflops
@@ -175,7 +175,7 @@ def _change(rows: list[KernelRow], group: _Group, change: _Change | None) -> Non
 
 
 def _impossible(row: KernelRow) -> _Change | None:
-    """Says that FLOPs are unknown where not even Tensor Cores could do them in that time: others computed them too."""
+    """Drop FLOPs that not even Tensor Cores could do in that time: other kernels must have done part of them."""
     peak = max(
         filter(None, (tensor_core_peak(row.gpu, row.dtype), cuda_core_peak(row.gpu, row.dtype))),
         default=None,
@@ -187,7 +187,7 @@ def _impossible(row: KernelRow) -> _Change | None:
 
 
 def _above_cuda_cores(row: KernelRow) -> _Change | None:
-    """Says "native" of a product that is off or unknown by its name but faster than CUDA cores can be."""
+    """Call a product native that is off or unknown by its name, but faster than CUDA cores can be."""
     rate, peak, fewer = row.tflops, cuda_core_peak(row.gpu, row.dtype), _FEWER_OPERATIONS.get(row.kind)
     if row.verdict not in ("off", "unknown") or rate is None or peak is None or fewer is None:
         return None
@@ -202,7 +202,7 @@ def _above_cuda_cores(row: KernelRow) -> _Change | None:
 
 
 def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
-    """Says "degraded" of a product that is native by its name but far slower than its siblings or the roofline."""
+    """Call a product degraded that is native by its name, but far slower than its siblings or the roofline."""
     # Attention's softmax and recurrent steps take time that FLOPs do not count, so they are not judged.
     if row.verdict != "native" or row.basis == "rate" or row.kind not in ("gemm", "convolution"):
         return None

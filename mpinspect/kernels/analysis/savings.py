@@ -104,6 +104,6 @@ def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRa
 
 
 def _time_of_siblings(row: KernelRow, dtype: str, floor: Bound, siblings: SiblingRates) -> float | None:
-    """Returns the run's time at its siblings' median rate, but no less than the roofline; None without siblings."""
+    """Return the run's time at its siblings' median rate, but no less than the roofline; None without siblings."""
     rate = siblings.of(row) if dtype == row.dtype else None
     return max(row.flops / rate / 1e6, floor.time_us) if rate and row.flops is not None else None

@@ -40,7 +40,7 @@ def _gpus(trace: KernelTrace) -> dict[int, Gpu]:
 
 
 def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
-    """Returns a judge that remembers its verdict on each name, dtype and GPU: a trace has many kernels but few names."""
+    """Return a judge that remembers its verdict on each name, dtype and GPU: a trace has many kernels but few names."""
     known: dict[tuple[str, str, int], tuple[KernelVerdict, str]] = {}
     # Keyed by identity: hashing an operator's shapes takes longer than everything else here. Traces and rows keep them alive.
     dtypes: dict[int, str] = {}
@@ -61,7 +61,7 @@ def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
 
 
 def _stored(named: KernelVerdict) -> str:
-    """Returns the dtype that the operands have in memory, by the kernel's name; "" where it names none or several."""
+    """Return the dtype that the operands have in memory, by the kernel's name; "" where it names none or several."""
     if len(set(named.dtypes)) != 1:
         return ""
     return "float32" if named.dtypes[0] == "tfloat32" else named.dtypes[0]
@@ -94,7 +94,7 @@ def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 
 def _product(row: KernelRow) -> TraceOp | None:
-    """Returns the product whose call launched the kernel: torch's, or another library's operator whose name says so."""
+    """Return the product whose call launched the kernel: torch's, or another library's operator whose name says so."""
     op = row.kernel.matmul_op or row.kernel.op
     return op if op is not None and _is_product(op.name) else None
 
@@ -112,7 +112,7 @@ def _computes_none(name: str) -> bool:
 
 
 def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> None:
-    """Judges the kernels of one call by each other, or those of all calls of an operator where calls have no numbers."""
+    """Judge the kernels of one call by each other, or those of all calls of an operator where calls have no numbers."""
     by_name = [rows[index] for index in indices if rows[index].is_product and rows[index].named.rule != UNFAMILIAR.id]
     guessed = [rows[index] for index in indices if rows[index].named.rule in GUESSES]
     longest = max(guessed, key=lambda row: row.time_us, default=None)

@@ -158,7 +158,7 @@ def _keep_the_second(number: int) -> ProfilerAction:
 
 
 def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``give_way`` before another profiler starts, which would fail otherwise. Returns a function that ends this."""
+    """Call ``give_way`` before another profiler starts, which would fail otherwise; return a function that ends this."""
     owner: Any = torch.autograd.profiler.profile
     original = owner.__init__
 
@@ -177,7 +177,7 @@ def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppresses the profiler's warnings: the script may have made warnings errors."""
+    """Suppress the profiler's warnings: the script may have made warnings errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -47,7 +47,7 @@ class ModuleRanges:
 
     @contextmanager
     def installed(self) -> Iterator[ModuleRanges]:
-        """Hook all module calls within the context. Removes the hooks at its end, also after an exception."""
+        """Hook all module calls within the context; remove the hooks at its end, also after an exception."""
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -96,7 +96,7 @@ class ModuleRanges:
             opened.__exit__(None, None, None)
 
     def _range(self, module: nn.Module) -> Any:
-        """Returns an open range; None for a module of no root, such as a graph that torch.compile made."""
+        """Return an open range; None for a module of no root, such as a graph that torch.compile made."""
         path = self._paths.get(module)
         if path is None:
             return None

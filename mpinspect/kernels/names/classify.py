@@ -89,7 +89,7 @@ def _product(rule: Rule, lowered: str, dtype: str | None) -> KernelVerdict:
 
 
 def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reason: str) -> tuple[str, str]:
-    """Returns "native", or "degraded" where operands are aligned to fewer than 16 bytes, with the reason."""
+    """Return "native", or "degraded" where operands are aligned to fewer than 16 bytes, with the reason."""
     if "notaligned" in lowered:
         return "degraded", f"{reason}; built for operands that are not aligned to {FULL_ALIGNMENT} bytes"
     if alignment is None or not dtypes:
@@ -107,7 +107,7 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
 
 
 def _on(gpu: Gpu | None, found: KernelVerdict, since: str) -> KernelVerdict:
-    """Returns the verdict on a GPU, which may have no Tensor Cores, or none for that dtype, or be AMD's."""
+    """Return the verdict on a GPU, which may have no Tensor Cores, or none for that dtype, or be AMD's."""
     if gpu is None:
         return found
     if gpu.vendor == "AMD":

@@ -143,7 +143,7 @@ def kind(lowered: str) -> str:
 
 
 def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
-    """Returns the dtypes of A and B by nvjet_<A><B><C><compute><D>, or by three letters where A and B are alike."""
+    """Return the dtypes of A and B by nvjet_<A><B><C><compute><D>, or by three letters where A and B are alike."""
     operands = letters[:2] if len(letters) == 5 else letters[:1]
     return tuple(dict.fromkeys(_NVJET_LETTERS[letter] for letter in operands if letter in _NVJET_LETTERS))
 

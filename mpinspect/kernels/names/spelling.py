@@ -46,7 +46,7 @@ class Spelling:
 
 
 def _demangled(name: str) -> str:
-    """Returns a mangled name's namespaces, name and template arguments: "ck_tile::kentry<Rmsnorm2dFwd ..."."""
+    """Return a mangled name's namespaces, name and template arguments: "ck_tile::kentry<Rmsnorm2dFwd ..."."""
     path: list[str] = []
     arguments: list[str] = []
     found, position, is_nested = path, 2, name.startswith(("_ZN", "_ZLN"))
@@ -68,7 +68,7 @@ def _demangled(name: str) -> str:
 
 
 def _function_and_arguments(name: str) -> tuple[str, str]:
-    """Returns the function with its namespaces and its template arguments, each "" where absent; drops type and parameters."""
+    """Return the function with its namespaces and its template arguments, each "" where absent; drop type and parameters."""
     path: list[str] = []
     arguments: list[str] = []
     brackets: list[str] = []

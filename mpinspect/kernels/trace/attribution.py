@@ -1,4 +1,4 @@
-"""Attributes kernels: by correlation to the host's call that launched them, by nesting to that call's operator, module and step."""
+"""Attributes kernels: by correlation to the host's call that launched them, by nesting to its operator, module and step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def find_launches(recording: Recording) -> Launches:
 
 
 def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns for each kernel whether others have its launch although that call starts one kernel: at most one of them is right.
+    """Return for each kernel whether others have its launch although that call starts one kernel: at most one of them is right.
 
     Launches of graphs and on several devices (cudaLaunchCooperativeKernelMultiDevice) start many kernels.
     """
@@ -78,7 +78,7 @@ def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.b
 
 
 def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_kernel: NDArray[np.int64]) -> int:
-    """Chooses among several launches of one correlation; returns the number of kernels for which that is impossible.
+    """Choose among several launches of one correlation; return the number of kernels for which that is impossible.
 
     A launch must have begun before its kernel; of several in one process, the last such counts. The process that has launches
     for most of a GPU's kernels is taken as that GPU's own. Other kernels are decided by elimination: a launch starts one kernel.
@@ -116,7 +116,7 @@ def _only(launches: dict[object, int]) -> int:
 
 
 def _clear_winner(votes: Counter[object]) -> object:
-    """Returns the one with most votes; for a tie a fresh object, which equals nothing."""
+    """Return the one with most votes; for a tie a fresh object, which equals nothing."""
     best = votes.most_common(2)
     return best[0][0] if best and (len(best) == 1 or best[0][1] > best[1][1]) else object()
 
@@ -191,7 +191,7 @@ def _why_none(is_graph: bool, launch: int, before: bool) -> str:
 
 
 def _graph_launches(recording: Recording, names: list[str]) -> list[bool]:
-    """Returns for each launch whether it runs a whole graph (cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch)."""
+    """Return for each launch whether it runs a whole graph (cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch)."""
     graphs = {number for number, name in enumerate(names) if "GraphLaunch" in name}
     return [name in graphs for name in recording.launches["name"].tolist()]
 
@@ -228,7 +228,7 @@ def _trace_op(name: str, dims: Any, strides: Any, dtypes: Any, scalars: Any) -> 
 
 
 def _sizes(sizes: object) -> tuple[int, ...]:
-    """Returns a tensor's sizes; () for other arguments, lists of tensors included, whose sizes are nested deeper."""
+    """Return a tensor's sizes; () for other arguments, lists of tensors included, whose sizes are nested deeper."""
     if isinstance(sizes, list) and all(type(size) is int for size in sizes):
         return tuple(sizes)
     return ()

@@ -127,7 +127,7 @@ class Nesting:
         return found
 
     def _by_thread(self, threads: Ints, order: NDArray[np.intp]) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
-        """Yields the intervals and points of each thread that has both, in order of time."""
+        """Yield the intervals and points of each thread that has both, in order of time."""
         own, asked = self._thread[self._order], threads[order]
         for thread in np.intersect1d(own, asked):
             yield (
@@ -137,7 +137,7 @@ class Nesting:
 
 
 def _sweep(starts: list[float], ends: list[float], points: list[float], proper: bool) -> tuple[list[int], list[int]]:
-    """Returns the parents of the intervals and the owners of the points, as positions. All arguments are in order of time."""
+    """Return the parents of the intervals and the owners of the points, as positions. All arguments are in order of time."""
     parents, owners, stack = [], [], [-1]
     # The bottom of the stack never ends, and encloses everything.
     ends = [*ends, float("inf")]

@@ -133,7 +133,7 @@ def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -
 
 
 def _module_ranges(recording: Recording) -> tuple[Columns, bool]:
-    """Returns the ranges that name modules: this package's own where there are any, else frames of the Python stack."""
+    """Return the ranges that name modules: this package's own where there are any, else frames of the Python stack."""
     own = len(recording.modules) > 0 or len(recording.backwards) > 0
     return (recording.modules, True) if own else (recording.frames, False)
 
@@ -175,7 +175,7 @@ class _Modules:
         return modules
 
     def _name(self, position: int) -> str | None:
-        """Returns the dotted path, or the frames' classes from outside in."""
+        """Return the dotted path, or the frames' classes from outside in."""
         if position not in self._chains:
             name = str(self._names[self._range_names[position]])
             outer = None if self._is_path else self._name(int(self._nesting.parents[position]))
@@ -191,7 +191,7 @@ def _calls(recording: Recording, products: list[int]) -> list[int | None]:
 
 
 def _steps(recording: Recording, threads: Ints, times: Floats) -> list[int | None]:
-    """Returns the step of each launch. The step's range is on the thread that called the profiler and holds for all others."""
+    """Return the step of each launch. The step's range is on the thread that called the profiler and holds for all others."""
     processes: dict[object, int] = {}
     of_thread = np.array(
         [processes.setdefault(thread[0], len(processes)) for thread in recording.threads], dtype=np.int64

@@ -105,7 +105,7 @@ class EventStream:
             raise TraceError(notes.no_trace(self._source, list(self.top_level)))
 
     def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Yields the events; then sets ``problem`` and ``is_cut`` by how the file ends."""
+        """Yield the events; then set ``problem`` and ``is_cut`` by how the file ends."""
         try:
             yield from events
             if self._text.peek().strip("\0\x1a"):
@@ -146,7 +146,7 @@ class EventStream:
         text.at += 1
 
     def _keep(self, key: str) -> None:
-        """Reads a value of the top level, and keeps it unless the values are too large in all."""
+        """Read a value of the top level, and keep it unless the values are too large in all."""
         before = self._text.position
         value = self._text.value()
         self._kept += self._text.position - before
@@ -167,7 +167,7 @@ class EventStream:
         self._text.at += 1
 
     def _many(self) -> list[Any] | None:
-        """Decodes the needed events up to the last place that looks like an event's end; None where that fails."""
+        """Decode the needed events up to the last place that looks like an event's end; None where that fails."""
         text, at = self._text.text, self._text.at
         end = text.rfind(self._separator, at) if self._separator and text[at] == "{" else -1
         if end < 0:
@@ -183,7 +183,7 @@ class EventStream:
         return batch
 
     def _few(self) -> list[Any]:
-        """Decodes the complete events of the window one by one; returns none if more text was needed or one was damaged."""
+        """Decode the complete events of the window one by one; return none if more text was needed or one was damaged."""
         batch: list[Any] = []
         while True:
             try:
@@ -205,7 +205,7 @@ class EventStream:
                 return batch
 
     def _mended(self) -> list[Any]:
-        """Returns the invalid event here with known faults mended; if that is not enough, counts it as damaged."""
+        """Return the invalid event here with known faults mended; if that is not enough, count it as damaged."""
         text = self._text
         while (following := _NEXT_EVENT.search(text.text, text.at + 1)) is None:
             if len(text.text) - text.at > LONGEST_VALUE or not text.double():

@@ -61,7 +61,7 @@ class Forwards:
         return self._pid(operator), int(self._sequence[operator])
 
     def _find_makers(self, start: NDArray[np.float64], identity: NDArray[np.int64]) -> dict[_Key, dict[int, int]]:
-        """Returns the operator that began last with a number, by (process, number) and then by thread."""
+        """Return the operator that began last with a number, by (process, number) and then by thread."""
         makers: dict[_Key, dict[int, int]] = {}
         forward = np.flatnonzero((self._sequence >= 0) & (self._forward_thread <= 0))
         for operator in forward[np.lexsort((identity[forward], start[forward]))].tolist():
@@ -69,7 +69,7 @@ class Forwards:
         return makers
 
     def _learn_threads(self) -> dict[tuple[object, int], int]:
-        """Returns threads by (process, "Fwd thread id"), a count from 1 that the profiler uses only there."""
+        """Return threads by (process, "Fwd thread id"), a count from 1 that the profiler uses only there."""
         votes: dict[tuple[object, int], Counter[int]] = {}
         for operator in np.flatnonzero((self._sequence >= 0) & (self._forward_thread > 0)).tolist():
             arrow = self._by_arrow.get(operator)
@@ -82,7 +82,7 @@ class Forwards:
 
 
 def _arrows(recording: Recording, nesting: Nesting) -> dict[int, int]:
-    """Returns the operators at arrows' tails by those at their heads."""
+    """Return the operators at arrows' tails by those at their heads."""
     tails, heads = recording.flow_starts, recording.flow_ends
     if not len(tails) or not len(heads):
         return {}

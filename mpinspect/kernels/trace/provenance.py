@@ -115,7 +115,7 @@ def busy_and_span(recording: Recording) -> tuple[dict[int, float], dict[int, flo
 
 
 def _union(start: Floats, end: Floats) -> float:
-    """Returns the length of the union of intervals."""
+    """Return the length of the union of intervals."""
     order = np.argsort(start, kind="stable")
     start, latest = start[order], np.maximum.accumulate(end[order])
     # What an interval adds begins where all before it are over.

@@ -72,7 +72,7 @@ def _read(path: Path, chunk_bytes: int) -> KernelTrace:
 
 
 def _window(recording: Recording) -> tuple[float, float]:
-    """Returns the time from the first event or mark of the profiler to the last; (0, 0) without any."""
+    """Return the time from the first event or mark of the profiler to the last; (0, 0) without any."""
     columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
     starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
     ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
@@ -80,7 +80,7 @@ def _window(recording: Recording) -> tuple[float, float]:
 
 
 def _launch_count(recording: Recording) -> int:
-    """Returns the number of calls that start kernels; the recording has other calls too, of copies."""
+    """Return the number of calls that start kernels; the recording has other calls too, of copies."""
     launching = [number for number, name in enumerate(recording.names) if "launch" in name.lower()]
     return int(np.isin(recording.launches["name"], launching).sum())
 
@@ -134,7 +134,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
-    """Notes which traces have one rank: they are of two runs, or of two windows of one."""
+    """Note which traces have one rank: they are of two runs, or of two windows of one."""
     counted = Counter(trace.rank for trace in traces if trace.rank is not None)
     return [_noted(trace, counted[trace.rank]) if trace.rank is not None else trace for trace in traces]
 

@@ -26,7 +26,7 @@ _Handler = Callable[[dict[str, Any]], None]
 
 
 class _Handlers(dict[object, _Handler]):
-    """The handler of an event by its category, whose spelling Kineto has changed ("Kernel" and "kernel", "cpu_op", ...).
+    """Handlers of events by category, whose spelling Kineto has changed ("Kernel" and "kernel", "Operator" and "cpu_op", ...).
 
     Args:
         known: by categories without case, underscores and spaces; events of others are ignored.
@@ -44,7 +44,7 @@ class _Handlers(dict[object, _Handler]):
 
 
 def _ignore(event: dict[str, Any]) -> None:
-    """Handles events that nothing needs."""
+    """Handle events that nothing needs."""
 
 
 class Recording:
@@ -116,7 +116,7 @@ class Recording:
     # -- kinds of events --------------------------------------------------------------------------------------------------
 
     def _operator(self, event: dict[str, Any]) -> None:
-        """Adds an operator. Most events are operators in their usual form, which takes as few calls as possible."""
+        """Add an operator. Most events are operators in their usual form, which takes as few calls as possible."""
         try:
             start, duration, name, pid, tid, args, phase = _USUAL(event)
             number_of_name = self._operator_names[name]
@@ -142,7 +142,7 @@ class Recording:
         )
 
     def _unusual_operator(self, event: dict[str, Any]) -> tuple[int, float, float, dict[str, Any]] | None:
-        """Reads an operator with a new name, with numbers as strings or without arguments; None if it is no operator."""
+        """Read an operator with a new name, with numbers as strings or without arguments; None if it is no operator."""
         name, span, args = event.get("name"), self._span(event), event.get("args") or {}
         if span is None or not isinstance(name, str):
             return None
@@ -223,7 +223,7 @@ class Recording:
             columns.add((time, 0.0, flow, self.threads[event.get("pid"), event.get("tid")]))
 
     def _mark(self, event: dict[str, Any]) -> None:
-        """Adds Kineto's instants at the beginning and the end of its window; other events name processes and threads."""
+        """Add Kineto's instants at the beginning and the end of its window; other events name processes and threads."""
         if event.get("ph") in ("i", "I"):
             name, time = word(event.get("name")), number(event.get("ts"))
             if time is not None and name.startswith(("Iteration Start", "Record Window End")):
@@ -232,7 +232,7 @@ class Recording:
             self.without_phase += 1
 
     def _span(self, event: dict[str, Any]) -> tuple[float, float] | None:
-        """Returns start and duration; None if the event has no start, or is none of phase X."""
+        """Return start and duration; None if the event has no start, or is none of phase X."""
         start: Any = event.get("ts")
         duration: Any = event.get("dur")
         phase = event.get("ph")
@@ -260,12 +260,12 @@ def _is_span(start: Any, duration: Any) -> bool:
 
 
 def _identity(args: dict[str, Any]) -> int:
-    """Returns a number that grows in the order of calls, so that it orders events which begin and end together."""
+    """Return a number that grows in the order of calls, so that it orders events which begin and end together."""
     found = args.get("External id")
     return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
 
 
 def _device(event: dict[str, Any], args: dict[str, Any]) -> int:
-    """Returns the GPU's number, which Kineto also writes as the pid of the GPU's events."""
+    """Return the GPU's number, which Kineto also writes as the pid of the GPU's events."""
     device = integer(args.get("device"))
     return device if device >= 0 else max(integer(event.get("pid"), 0), 0)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 
 class TraceError(ValueError):
-    """A file is no trace that could be read: one sentence or two, saying what is wrong and what to do."""
+    """A file can't be read as a trace. The message says what is wrong and what to do."""
 
 
 #: Bytes read at a time. The decoded events of a piece fit a core's cache, which is twice as fast as pieces of a megabyte.
@@ -96,7 +96,7 @@ class TextChunks:
 
 
 def _until_damage(member: zlib._Decompress, data: bytes) -> Iterator[bytes]:
-    """Yields the data before the damage: zlib returns them only if it is given byte by byte."""
+    """Yield the data before the damage: zlib returns them only if it is given byte by byte."""
     with contextlib.suppress(zlib.error):
         for place in range(len(data)):
             yield member.decompress(data[place : place + 1])
