@@ -48,7 +48,7 @@ class LiveProfile:
         self._open: list[Any] = []
         self._profiler: Any = None
         self._yielded = False
-        self._put_back: Callable[[], None] | None = None
+        self._unwatch: Callable[[], None] | None = None
         self._steps = 0
         self._names_modules = True
 
@@ -66,7 +66,7 @@ class LiveProfile:
                 activities=profiling.activities(), schedule=_keep_the_second, record_shapes=True, acc_events=True
             )
             self._profiler.start()
-        self._put_back = _make_way(self._give_way)
+        self._unwatch = _watch_for_profilers(self._yield_profiler)
 
     def next_step(self) -> bool:
         """End a step; return whether it was the one to keep. Waits for the GPU."""
@@ -116,7 +116,7 @@ class LiveProfile:
                 profiler.stop()
         return profiler
 
-    def _give_way(self) -> None:
+    def _yield_profiler(self) -> None:
         self._yielded = True
         self._stop()
 
@@ -132,9 +132,9 @@ class LiveProfile:
         self._handles.remove_all()
         while self._open:
             self._open.pop().__exit__(None, None, None)
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
 
     def _paths(self) -> list[tuple[str, torch.nn.Module]]:
         several = len(self._models) > 1
@@ -157,22 +157,22 @@ def _keep_the_second(number: int) -> ProfilerAction:
     return (ProfilerAction.WARMUP, ProfilerAction.RECORD_AND_SAVE)[number] if number < 2 else ProfilerAction.NONE
 
 
-def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
-    """Call ``give_way`` before another profiler starts, which would fail otherwise; return a function that ends this."""
+def _watch_for_profilers(yield_profiler: Callable[[], None]) -> Callable[[], None]:
+    """Call ``yield_profiler`` before another profiler starts, which would fail otherwise; return a function that ends this."""
     owner: Any = torch.autograd.profiler.profile
     original = owner.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        give_way()
+        yield_profiler()
         original(self, *args, **kwargs)
 
-    def put_back() -> None:
+    def unwatch() -> None:
         if owner.__init__ is __init__:
             owner.__init__ = original
 
     owner.__init__ = __init__
-    return put_back
+    return unwatch
 
 
 @contextmanager
