@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, profile
 
 from mpinspect.kernels.capture import profiling
 from mpinspect.runtime.hooks import HandleList, ModelHook
@@ -62,9 +61,7 @@ class LiveProfile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _quietly():
             profiling.wait_for_gpu()
-            self._profiler = profile(
-                activities=profiling.activities(), schedule=_keep_the_second, record_shapes=True, acc_events=True
-            )
+            self._profiler = profiling.two_step_profiler()
             self._profiler.start()
         self._unwatch = _watch_for_profilers(self._yield_profiler)
 
@@ -151,10 +148,6 @@ class LiveProfile:
     def _leave(self, args: Any, output: Any = None) -> None:
         if threading.get_ident() == self._thread and self._open:
             self._open.pop().__exit__(None, None, None)
-
-
-def _keep_the_second(number: int) -> ProfilerAction:
-    return (ProfilerAction.WARMUP, ProfilerAction.RECORD_AND_SAVE)[number] if number < 2 else ProfilerAction.NONE
 
 
 def _watch_for_profilers(yield_profiler: Callable[[], None]) -> Callable[[], None]:

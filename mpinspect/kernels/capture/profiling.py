@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from mpinspect.kernels.records import MODULE_RANGE
 
@@ -122,10 +122,6 @@ def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-#: Profiled steps before the one that is kept: they contain the profiler's own start-up (CUPTI's).
-_SETTLING = 1
-
-
 def record_trace(
     step: Callable[[], object], path: Path, *, model: nn.Module | None = None, warmup: int = 3
 ) -> tuple[str, ...]:
@@ -156,17 +152,10 @@ def record_trace(
 
 
 def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> None:
-    with profile(
-        activities=activities(),
-        schedule=_keep_the_last,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
-        record_shapes=True,
-        acc_events=True,
-    ) as profiler:
-        for _ in range(_SETTLING):
-            step()
-            wait_for_gpu()
-            profiler.step()
+    with two_step_profiler(lambda done: done.export_chrome_trace(str(path))) as profiler:
+        step()
+        wait_for_gpu()
+        profiler.step()
         ranges.settle()
         ranges.recording = True
         step()
@@ -175,18 +164,18 @@ def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> Non
         profiler.step()
 
 
-def _keep_the_last(number: int) -> ProfilerAction:
-    if number < _SETTLING:
-        return ProfilerAction.WARMUP
-    return ProfilerAction.RECORD_AND_SAVE if number == _SETTLING else ProfilerAction.NONE
-
-
-def activities() -> list[ProfilerActivity]:
-    """Return what the profiler can record here: the CPU, and the GPU where there is one."""
-    found = [ProfilerActivity.CPU]
+def two_step_profiler(on_trace_ready: Callable[[profile], Any] | None = None) -> profile:
+    """Return a profiler that keeps the second of two steps: the first contains its own start-up (CUPTI's)."""
+    activities = [ProfilerActivity.CPU]
     if ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-        found.append(ProfilerActivity.CUDA)
-    return found
+        activities.append(ProfilerActivity.CUDA)
+    return profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=on_trace_ready,
+        record_shapes=True,
+        acc_events=True,
+    )
 
 
 def wait_for_gpu() -> None:
