@@ -1,1 +1,1 @@
-""" "Did Tensor Cores run?": traces of torch.profiler, what kernels' names tell, how both are judged and reported."""
+""" "Did Tensor Cores run?": records and reads torch.profiler's traces, judges kernels by their names, reports on both."""

@@ -1,4 +1,4 @@
-"""profile_kernels() and read_trace(): one of the rooms that know both capture and analysis."""
+"""profile_kernels() and read_trace(): record or read traces, and analyse them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def profile_kernels(
     shapes: ShapeReport | None = None,
     trace: str | PathLike[str] | None = None,
 ) -> KernelReport:
-    """Run one training iteration under torch.profiler and tell which of its kernels ran on Tensor Cores.
+    """Run one training iteration under torch.profiler and report which of its kernels ran on Tensor Cores.
 
     Args:
         step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, the last one recorded.
-        model: whose dotted paths the report uses. None: the largest of the modules that ``step`` calls.
-        warmup: iterations before, in which libraries choose their kernels and torch.compile compiles.
-        gpu: an architecture or card whose rates and rules to use; None: the one that ran.
-        shapes: lint_shapes' report of the model, for the causes it names beside slow kernels.
+        model: the model whose dotted paths the report uses. None: the largest of the modules that ``step`` calls.
+        warmup: number of iterations before, in which libraries choose their kernels and torch.compile compiles.
+        gpu: an architecture or card whose rates and rules to use; None: those of the GPU that ran.
+        shapes: lint_shapes' report of the model; its causes are added to those of slow kernels.
         trace: where to keep torch.profiler's trace (.json or .json.gz); None: it is not kept.
 
     Returns:
-        The report. Without a GPU it says that there was no GPU activity, and holds no kernel.
+        The report. Without a GPU it has no kernels, and says that there was no GPU activity.
 
-    Synchronises the GPU before and after the recorded iteration. Recording costs time: kernels' own times are the GPU's, the
-    gaps between them are not those of an unprofiled run.
+    Synchronises the GPU before and after the recorded iteration. Recording costs time: kernels take as long as without it, but
+    the gaps between them are longer.
 
     Raises:
-        TypeError: ``step`` can't be called, ``model`` or ``shapes`` are something else.
-        ValueError: a negative ``warmup``, a GPU not known by that name.
-        OSError: ``trace`` can't be written; said before anything is run.
+        TypeError: ``step`` can't be called, or ``model`` or ``shapes`` is of another type.
+        ValueError: ``warmup`` is negative, or no GPU of that name is known.
+        OSError: ``trace`` can't be written; raised before ``step`` is called.
         RuntimeError: another torch profiler is running.
         Exception: whatever ``step`` raises passes through.
     """
@@ -70,16 +70,16 @@ def read_trace(
     gpu: str | None = None,
     shapes: ShapeReport | None = None,
 ) -> KernelReport:
-    """Read what torch.profiler wrote on any machine and tell which kernels ran on Tensor Cores. Needs no GPU and no torch.
+    """Read what torch.profiler wrote on any machine and report which kernels ran on Tensor Cores. Needs no GPU and no torch.
 
     Args:
-        path: a trace (.json, .json.gz), a folder with one a rank, or several of them.
+        path: a trace (.json, .json.gz), a folder with one for each rank, or a sequence of these.
         gpu: an architecture or card, for traces that do not describe theirs; None: as the trace says.
-        shapes: lint_shapes' report of the model, for the causes it names beside slow kernels.
+        shapes: lint_shapes' report of the model; its causes are added to those of slow kernels.
 
     Raises:
-        TraceError: (a ValueError) no trace, nothing readable in it, an empty folder: one sentence that says which.
-        OSError: the file can't be opened. ValueError: a GPU not known by that name.
+        TraceError: (a ValueError) a path can't be read, is no trace, or is a folder without one; its sentence says which.
+        ValueError: no GPU of that name is known.
     """
     if not isinstance(path, str | PathLike | Sequence):
         raise TypeError(f"path must be a trace's path, a folder or a list of them, not {type(path).__name__}")
@@ -111,7 +111,7 @@ def _check(step: object, model: object, warmup: int, shapes: object) -> None:
 
 
 def _ensure_writable(path: Path) -> None:
-    """Raise OSError now rather than after the run, whose trace would be lost; parent directories are made."""
+    """Raise OSError before the run, whose trace would be lost otherwise; make parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("ab"):

@@ -103,3 +103,16 @@ def format_name(name: str) -> str:
     brand, width, variant, flushed = match.groups()
     family = f"{brand.upper()}F" if brand else "FP"
     return f"{family}{width}" + (f" {variant.upper()}" if variant else "") + (" without subnormals" if flushed else "")
+
+
+def duration(us: float) -> str:
+    """Microseconds with three digits and a unit: "0.85 us", "41.3 us", "12.6 ms", "3.20 s"."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        # 999.6 us would read 1000 us.
+        if us >= 0.9995 * size:
+            return f"{_three_digits(us / size)} {unit}"
+    return f"{_three_digits(us)} us"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -275,7 +275,7 @@ def test_every_rule_has_a_verdict_a_meaning_and_a_source():
         assert rule.verdict in set(VERDICTS) - {"degraded"}
         assert rule.meaning
         assert rule.source
-        assert all(literal == literal.lower() for literal in rule.any_of)
+        assert rule.any_of == rule.any_of.lower()
     assert RULES_VERSION
 
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import mpinspect
-from mpinspect.kernels.capture.module_ranges import PREFIX, ModuleRanges, plain_parts
-from mpinspect.kernels.capture.profiling import record_trace
-from mpinspect.kernels.trace.recording import MODULE_RANGE
+from mpinspect.kernels.capture.profiling import ModuleRanges, plain_parts, record_trace
+from mpinspect.kernels.records import MODULE_RANGE
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
@@ -54,8 +53,8 @@ def ranges(path: Path) -> list[str]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as stream:
         events = json.load(stream)["traceEvents"]
-    named = [event for event in events if str(event.get("name", "")).startswith(PREFIX)]
-    return [event["name"].removeprefix(PREFIX) for event in sorted(named, key=lambda event: event["ts"])]
+    named = [event for event in events if str(event.get("name", "")).startswith(MODULE_RANGE)]
+    return [event["name"].removeprefix(MODULE_RANGE) for event in sorted(named, key=lambda event: event["ts"])]
 
 
 def test_a_cpu_run_says_that_there_is_no_gpu_in_it(training):
@@ -203,7 +202,3 @@ def test_reading_a_trace_needs_no_torch():
     code = f"import sys, mpinspect; mpinspect.read_trace({str(path)!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_the_reader_looks_for_the_ranges_that_are_written():
-    assert PREFIX == MODULE_RANGE

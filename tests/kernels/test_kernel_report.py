@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from made_kernels import kernel, mm, trace
 
 from mpinspect.kernels.analysis import analyse_kernels
-from mpinspect.kernels.analysis.operands import dtype_name, products_of
+from mpinspect.kernels.analysis.products import dtype_name, products_of
 from mpinspect.kernels.analysis.rows import PRODUCTS, VERDICTS
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.kernels.records import TraceOp
+from mpinspect.reporting.words import duration
 from mpinspect.runtime import gpus
 
 #: 2 x 4096^3 operations take 139 us at an H100's BF16 peak of 989.4 TFLOP/s.

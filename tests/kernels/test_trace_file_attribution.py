@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from mpinspect.kernels.records import Kernel, KernelTrace
 from mpinspect.kernels.trace import read_trace_file
-from mpinspect.kernels.trace.chunks import TextChunks
-from mpinspect.kernels.trace.columns import Columns, Numbering
+from mpinspect.kernels.trace.columns import Columns, Nesting, Numbering
 from mpinspect.kernels.trace.events import EventStream
 from mpinspect.kernels.trace.forwards import Forwards
-from mpinspect.kernels.trace.nesting import Nesting
 from mpinspect.kernels.trace.recording import Recording
+from mpinspect.kernels.trace.text import TextChunks
 
 DATA = Path(__file__).parents[1] / "data" / "traces"
 MAIN, ENGINE = 10, 20

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mpinspect.kernels.trace import TraceError, read_trace_file
-from mpinspect.kernels.trace.chunks import TextChunks
 from mpinspect.kernels.trace.events import EventStream
 from mpinspect.kernels.trace.recording import Recording
+from mpinspect.kernels.trace.text import TextChunks
 
 BERT = Path(__file__).parents[1] / "data" / "traces" / "h100_bert_small.json.gz"
 

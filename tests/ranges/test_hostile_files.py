@@ -20,8 +20,8 @@ from hostile import NEW_LINE, STEERING
 
 from mpinspect.commands.cli import main
 from mpinspect.kernels.trace import TraceError, read_trace_file
-from mpinspect.kernels.trace.chunks import TextChunks
 from mpinspect.kernels.trace.events import EventStream
+from mpinspect.kernels.trace.text import TextChunks
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s

@@ -1,4 +1,4 @@
-"""Kernel analysis: from traces to what ran on Tensor Cores, what did not, why, and what it cost. Pure; no torch, no GPU."""
+"""Analyses traces: what ran on Tensor Cores, what did not and why, and what that cost. Pure functions, without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mpinspect.kernels.analysis.calls import with_products
 from mpinspect.kernels.analysis.findings import findings
-from mpinspect.kernels.analysis.judged import gpus_of, rows_by_name
-from mpinspect.kernels.analysis.judged_by_operator import judged_by_operator
 from mpinspect.kernels.analysis.limits import limits
-from mpinspect.kernels.analysis.losses import losses
-from mpinspect.kernels.analysis.phrase import phrase
+from mpinspect.kernels.analysis.losses import LintedModules, losses
+from mpinspect.kernels.analysis.products import with_products
 from mpinspect.kernels.analysis.ranks import differences, rank_reports
 from mpinspect.kernels.analysis.rates import checked_by_rate
 from mpinspect.kernels.analysis.report import KERNEL_FINDING_IDS, KernelReport
-from mpinspect.kernels.analysis.shapes_of import LintedModules
-from mpinspect.kernels.analysis.shares import coverage, shares
-from mpinspect.kernels.analysis.tables import by_module, by_name
+from mpinspect.kernels.analysis.shares import by_module, by_name, coverage, phrase, shares
+from mpinspect.kernels.analysis.verdicts import gpus_of, judged_by_operator, rows_by_name
 from mpinspect.kernels.names import RULES_VERSION
 from mpinspect.kernels.records import KernelTrace
 from mpinspect.runtime.garbage_collection import without_collection
@@ -33,12 +29,12 @@ __all__ = ["KERNEL_FINDING_IDS", "KernelReport", "analyse_kernels"]
 def analyse_kernels(
     traces: Sequence[KernelTrace], gpu: Gpu | None = None, shapes: ShapeReport | None = None
 ) -> KernelReport:
-    """What ran on Tensor Cores in one trace, or in those of several ranks.
+    """Report what ran on Tensor Cores in one trace, or in the traces of several ranks.
 
     Args:
-        traces: of one run or several; an empty sequence, and traces without kernels, have a report too.
-        gpu: judges for this GPU instead of those that the traces describe.
-        shapes: a shape lint of the same model, whose causes stand beside kernels of the same module.
+        traces: may be empty, and may be without kernels: the report says so then.
+        gpu: the GPU to judge for, instead of those that the traces describe.
+        shapes: a shape lint of the same model; its causes are added to those of kernels of the same module.
     """
     with without_collection():
         return _analysed(traces, gpu, shapes)

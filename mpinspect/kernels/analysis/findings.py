@@ -1,29 +1,42 @@
-"""All findings about the kernels of traces, the gravest first."""
+"""Finds what is worth saying about traces and about kernels that are no products; ``findings`` puts all findings in order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mpinspect.kernels.analysis.limits import is_layout_conversion
 from mpinspect.kernels.analysis.product_findings import product_findings
+from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.analysis.trace_findings import trace_findings
-from mpinspect.kernels.analysis.widths import is_layout_conversion
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import percent
+from mpinspect.reporting.words import duration, percent, some
+from mpinspect.runtime.gpus import Gpu
 
-#: Shares of kernel time from which layout conversions and communication are worth a line; below, padding a model or another
-#: layout changes less than a clock's noise.
+#: Shares of kernel time from which layout conversions are worth a line or a warning; another layout changes less than a clock's
+#: noise below the first.
 _WORTH_A_LINE, _WORTH_A_WARNING = 0.01, 0.05
+#: Share of kernel time from which communication is worth a line.
 _MUCH_COMMUNICATION = 0.1
-#: Share of the GPU's span; short gaps between kernels are normal.
+#: Share of the GPU's span from which idle time is worth a line; short gaps between kernels are normal.
 _MUCH_IDLE = 0.1
+#: Where the operator is known for less of the kernel time, tables by operator and module say little.
+_LOW_ATTRIBUTION = 0.5
+#: Ranks differ if their shares of Tensor Core time lie at least this far apart, in points of 1.
+_FAR_APART = 0.05
 
 
 def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding, ...]:
-    """Errors first, then warnings, then information; within one severity in order of finding."""
+    """Return all findings: errors, then warnings, then information; those of one severity in the order of this list.
+
+    ``differences``: why the traces are not ranks of one job (``ranks.differences``).
+    """
     found = [
-        *trace_findings(report, differences),
+        *_cut_short(report),
+        *_empty(report),
+        *_gpus(report),
+        *_attribution(report),
+        *_between_ranks(report, differences),
+        *_notes(report),
         *product_findings(report),
         *_layout_conversions(report),
         *_communication(report),
@@ -80,3 +93,172 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
         {"idle_us": limits.idle_us, "span_us": limits.span_us, "fraction": fraction},
         "Larger batches, torch.compile(mode='reduce-overhead') or CUDA graphs; look for .item() and other synchronisations.",
     )
+
+
+def _cut_short(report: KernelReport) -> Iterator[Finding]:
+    """Find files that end before their events do. Kernels stand last in a file and are lost first."""
+    for rank in report.ranks:
+        if not rank.cut_short:
+            continue
+        calls = rank.shares.calls
+        lost = (
+            "No kernel was read, so nothing is said here of the GPU."
+            if not calls
+            else f"{calls:,} {'kernel was' if calls == 1 else 'kernels were'} read; the shares here are of those alone."
+        )
+        yield Finding(
+            "trace-cut-short",
+            "warning" if calls else "error",
+            "",
+            f"{rank.label}: {_first_note(rank)} {lost}",
+            {"kernels": calls, "operators": rank.operators, "source": rank.source},
+            "Copy or download the file again and compare its size; if the original is short too, record again with room on the "
+            "disk, and let export_chrome_trace return before the process ends.",
+        )
+
+
+def _first_note(rank: RankReport) -> str:
+    return rank.notes[0] if rank.notes else "The file is cut short or damaged."
+
+
+def _empty(report: KernelReport) -> Iterator[Finding]:
+    """Find traces without kernels: of work on the CPU alone, or of launches whose kernels were not recorded."""
+    for rank in report.ranks:
+        if rank.shares.calls or rank.cut_short:
+            continue
+        if rank.launches or any(device.span_us > 0 for device in rank.devices):
+            yield Finding(
+                "no-kernels",
+                "error",
+                "",
+                f"{rank.label}: {rank.launches:,} launches were recorded but no kernel: the profiler could not trace the GPU "
+                "(missing permission for its counters, another profiler attached, or a window that was too short).",
+                {"launches": rank.launches, "operators": rank.operators},
+                "Record again with ProfilerActivity.CUDA, after a warm-up step; end the window with torch.cuda.synchronize().",
+            )
+        else:
+            yield Finding(
+                "no-gpu-activity",
+                "error",
+                "",
+                f"{rank.label}: there is no GPU in this trace: {rank.operators:,} operators, no kernel and no launch.",
+                {"operators": rank.operators},
+                "Run on a GPU and record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
+            )
+
+
+def _gpus(report: KernelReport) -> Iterator[Finding]:
+    for gpu in report.gpus if report.kernels else ():
+        name = gpu.name or "The GPU"
+        if gpu.vendor == "AMD":
+            yield Finding(
+                "not-nvidia",
+                "info",
+                "",
+                f"{name} is AMD's: the names and rules here are NVIDIA's, so verdicts on its products are unknown, not off.",
+                {"gpu": gpu.name},
+            )
+        elif gpu.has_tensor_cores is False:
+            yield Finding("no-tensor-cores", "info", "", f"{name}: this GPU has none.", {"gpu": gpu.name})
+        elif gpu.has_tensor_cores is None:
+            yield _unknown_gpu(gpu)
+
+
+def _unknown_gpu(gpu: Gpu) -> Finding:
+    """Say that a trace names no GPU, or one that the table of GPUs does not have."""
+    if not gpu.name:
+        message = "The trace does not tell its GPU"
+        fix = "Name it: --gpu H100, or gpu=... in code."
+    else:
+        message = (
+            f"The trace is of {gpu.name}, which is not known here, so neither its rates nor what its units multiply are"
+        )
+        fix = "A newer mpinspect may know it; --gpu NAME (gpu=... in code) judges it as another card, with that card's rates."
+    return Finding(
+        "unknown-gpu",
+        "info",
+        "",
+        f"{message}. Verdicts are by kernels' names alone, without rooflines; nothing is called eligible.",
+        {"gpu": gpu.name},
+        fix,
+    )
+
+
+def _attribution(report: KernelReport) -> Iterator[Finding]:
+    covered = report.coverage
+    fraction = covered.attributed_fraction
+    if not report.kernels or fraction is None or fraction >= _LOW_ATTRIBUTION:
+        return
+    reasons = {reason: share for reason, share in covered.unattributed_fractions.items() if share > 0}
+    worst = max(reasons, key=reasons.__getitem__, default="no op")
+    words = ", ".join(f"{percent(share)} {reason}" for reason, share in reasons.items())
+    yield Finding(
+        "low-attribution",
+        "info",
+        "",
+        f"The operator is known for {percent(fraction)} of kernel time only ({words}).",
+        {"attributed_fraction": fraction, "unattributed_fractions": reasons},
+        _ATTRIBUTION_FIXES[worst],
+    )
+
+
+_ATTRIBUTION_FIXES = {
+    "before the window": "Start the window with torch.cuda.synchronize(): its first kernels were launched before it.",
+    "CUDA graph": "Profile once without CUDA graphs (torch.compile without mode='reduce-overhead', vLLM's enforce_eager=True).",
+    "no launch": "Record with ProfilerActivity.CPU too: launches are CPU events. Of a merged trace, read each rank's own.",
+    "no op": "Record with ProfilerActivity.CPU too: operators are CPU events.",
+}
+
+
+def _between_ranks(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:
+    """Find traces that are not of one job, or ranks of one job that use Tensor Cores unequally."""
+    if len(report.ranks) > 1 and differences:
+        yield _different_jobs(report, differences)
+    elif len(report.ranks) > 1:
+        yield from _ranks_differ(report)
+
+
+def _different_jobs(report: KernelReport, differences: Sequence[str]) -> Finding:
+    labels = [rank.label for rank in report.ranks]
+    return Finding(
+        "different-jobs",
+        "warning",
+        "",
+        f"These traces do not look like ranks of one job: {'; '.join(differences)}. Each stands apart below; figures over all "
+        f"of them together ({some(labels)}) mean little.",
+        {"traces": labels, "differences": list(differences)},
+        "Give the traces of one job at a time.",
+    )
+
+
+def _ranks_differ(report: KernelReport) -> Iterator[Finding]:
+    known = [rank for rank in report.ranks if rank.shares.tensor_core_fraction is not None]
+    if not known:
+        return
+    worst, best = min(known, key=_fraction), max(known, key=_fraction)
+    if _fraction(best) - _fraction(worst) < _FAR_APART:
+        return
+    yield Finding(
+        "ranks-differ",
+        "info",
+        "",
+        f"Ranks differ in the share of their products' time on Tensor Cores: {worst.label} has {percent(_fraction(worst))}, "
+        f"{best.label} {percent(_fraction(best))}.",
+        {rank.label: rank.shares.tensor_core_fraction for rank in known},
+    )
+
+
+def _fraction(rank: RankReport) -> float:
+    return rank.shares.tensor_core_fraction or 0.0
+
+
+def _notes(report: KernelReport) -> Iterator[Finding]:
+    """Make a finding of each distinct note on reading, with the traces it is about."""
+    about: dict[str, list[str]] = {}
+    for rank in report.ranks:
+        # The first note of a file that is cut short stands in trace-cut-short.
+        for note in rank.notes[1:] if rank.cut_short else rank.notes:
+            about.setdefault(note, []).append(rank.label)
+    for note, labels in about.items():
+        where = "" if len(report.ranks) == 1 else f"{some(labels)}: "
+        yield Finding("trace-note", "info", "", f"{where}{note}", {"traces": labels})

@@ -1,15 +1,91 @@
-"""The most that mixed precision and Tensor Cores can still bring to what was recorded: Amdahl's law with rooflines as bounds."""
+"""Bounds what mixed precision and Tensor Cores can still save: Amdahl's law over rooflines and over how wide numbers are."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from mpinspect.kernels.analysis.records import Limits, RankReport
-from mpinspect.kernels.analysis.roofline import bound, bound_as_run, tensor_core_peak
+from mpinspect.kernels.analysis.products import dtype_name
+from mpinspect.kernels.analysis.ranks import RankReport
+from mpinspect.kernels.analysis.rates import bound, bound_as_run, tensor_core_peak
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain, half_precision, ways
-from mpinspect.kernels.analysis.widths import is_layout_conversion, is_wide
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What limits the kernels, and the most that mixed precision and Tensor Cores can still bring (Amdahl's law).
+
+    Kernel times are summed: of two kernels that run at once on two streams, both count.
+
+    Args:
+        span_us: from the first start to the last end on the GPU, summed over devices.
+        idle_us: the part of it in which neither a kernel nor a copy ran; a lower precision does not fill it.
+        copies_us: time of memory copies and sets.
+        communication_us: time of NCCL's kernels and the like.
+        math_limited_us: time of matrix products that are compute-bound by the roofline of the units that they ran on.
+        memory_limited_us: time of other matrix products and of all other kernels (elementwise, normalisation, reduction and
+            copy kernels are assumed to be memory-bound).
+        unknown_us: time of matrix products whose FLOPs, or whose GPU's rates, are unknown.
+        saved_at_most_us: bounds of what can still be saved, by cause.
+        speedup_at_most: the bound span / (span - all savings); None where nothing ran or savings leave nothing.
+        kernel_speedup_at_most: the same bound for kernel time alone, as if the GPU never idled.
+        assumptions: clauses that the bounds rest on.
+    """
+
+    span_us: float
+    idle_us: float
+    copies_us: float
+    communication_us: float
+    math_limited_us: float
+    memory_limited_us: float
+    unknown_us: float
+    saved_at_most_us: dict[str, float]
+    speedup_at_most: float | None
+    kernel_speedup_at_most: float | None
+    assumptions: tuple[str, ...]
+
+
+_NARROW_NAMES = re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|float8|fp8|e4m3|e5m2", re.IGNORECASE)
+_WIDE_NAMES = re.compile(r"(?<![a-z0-9_])(?:float|double)(?![a-z0-9_])|fp32|_f32|f32_", re.IGNORECASE)
+#: Template arguments of torch's functors that compute in integers. Elsewhere in a name int, long and bool are indices and flags.
+_WHOLE_NUMBERS = re.compile(
+    r"(?:Functor\w*|ReduceOp|func_wrapper_t)<(?:bool|(?:(?:un)?signed )?(?:char|short|int|long(?: long)?))[,> ]"
+)
+_LAYOUT = re.compile(r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
+
+
+#: A trace has many kernels but few names.
+_remembered = lru_cache(maxsize=1 << 14)
+
+
+@_remembered
+def is_layout_conversion(name: str) -> bool:
+    """Whether the kernel copies between NCHW and NHWC for a convolution (cuDNN's names)."""
+    return _LAYOUT.search(name) is not None
+
+
+def is_wide(row: KernelRow) -> bool | None:
+    """Whether a kernel reads and writes FP32 or wider, by its name, else by its operator's dtypes; None where neither says."""
+    by_name = _wide_by_name(row.name)
+    if by_name is not None:
+        return by_name
+    op = row.kernel.op
+    dtypes = {dtype_name(written) for written in op.dtypes or ()} - {""} if op is not None else set()
+    return bool(dtypes & {"float32", "float64", "complex64", "complex128"}) if dtypes else None
+
+
+@_remembered
+def _wide_by_name(name: str) -> bool | None:
+    # A 16-bit kernel often names float too, which it accumulates in: the narrow dtype decides.
+    if _NARROW_NAMES.search(name):
+        return False
+    if _WIDE_NAMES.search(name):
+        return True
+    return False if _WHOLE_NUMBERS.search(name) else None
+
 
 _PRODUCTS = {
     "off": "products off Tensor Cores",
@@ -17,7 +93,7 @@ _PRODUCTS = {
     "unknown": "products that may be off",
 }
 _WIDE, _MAY_BE_WIDE = "other FP32 kernels in 16 bits", "other kernels of unknown dtype, were they FP32"
-#: Where bounds of savings come from, in the order of reports.
+#: Causes of savings, in the order of reports.
 CAUSES = (
     *_PRODUCTS.values(),
     "native TF32 products in 16 bits",
@@ -38,7 +114,7 @@ _ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """What limits a kernel's runs, and what they could save at most: (time - least_us) * factor, for ``cause``."""
+    """What limits a kernel's runs. Each can save (time - least_us) * factor at most, by ``cause``; nothing where that is ""."""
 
     limited_by: str
     cause: str = ""
@@ -47,13 +123,13 @@ class _Outlook:
 
 
 def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
-    """Over all traces together."""
+    """Bound the savings over all traces together."""
     parts = tuple(ranks)
     kinds = {"math": 0.0, "memory": 0.0, "unknown": 0.0, "communication": 0.0}
     saved = dict.fromkeys(CAUSES, 0.0)
     known: dict[tuple[object, ...], _Outlook] = {}
     for row in rows:
-        # Operators and products by identity: the rows keep them alive, and hashing shapes takes longer than all the rest.
+        # Keyed by identity, since hashing shapes takes longer than everything else here; the rows keep the objects alive.
         key = (
             row.name,
             row.verdict,
@@ -71,7 +147,7 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
         kinds[outlook.limited_by] += time
         if outlook.cause:
             saved[outlook.cause] += max(0.0, time - outlook.least_us) * outlook.factor
-    known_gpus = _all_have_tensor_cores(rows)
+    known_gpus = bool(rows) and all(row.gpu.has_tensor_cores for row in rows)
     span = sum(device.span_us for part in parts for device in part.devices)
     busy = sum(device.busy_us for part in parts for device in part.devices)
     return Limits(
@@ -89,12 +165,8 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
     )
 
 
-def _all_have_tensor_cores(rows: Sequence[KernelRow]) -> bool:
-    return bool(rows) and all(row.gpu.has_tensor_cores for row in rows)
-
-
 def _speedup(span: float, saved: float) -> float | None:
-    """None without a span, or where kernels beside each other leave no bound."""
+    """Return the bound; None without a span, or where simultaneous kernels sum up to more than it."""
     return span / (span - saved) if span > saved else None
 
 
@@ -120,7 +192,10 @@ def _outlook(row: KernelRow) -> _Outlook:
 
 
 def _least(row: KernelRow) -> float | None:
-    """The roofline of the best way, in us; 0 where that, or the dtype, is unknown; None where there is no way."""
+    """Return the least time in us that a change could bring the product to.
+
+    0 where the roofline or the dtype is unknown; None where no change would help.
+    """
     if not row.dtype or row.dtype.startswith("complex"):
         return 0.0
     chosen = [row.dtype] if row.verdict == "unknown" else [dtype for _, dtype in ways(row)]
@@ -129,7 +204,7 @@ def _least(row: KernelRow) -> float | None:
 
 
 def _tf32_gain(row: KernelRow) -> float:
-    """Share of a native FP32 (TF32) product's time that 16 bits save at most: the peaks' ratio; half where it is unknown."""
+    """Return the share of a native TF32 product's time that 16 bits save at most: by the peaks' ratio, else half of it."""
     half = half_precision(row.gpu)
     if row.dtype != "float32" or half is None:
         return 0.0

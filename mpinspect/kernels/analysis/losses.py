@@ -1,22 +1,152 @@
-"""Where Tensor Cores were eligible but not used, or used but degraded: equal products together, each with its cause."""
+"""Groups equal products that could have used Tensor Cores but did not, or used them badly, each group with its cause."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpinspect.kernels.analysis.causes import Cause, Causes
 from mpinspect.kernels.analysis.rates import SiblingRates
-from mpinspect.kernels.analysis.records import Loss
-from mpinspect.kernels.analysis.rows import KernelRow
-from mpinspect.kernels.analysis.savings import can_gain, savings, ways
-from mpinspect.kernels.analysis.shapes_of import LintedModules
+from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow
+from mpinspect.kernels.analysis.savings import Saving, can_gain, savings, ways
 from mpinspect.kernels.analysis.shares import share
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
+from mpinspect.reporting.words import format_name
+
+if TYPE_CHECKING:
+    from mpinspect.shapes.analysis import ShapeReport
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Equal products whose kernels could have used Tensor Cores and did not, or used them badly.
+
+    Args:
+        verdict: "off" or "degraded".
+        kernel, op, phase, kind, dtype: those that the runs share.
+        modules: the modules that launched them, most time first; () where unknown.
+        m, n, k, batch: sizes of the product; None where the trace has no shapes.
+        cause: a clause that says why.
+        cause_id: key of the cause; all losses of one cause make one finding.
+        calls, time_us, fraction: number of runs, their time in all, and its share of all kernel time.
+        tflops: achieved rate; None without shapes.
+        savings: estimates by way; empty where they are unknown.
+        uneven_rows: row strides of its operands, in elements, that are no multiple of 16 bytes, those of views aside; None
+            where the trace has no strides.
+    """
+
+    verdict: str
+    kernel: str
+    op: str
+    modules: tuple[str, ...]
+    phase: str
+    kind: str
+    dtype: str
+    m: int | None
+    n: int | None
+    k: int | None
+    batch: int | None
+    cause: str
+    cause_id: str
+    calls: int
+    time_us: float
+    fraction: float
+    tflops: float | None
+    savings: tuple[Saving, ...]
+    uneven_rows: tuple[int, ...] | None = None
+
+    @property
+    def module(self) -> str:
+        """The module that took most of the time; "" where unknown."""
+        return self.modules[0] if self.modules else ""
+
+    @property
+    def saved_us(self) -> float | None:
+        """The largest of the savings; None where none is known."""
+        return max((saving.saved_us for saving in self.savings), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why products are off Tensor Cores or degraded. ``id``: a key such as "tf32-off-cuBLAS"; ``sentence``: no full stop."""
+
+    id: str
+    sentence: str
+
+
+class Causes:
+    """Finds the causes of rows; tells from all rows whether a library was allowed TF32."""
+
+    def __init__(self, rows: Iterable[KernelRow]) -> None:
+        # Where a FP32 product ran on Tensor Cores, its library was allowed TF32 in that trace.
+        self._tf32 = {
+            (row.trace, library(row)) for row in rows if row.verdict in ON_TENSOR_CORES and row.dtype == "float32"
+        }
+
+    def of(self, row: KernelRow) -> Cause:
+        """Return the cause of a row that is off or degraded."""
+        if row.verdict == "degraded":
+            return _of_degraded(row)
+        if row.dtype == "float32":
+            return self._of_float32(row)
+        gpu, name = row.gpu.name or "this GPU", format_name(row.dtype)
+        if row.gpu.multiplies(row.dtype) is False:
+            return Cause(f"dtype-{row.dtype}", f"{name}: {gpu}'s Tensor Cores multiply FP16 instead")
+        because = f": {row.shape.reason}" if row.shape is not None and row.shape.verdict != "native" else ""
+        return Cause(
+            f"cuda-cores-{row.dtype}", f"{name} on CUDA cores, though {gpu}'s Tensor Cores multiply it{because}"
+        )
+
+    def _of_float32(self, row: KernelRow) -> Cause:
+        gpu, owner = row.gpu.name or "this GPU", library(row)
+        if not row.gpu.multiplies("float32"):
+            return Cause("fp32", f"FP32: {gpu}'s Tensor Cores multiply FP16, not FP32")
+        though = f"FP32 on CUDA cores, though {gpu} multiplies TF32"
+        if (row.trace, owner) in self._tf32:
+            return Cause(f"tf32-not-chosen-{owner}", f"{though}, and did so for others: {owner} chose another kernel")
+        default = "torch's default for matrix products" if owner == "cuBLAS" else "against torch's default"
+        return Cause(f"tf32-off-{owner}", f"{though}: it was not allowed ({default}), or {owner} chose another kernel")
+
+
+def library(row: KernelRow) -> str:
+    """Return the library that chose the kernel and obeys its own TF32 switch: cuDNN for convolutions and recurrent networks."""
+    is_cudnn = row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op
+    return "cuDNN" if is_cudnn else "cuBLAS"
+
+
+def _of_degraded(row: KernelRow) -> Cause:
+    held_back = row.shape.reason if row.shape is not None and row.shape.verdict == "degraded" else ""
+    if row.basis == "rate":
+        # The rate says that it was slow, the shape rule why: nvjet's names (Hopper, Blackwell) spell no alignment.
+        return Cause("rate-alignment", f"{row.reason}; {held_back}") if held_back else Cause("rate", row.reason)
+    # The shape rule names the operand and its stride, a kernel's name at most the alignment that resulted.
+    return Cause("alignment", held_back or row.reason)
+
+
+class LintedModules:
+    """What a shape lint said about the model's modules, by dotted paths, which only this package's own profiles have."""
+
+    def __init__(self, shapes: ShapeReport | None) -> None:
+        self._found: dict[tuple[str, str], tuple[str, str]] = {}
+        for matmul in shapes.matmuls if shapes is not None else ():
+            if matmul.verdict != "native":
+                self._found.setdefault((matmul.module, matmul.role), (matmul.verdict, matmul.reason))
+
+    def cause(self, row: KernelRow) -> str:
+        """Return the lint's sentence on the module's products in the row's role; "" where it has none."""
+        roles = (row.matmul.role,) if row.matmul is not None else ("forward",) if row.phase == "forward" else ()
+        if not row.module or not row.kernel.module_is_path:
+            return ""
+        for role in roles or ("dgrad", "wgrad", "backward"):
+            verdict, reason = self._found.get((row.module, role), ("", ""))
+            if verdict and (verdict == row.verdict or row.verdict not in ON_TENSOR_CORES):
+                return reason
+        return ""
 
 
 def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:
-    """Most time first. ``linted``: what a shape lint said of the modules, if there was one."""
+    """Return the losses among the rows, most time first. ``linted``: what a shape lint said about the modules."""
     total = sum(row.time_us for row in rows)
     groups: dict[tuple[object, ...], list[KernelRow]] = defaultdict(list)
     for row in rows:
@@ -28,9 +158,9 @@ def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]
 
 
 def is_eligible(row: KernelRow) -> bool:
-    """Whether a product that ran on CUDA cores could run on this GPU's Tensor Cores, in its dtype or a narrower one, and gain.
+    """Whether a product that ran on CUDA cores would gain on this GPU's Tensor Cores, in its dtype or a narrower one.
 
-    False where it is not known: dtype or GPU unknown, complex numbers. False for matrix-vector products and their like.
+    False where that is unknown (dtype or GPU unknown, complex numbers), and for matrix-vector products and the like.
     """
     return can_gain(row) and any(True for _ in ways(row))
 
@@ -69,7 +199,7 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
 
 
 def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
-    """What padding can mend; a view's rows are another tensor's, and a vector has none."""
+    """Return the row strides that padding can mend. A view's rows belong to another tensor, and a vector has none."""
     layouts = row.shape.layouts if row.shape is not None else ()
     if not layouts or any(layout.is_assumed for layout in layouts):
         return None
@@ -82,7 +212,7 @@ def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
 
 
 def _modules(rows: list[KernelRow]) -> tuple[str, ...]:
-    """Most time first; without those that are unknown."""
+    """Return the known modules, most time first."""
     time: dict[str, float] = defaultdict(float)
     for row in rows:
         if row.module:

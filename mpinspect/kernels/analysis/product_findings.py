@@ -1,27 +1,26 @@
-"""Findings about matrix products: off, degraded, unknown, or contradicted by their rate. One finding a cause."""
+"""Finds what is worth saying about matrix products: off, degraded, unknown or contradicted by their rate; one finding a cause."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from mpinspect.kernels.analysis.records import Loss
+from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import format_name, percent, some
+from mpinspect.reporting.words import duration, format_name, percent, some
 from mpinspect.shapes.records import ITEM_SIZES
 
-#: Shares of all kernel time: from the first on a loss is a warning; unknown verdicts are worth a line from the second on.
+#: Shares of all kernel time from which a loss is a warning, and from which unknown verdicts are worth a line.
 _WORTH_A_WARNING, _WORTH_A_LINE = 0.05, 0.01
-#: Names listed in evidence, and dtypes in a sentence.
+#: The most names that evidence lists, and the most dtypes that a sentence names.
 _MOST_LISTED, _MOST_NAMED = 20, 4
 
 _FP16 = "torch.autocast('cuda', dtype=torch.float16) with a loss scaler (mpinspect.MixedPrecision)."
-#: By id of the cause.
+#: By the cause's id.
 _FIXES = {
     "tf32-off-cuBLAS": "torch.set_float32_matmul_precision('high') for TF32, or torch.autocast('cuda', dtype=torch.bfloat16).",
     "tf32-off-cuDNN": "torch.backends.cudnn.allow_tf32 = True and torch.backends.cudnn.benchmark = True; or 16-bit autocast.",
@@ -34,15 +33,16 @@ _FIXES = {
 
 
 def product_findings(report: KernelReport) -> Iterator[Finding]:
+    """Yield the findings about the report's matrix products."""
     yield from _unused(report)
-    yield from _losses(report, report.eligible, "eligible-not-used")
-    yield from _losses(report, report.degraded, "used-but-degraded")
+    yield from map(_eligible, _by_cause(report.eligible))
+    yield from map(_degraded, _by_cause(report.degraded))
     yield from _contradicted(report)
     yield from _unknown(report)
 
 
 def _unused(report: KernelReport) -> Iterator[Finding]:
-    """Not one product ran on Tensor Cores of GPUs that have them, and none may have."""
+    """Find GPUs whose Tensor Cores no product used, unless products of unknown verdict may have used them."""
     shares = report.shares
     if shares.product_time_us <= 0 or shares.tensor_core_time_us > 0 or shares.verdict_time_us["unknown"] > 0:
         return
@@ -62,7 +62,7 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
 
 
 def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
-    """Severity, what kept the products off, and the fix."""
+    """Return the severity, what kept the products off, and the fix."""
     severity = "warning" if _of_all(report) >= _WORTH_A_WARNING else "info"
     if report.eligible:
         return severity, "", "See eligible-not-used for the causes."
@@ -98,48 +98,46 @@ def _of_all(report: KernelReport) -> float:
     return report.shares.product_time_us / report.shares.kernel_time_us
 
 
-def _losses(report: KernelReport, losses: Sequence[Loss], id: str) -> Iterator[Finding]:
+def _by_cause(losses: Sequence[Loss]) -> list[list[Loss]]:
+    """Group the losses by cause, most time first."""
     causes: dict[str, list[Loss]] = defaultdict(list)
     for loss in losses:
         causes[loss.cause_id].append(loss)
-    for cause, group in sorted(causes.items(), key=lambda item: -sum(loss.time_us for loss in item[1])):
-        yield (_eligible if id == "eligible-not-used" else _degraded)(cause, group)
+    return sorted(causes.values(), key=lambda group: -sum(loss.time_us for loss in group))
 
 
-def _eligible(cause: str, group: list[Loss]) -> Finding:
+def _eligible(group: list[Loss]) -> Finding:
+    fix = _FIXES.get(group[0].cause_id, "mpinspect lint shows which size, stride or dtype keeps it there.")
+    return _finding("eligible-not-used", group, "did not use Tensor Cores", fix)
+
+
+def _degraded(group: list[Loss]) -> Finding:
     first = group[0]
-    fraction = sum(loss.fraction for loss in group)
-    return Finding(
-        "eligible-not-used",
-        "warning" if fraction >= _WORTH_A_WARNING else "info",
-        first.module,
-        f"{_total(group)} did not use Tensor Cores: {first.cause}.{_saved(group)}",
-        _evidence(cause, group),
-        _FIXES.get(cause, "mpinspect lint shows which size, stride or dtype keeps it there."),
-    )
-
-
-def _degraded(cause: str, group: list[Loss]) -> Finding:
-    first = group[0]
-    fraction = sum(loss.fraction for loss in group)
     sizes = f" ({first.m:,} x {first.n:,} x {first.k:,})" if first.m is not None else ""
     others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    fix = _FIXES["rate"] if first.cause_id == "rate" else _alignment_fix(first)
+    how = f"ran on Tensor Cores, but degraded: {_where(first)}{sizes}{others}"
+    return _finding("used-but-degraded", group, how, fix)
+
+
+def _finding(id: str, group: list[Loss], how: str, fix: str) -> Finding:
+    first, fraction = group[0], sum(loss.fraction for loss in group)
     return Finding(
-        "used-but-degraded",
+        id,
         "warning" if fraction >= _WORTH_A_WARNING else "info",
         first.module,
-        f"{_total(group)} ran on Tensor Cores, but degraded: {_where(first)}{sizes}{others}: {first.cause}.{_saved(group)}",
-        _evidence(cause, group),
-        _FIXES[cause] if cause == "rate" else _alignment_fix(first),
+        f"{_total(group)} {how}: {first.cause}.{_saved(group)}",
+        _evidence(group),
+        fix,
     )
 
 
 def _alignment_fix(loss: Loss) -> str:
-    """The sizes to pad, where the product's own tell them."""
+    """Say which sizes to pad, where the product's own sizes tell."""
     step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2) or 1
     if loss.kind == "convolution":
         return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
-    # Without strides either size may be the one between two rows.
+    # Without strides either size may be the distance of two rows.
     rows = loss.uneven_rows if loss.uneven_rows is not None else (loss.n, loss.k)
     sizes = dict.fromkeys(size for size in rows if loss.kind == "gemm" and size and size % step)
     if not sizes:
@@ -165,7 +163,7 @@ def _where(loss: Loss) -> str:
 
 
 def _saved(group: Sequence[Loss]) -> str:
-    """The estimates by way, over the losses that have one."""
+    """Say what each way would save, over the losses that have an estimate of it."""
     found: dict[str, list[float]] = defaultdict(list)
     bases: dict[str, set[str]] = defaultdict(set)
     for loss in group:
@@ -183,10 +181,10 @@ def _saved(group: Sequence[Loss]) -> str:
     return f" Estimated saving{known}: {', '.join(words)}."
 
 
-def _evidence(cause: str, group: Sequence[Loss]) -> dict[str, object]:
+def _evidence(group: Sequence[Loss]) -> dict[str, object]:
     ways = dict.fromkeys(saving.way for loss in group for saving in loss.savings)
     return {
-        "cause": cause,
+        "cause": group[0].cause_id,
         "calls": sum(loss.calls for loss in group),
         "time_us": sum(loss.time_us for loss in group),
         "fraction": sum(loss.fraction for loss in group),
@@ -200,7 +198,7 @@ def _evidence(cause: str, group: Sequence[Loss]) -> dict[str, object]:
 
 
 def _contradicted(report: KernelReport) -> Iterator[Finding]:
-    """Names that say CUDA cores and rates that say Tensor Cores."""
+    """Find kernels whose names say CUDA cores and whose rates say Tensor Cores."""
     rows = [
         row for row in report.kernels if row.basis == "rate" and row.verdict == "native" and row.named.verdict == "off"
     ]

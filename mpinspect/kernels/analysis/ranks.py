@@ -1,21 +1,71 @@
-"""The parts of a report: one a trace, each with its own figures, and whether they are ranks of one job."""
+"""Reports on each trace by itself, and tells whether several are ranks of one job."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
-from mpinspect.kernels.analysis.records import DeviceTime, RankReport
 from mpinspect.kernels.analysis.rows import KernelRow
-from mpinspect.kernels.analysis.shares import coverage, shares
+from mpinspect.kernels.analysis.shares import Coverage, Shares, coverage, shares
 from mpinspect.kernels.records import KernelTrace
 
-#: Ranks of one job run the same code: of the fewer distinct kernel names of two ranks at least this share is common. Two ranks of
-#: a sharded recommender share 90% and more; unrelated models share torch's elementwise kernels.
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """How long a GPU was busy. ``span_us``: from the first start to the last end of a kernel or copy."""
+
+    device: int
+    name: str
+    kernels: int
+    busy_us: float
+    span_us: float
+
+    @property
+    def idle_fraction(self) -> float | None:
+        """Idle share of the span; None where nothing ran."""
+        return max(0.0, 1 - self.busy_us / self.span_us) if self.span_us > 0 else None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The part of a report that is about one trace.
+
+    Args:
+        label: its name in reports: "rank 3", or its file where ranks are unknown or not unique.
+        source, rank, world_size, job, operators, launches, copies_us, notes, cut_short: as in KernelTrace.
+        shares, coverage: over its kernels.
+        devices: its GPUs, by id.
+    """
+
+    label: str
+    source: str
+    rank: int | None
+    world_size: int | None
+    job: str
+    operators: int
+    launches: int
+    shares: Shares
+    coverage: Coverage
+    copies_us: float
+    devices: tuple[DeviceTime, ...]
+    notes: tuple[str, ...] = ()
+    cut_short: bool = False
+
+    @property
+    def has_gpu_work(self) -> bool:
+        """Whether a GPU did anything in this trace, or may have done in what is missing of it."""
+        on_gpu = self.shares.calls or self.launches or any(device.span_us > 0 for device in self.devices)
+        return bool(on_gpu or self.cut_short)
+
+
+#: Ranks of one job run the same code, so that they share at least this part of their kernels' names (of the rank with fewer).
+#: Two ranks of a sharded recommender share 90% and more; unrelated models share torch's elementwise kernels.
 _SAME_CODE = 0.5
 
 
 def rank_reports(traces: Sequence[KernelTrace], rows: Sequence[KernelRow]) -> tuple[RankReport, ...]:
+    """Return a part for each trace, in order. ``rows``: of all traces."""
     by_trace: list[list[KernelRow]] = [[] for _ in traces]
     for row in rows:
         by_trace[row.trace].append(row)
@@ -26,7 +76,7 @@ def rank_reports(traces: Sequence[KernelTrace], rows: Sequence[KernelRow]) -> tu
 
 
 def labels(traces: Sequence[KernelTrace]) -> list[str]:
-    """A name a trace: "rank 3" where ranks tell them apart, else the file's; "this profile" where there is no file."""
+    """Return a name for each trace: "rank 3" where ranks are unique, else the file's; "this profile" where there is no file."""
     ranks = [trace.rank for trace in traces]
     if len(traces) > 1 and None not in ranks and len(set(ranks)) == len(ranks):
         return [f"rank {rank}" for rank in ranks]
@@ -36,7 +86,7 @@ def labels(traces: Sequence[KernelTrace]) -> list[str]:
 
 
 def differences(traces: Sequence[KernelTrace]) -> list[str]:
-    """Why the traces are not ranks of one job, a few words each; [] if nothing speaks against it."""
+    """Return clauses that say why the traces are not ranks of one job; [] if nothing speaks against it."""
     found = []
     jobs = sorted({trace.job for trace in traces if trace.job})
     if len(jobs) > 1:

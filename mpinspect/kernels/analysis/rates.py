@@ -1,6 +1,7 @@
-"""Verdicts checked against achieved rates: a name can be silent or wrong, arithmetic per second cannot.
+"""Rooflines, and verdicts corrected by achieved rates: a name can be silent or wrong, arithmetic per second cannot.
 
-All of it is *estimated*: FLOPs follow from the operator's shapes, peaks from data sheets.
+No kernel is faster than max(FLOPs / peak, bytes / bandwidth) (Williams, Waterman, Patterson, "Roofline", CACM 2009). Everything
+here is *estimated*: FLOPs follow from the operator's shapes, peaks are those of data sheets at boost clock (``runtime.gpus``).
 """
 
 from __future__ import annotations
@@ -11,34 +12,89 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mpinspect.kernels.analysis.roofline import bound, cuda_core_peak, tensor_core_peak
-from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow
+from mpinspect.runtime.gpus import Gpu, rate_key
+from mpinspect.shapes.records import ITEM_SIZES
 
-#: Above the CUDA cores' data-sheet peak by this much, a kernel cannot have run on them. Cards run up to some 15% above their data
-#: sheet's boost clock (consumer cards most); the profiler's times of kernels this long are good to a percent.
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time of a product, in us, by its arithmetic and by its memory traffic."""
+
+    math_us: float
+    memory_us: float
+
+    @property
+    def time_us(self) -> float:
+        return max(self.math_us, self.memory_us)
+
+    @property
+    def limited_by(self) -> str:
+        return "math" if self.math_us > self.memory_us else "memory"
+
+
+def bound(row: KernelRow, dtype: str = "") -> Bound | None:
+    """Return the bound of a run's product on its GPU's Tensor Cores; None where FLOPs or rates are unknown.
+
+    ``dtype``: what to compute in instead of the row's dtype; memory traffic changes with the size of an element.
+    """
+    chosen = dtype or row.dtype
+    return _bound(row, chosen, tensor_core_peak(row.gpu, chosen))
+
+
+def bound_as_run(row: KernelRow) -> Bound | None:
+    """Return the bound on the units that the run used: CUDA cores where the verdict is "off", else Tensor Cores."""
+    on = row.verdict in ON_TENSOR_CORES
+    return _bound(row, row.dtype, tensor_core_peak(row.gpu, row.dtype) if on else cuda_core_peak(row.gpu, row.dtype))
+
+
+def tensor_core_peak(gpu: Gpu, dtype: str) -> float | None:
+    """Return the TFLOP/s of Tensor Cores ("float32": TF32's); None where unknown, or where they do not multiply that dtype."""
+    return gpu.tensor_core_tflops.get(rate_key(dtype))
+
+
+def cuda_core_peak(gpu: Gpu, dtype: str) -> float | None:
+    """Return the TFLOP/s of CUDA cores (for BF16 those of FP16, which are no fewer); None where unknown."""
+    return gpu.cuda_core_tflops.get("float16" if dtype == "bfloat16" else dtype)
+
+
+def _bound(row: KernelRow, dtype: str, peak: float | None) -> Bound | None:
+    if row.matmul is None or row.flops is None or not peak or not row.gpu.bandwidth_gb_s or row.matmul.flops <= 0:
+        return None
+    # Runs that share a call share its traffic as they share its FLOPs.
+    traffic = row.matmul.bytes * row.flops / row.matmul.flops * _width(dtype) / _width(row.dtype)
+    return Bound(math_us=row.flops / peak / 1e6, memory_us=traffic / row.gpu.bandwidth_gb_s / 1e3)
+
+
+def _width(dtype: str) -> int:
+    return ITEM_SIZES.get(dtype, 4)
+
+
+#: A kernel this many times faster than the CUDA cores' data-sheet peak did not run on them. Cards run up to some 15% above their
+#: data sheet's boost clock (consumer cards most); the profiler's times of kernels this long are good to a percent.
 ABOVE_PEAK = 1.2
-#: What an algorithm with fewer operations than the direct one can pretend: Winograd's F(4x4, 3x3) multiplies 4 times less than
-#: a direct convolution (Lavin and Gray, 2015), a causal mask halves attention. Products by cuBLAS do what they say.
+#: How many times faster an algorithm with fewer operations can seem: Winograd's F(4x4, 3x3) multiplies 4 times less than a
+#: direct convolution (Lavin and Gray, 2015), a causal mask halves attention. cuBLAS computes its products directly.
 _FEWER_OPERATIONS = {"gemm": 1.0, "convolution": 4.0, "attention": 2.0}
 
-#: Shorter kernels are not judged by rate: launch, the first loads and the last partial wave of tiles weigh too much.
+#: Shorter kernels are not judged by rate: launch, first loads and the last partial wave of tiles weigh too much.
 SHORTEST_US = 20.0
-#: Siblings are products of the same trace, GPU, kind and dtype whose FLOPs differ at most by this factor.
+#: Siblings are native products of the same trace, GPU, kind and dtype whose FLOPs differ at most by this factor.
 SIMILAR = 4.0
-#: Fewer siblings than this many tell nothing typical.
+#: Of fewer siblings the median is not taken as typical.
 FEWEST_SIBLINGS = 3
 #: Degraded by rate: slower than the median sibling by more than a last wave that is nearly empty (2x) and a clock that was
 #: throttled (1.5x) explain together ...
 FAR_UNDER_SIBLINGS = 1 / 4
-#: ... or under this share of the roofline, at a size at which healthy kernels reach 40% and more. On an H100 a kernel of
-#: align1 reaches 51 of 989 TFLOP/s beside siblings at 520.
+#: ... or slower than the roofline by more than this, at a size at which healthy kernels reach 40% of it and more. On an H100
+#: an align1 kernel reaches 51 of 989 TFLOP/s beside siblings at 520.
 FAR_UNDER_ROOFLINE = 1 / 12
 
 
 def checked_by_rate(rows: Sequence[KernelRow]) -> list[KernelRow]:
-    """The rows, with the verdicts that rates give where they know better than names.
+    """Return the rows in the same order, with verdicts by rate where a rate contradicts or completes the name's.
 
-    Equal runs (name, product) are judged together, by their median rate: one run that was held up proves nothing.
+    Runs of equal name and product are judged together, by their median rate: a single run may have been held up.
     """
     found = list(rows)
     groups = _equal_runs(found)
@@ -54,7 +110,7 @@ def checked_by_rate(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Indices of equal runs; ``typical`` is the one of median rate."""
+    """Indices of equal runs. ``typical``: the run of median rate."""
 
     runs: tuple[int, ...]
     typical: int
@@ -62,14 +118,14 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What a rate says of all runs of a group: another verdict, or that their FLOPs are not theirs (``verdict`` None)."""
+    """A correction for all runs of a group: another verdict, or FLOPs that become unknown (``verdict`` None)."""
 
     verdict: str | None = None
     reason: str = ""
 
 
 class SiblingRates:
-    """Median rate of the native products of a trace and GPU that have the same kind and dtype and a similar size."""
+    """Finds the median rate of a product's siblings (see SIMILAR)."""
 
     def __init__(self, rows: Iterable[KernelRow]) -> None:
         found: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
@@ -80,7 +136,7 @@ class SiblingRates:
         self._cache: dict[tuple[object, ...], float | None] = {}
 
     def of(self, row: KernelRow) -> float | None:
-        """TFLOP/s; None without FLOPs or with too few siblings."""
+        """Return it in TFLOP/s; None where the product's FLOPs are unknown or it has too few siblings."""
         if row.flops is None:
             return None
         key = (*_family(row), row.flops)
@@ -99,7 +155,7 @@ def _family(row: KernelRow) -> tuple[object, ...]:
 
 
 def _equal_runs(rows: Sequence[KernelRow]) -> list[_Group]:
-    """The runs whose FLOPs are known, by what makes them equal."""
+    """Group the runs whose rates are known by trace, device, verdict, name and product."""
     groups: dict[tuple[object, ...], list[tuple[float, int]]] = defaultdict(list)
     for index, row in enumerate(rows):
         rate = row.tflops
@@ -119,7 +175,7 @@ def _change(rows: list[KernelRow], group: _Group, change: _Change | None) -> Non
 
 
 def _impossible(row: KernelRow) -> _Change | None:
-    """FLOPs that even the Tensor Cores could not do in that time are not this kernel's: they are unknown then."""
+    """Drop FLOPs that not even Tensor Cores could do in that time: other kernels must have done part of them."""
     peak = max(
         filter(None, (tensor_core_peak(row.gpu, row.dtype), cuda_core_peak(row.gpu, row.dtype))),
         default=None,
@@ -131,7 +187,7 @@ def _impossible(row: KernelRow) -> _Change | None:
 
 
 def _above_cuda_cores(row: KernelRow) -> _Change | None:
-    """Off or unknown by name, but faster than CUDA cores are: it ran on Tensor Cores."""
+    """Call a product native that is off or unknown by its name, but faster than CUDA cores can be."""
     rate, peak, fewer = row.tflops, cuda_core_peak(row.gpu, row.dtype), _FEWER_OPERATIONS.get(row.kind)
     if row.verdict not in ("off", "unknown") or rate is None or peak is None or fewer is None:
         return None
@@ -146,8 +202,8 @@ def _above_cuda_cores(row: KernelRow) -> _Change | None:
 
 
 def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
-    """Native by name, but far slower than its like or than the roofline: degraded, by an estimate."""
-    # Attention's softmax, and recurrent steps, cost what FLOPs do not count: products and convolutions only.
+    """Call a product degraded that is native by its name, but far slower than its siblings or the roofline."""
+    # Attention's softmax and recurrent steps take time that FLOPs do not count, so they are not judged.
     if row.verdict != "native" or row.basis == "rate" or row.kind not in ("gemm", "convolution"):
         return None
     least, rate = bound(row), row.tflops
@@ -156,7 +212,7 @@ def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
     usual = siblings.of(row)
     if usual is not None and rate < FAR_UNDER_SIBLINGS * usual:
         how = f"about {rate:.3g} TFLOP/s, where its like in this trace reach {usual:.3g}"
-    # So large that at full speed, too, it would be long enough to be judged.
+    # The roofline's own time must be long enough to be judged, too.
     elif SHORTEST_US <= least.time_us < FAR_UNDER_ROOFLINE * row.time_us:
         peak = tensor_core_peak(row.gpu, row.dtype)
         how = f"about {rate:.3g} TFLOP/s, where this GPU's Tensor Cores end at {peak:g}"

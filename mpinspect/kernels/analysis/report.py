@@ -1,4 +1,4 @@
-"""What ran on Tensor Cores, as plain data: what every form of the kernel report renders."""
+"""KernelReport: what traces tell about Tensor Cores, as plain data that every form of the report renders."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from mpinspect.kernels.analysis.records import Limits, Loss, ModuleRow, NameRow, RankReport
+from mpinspect.kernels.analysis.limits import Limits
+from mpinspect.kernels.analysis.losses import Loss
+from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.rows import KernelRow
-from mpinspect.kernels.analysis.shares import Coverage, Shares
+from mpinspect.kernels.analysis.shares import Coverage, ModuleRow, NameRow, Shares
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
 
 if TYPE_CHECKING:
     from mpinspect.runtime.gpus import Gpu
 
-#: Every finding's id; a new finding is listed here.
+#: Ids of all findings.
 KERNEL_FINDING_IDS = (
     "trace-cut-short",
     "no-gpu-activity",
@@ -40,20 +42,20 @@ KERNEL_FINDING_IDS = (
 
 @dataclass(frozen=True, repr=False)
 class KernelReport(RendersItself):
-    """All that traces tell about Tensor Cores. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
+    """What ran on Tensor Cores. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
-        kernels: one row a run of a kernel, by trace and start time.
+        kernels: a row for each run of a kernel, by trace and start time.
         gpus: the GPUs judged for, in order of appearance (one if the caller named it).
-        shares: times and shares over all traces together; ``tensor_core_fraction`` and its like are taken from it.
-        coverage: how much of the kernel time has an operator and a module.
+        shares: times and shares over all traces together, ``tensor_core_fraction`` and the like among them.
+        coverage: share of kernel time whose operator and module are known.
         phrase: the count that one takes with ``grep 884``: "884 kernels: 12 of 12 GEMMs"; "" without products.
-        by_name, by_module: most time first.
-        losses: what was eligible but not used, and what was used but degraded, most time first.
-        limits: math-limited, memory-limited and idle time, and the bound that follows.
-        ranks: one part a trace.
+        by_name, by_module: kernel time by name and by module, most time first.
+        losses: products eligible for Tensor Cores but not on them, and degraded products, most time first.
+        limits: math-limited, memory-limited and idle time, and the bound of the speedup that follows.
+        ranks: a part for each trace.
         findings: the gravest first.
-        rules_version: of the table of kernel names.
+        rules_version: version of the table of kernel names.
     """
 
     kind: ClassVar[str] = "kernels"
@@ -73,22 +75,22 @@ class KernelReport(RendersItself):
 
     @property
     def tensor_core_fraction(self) -> float | None:
-        """Share of the matrix products' time that ran on Tensor Cores, native and degraded together; None without products."""
+        """Share of the matrix products' time on Tensor Cores, native and degraded together; None without products."""
         return self.shares.tensor_core_fraction
 
     @property
     def tensor_core_fraction_of_all(self) -> float | None:
-        """The same time's share of all kernel time, communication included; None without kernels."""
+        """Share of all kernel time, communication included, that was on Tensor Cores; None without kernels."""
         return self.shares.tensor_core_fraction_of_all
 
     @property
     def tensor_core_fraction_of_compute(self) -> float | None:
-        """The same time's share of kernel time without communication; None without such kernels."""
+        """Share of kernel time without communication that was on Tensor Cores; None without such kernels."""
         return self.shares.tensor_core_fraction_of_compute
 
     @property
     def verdict_time_us(self) -> dict[str, float]:
-        """Kernel time by verdict, every verdict present; adds up to all kernel time."""
+        """Kernel time by verdict; every verdict is a key, and the values add up to all kernel time."""
         return self.shares.verdict_time_us
 
     @property
@@ -98,10 +100,10 @@ class KernelReport(RendersItself):
 
     @cached_property
     def eligible(self) -> tuple[Loss, ...]:
-        """Eligible for Tensor Cores but not on them."""
+        """The losses that were eligible for Tensor Cores but not on them."""
         return tuple(loss for loss in self.losses if loss.verdict == "off")
 
     @cached_property
     def degraded(self) -> tuple[Loss, ...]:
-        """On Tensor Cores, but degraded."""
+        """The losses that were on Tensor Cores, but degraded."""
         return tuple(loss for loss in self.losses if loss.verdict == "degraded")

@@ -1,4 +1,4 @@
-"""One run of a kernel and what is known of it: the kernel itself, what its name tells, its product, its verdict."""
+"""KernelRow: one run of a kernel with what its name says, its product and its verdict."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class KernelRow:
 
     Args:
         kernel: as the trace has it.
-        named: what its name tells.
+        named: the verdict by its name alone.
         gpu: the GPU that it was judged for.
         trace: index of its trace (``report.ranks``).
-        verdict: one of VERDICTS; that of the name, unless the operator or the rate says otherwise.
-        reason: a sentence.
-        basis: what the verdict stands on: "name", "operator" (the call that launched it, where the name tells nothing or cannot
-            be right), or "rate" (an estimate: FLOPs from shapes over measured time).
-        dtype: what the product is computed from ("bfloat16"): of the operator's arguments, else of the name; "" unknown.
-        matmul: the product of its operator; None where it is no product or the trace lacks shapes.
-        flops: operations of this run; None unknown (several products in one call that no name tells apart).
-        shape: today's shape rule on that product; None without it.
+        verdict: one of VERDICTS: the name's, unless the operator or the rate says otherwise.
+        reason: a sentence on the verdict.
+        basis: where the verdict comes from: "name", "operator" (the call that launched the kernel, where the name says nothing
+            or cannot be right), or "rate" (an estimate: FLOPs from shapes over measured time).
+        dtype: dtype of the product's operands ("bfloat16") by the operator's arguments, else by the name; "" where unknown.
+        matmul: its operator's product; None where it is no product or the trace lacks shapes.
+        flops: operations of this run; None where unknown (several products in one call that no name tells apart).
+        shape: the shape rule's verdict on that product; None without a product.
     """
 
     kernel: Kernel
@@ -60,13 +60,13 @@ class KernelRow:
 
     @property
     def op(self) -> str:
-        """The operator that launched it, as "aten::addmm" (of a matrix product: the product's); "" where unknown."""
+        """Name of the operator that launched it, the product's for a matrix product ("aten::addmm"); "" where unknown."""
         op = (self.kernel.matmul_op if self.is_product else None) or self.kernel.op
         return op.name if op is not None else ""
 
     @property
     def module(self) -> str:
-        """Dotted path of the module, or the chain of classes that a trace's Python stack gives; "" where unknown."""
+        """Dotted path of the module, or its chain of classes by the trace's Python stack; "" where unknown."""
         return self.kernel.module
 
     @property
@@ -84,12 +84,12 @@ class KernelRow:
 
     @property
     def architecture(self) -> str:
-        """The architecture that the kernel was written for, by its name; not always the GPU's; "" where unknown."""
+        """Architecture that the kernel was built for, by its name; an older one than the GPU's runs too."""
         return self.named.architecture
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes that the name tells."""
+        """Dtypes that the name spells."""
         return self.named.dtypes
 
     @property
@@ -103,5 +103,5 @@ class KernelRow:
 
     @property
     def tflops(self) -> float | None:
-        """Achieved TFLOP/s; None where the FLOPs are unknown or the time is 0."""
+        """Achieved rate in TFLOP/s; None where the FLOPs are unknown or the time is 0."""
         return self.flops / self.time_us / 1e6 if self.flops is not None and self.time_us > 0 else None

@@ -1,40 +1,61 @@
-"""What a product could save: the time that its like take, or that the roofline leaves, against the time it took. Estimates."""
+"""Estimates the time that products could save, from the time that their siblings take or that the roofline leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from mpinspect.kernels.analysis.rates import SiblingRates
-from mpinspect.kernels.analysis.records import Saving
-from mpinspect.kernels.analysis.roofline import Bound, bound
+from mpinspect.kernels.analysis.rates import Bound, SiblingRates, bound
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.runtime.gpus import Gpu
 
-#: Products that no dtype or alignment brings to Tensor Cores with a gain (causes of the shape rule).
+
+@dataclass(frozen=True)
+class Saving:
+    """Time that a change could save, an *estimate* with its basis.
+
+    Args:
+        way: the change: "TF32", "FP16 or BF16", "aligned", ...
+        saved_us: over all runs, at least 0.
+        basis: "sibling kernels" (the median rate of native products of the same trace, kind and dtype and of similar size) or
+            "roofline" (no kernel is faster, so that nothing can save more).
+        limited_by: what limits the product after the change: "math" or "memory".
+    """
+
+    way: str
+    saved_us: float
+    basis: str
+    limited_by: str
+
+
+#: Causes of the shape rule whose products gain nothing on Tensor Cores, whatever their dtype and alignment.
 _NOTHING_TO_GAIN = ("matrix-vector", "depthwise", "empty", "raises")
 
-#: No kernel is shorter, however little it does: the least in real traces (of A100, H100).
+#: The shortest kernels in real traces (A100, H100) take this long, however little they do.
 SHORTEST_KERNEL_US = 1.0
 
 SIBLINGS, ROOFLINE = "sibling kernels", "roofline"
 
 
 def savings(rows: Sequence[KernelRow], siblings: SiblingRates) -> tuple[Saving, ...]:
-    """Of equal runs (same product, kernel and verdict): one saving a way that they could go."""
+    """Return a saving for each change that would help equal runs (same product, kernel and verdict)."""
     return tuple(saving for way, dtype in ways(rows[0]) if (saving := _saving(rows, way, dtype, siblings)) is not None)
 
 
 def can_gain(row: KernelRow) -> bool:
-    """False for matrix-vector products, depthwise convolutions and their like: bound by memory on any unit."""
+    """Whether Tensor Cores could be faster: not for matrix-vector products, depthwise convolutions and the like.
+
+    Memory limits those on any unit.
+    """
     if row.kind == "gemv" or (row.shape is not None and row.shape.cause in _NOTHING_TO_GAIN):
         return False
     return row.named.rule != "depthwise-convolution"
 
 
 def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
-    """The changes that would bring a product to Tensor Cores at full speed, each with the dtype it would have."""
+    """Yield the changes that would bring a product to Tensor Cores at full speed, each with the dtype it would have."""
     if row.verdict == "degraded":
-        # What held it back is known from its name or from the shape rule; a rate alone tells that something did.
+        # The name or the shape rule says what held it back; a rate only that something did.
         is_known = row.basis == "name" or (row.shape is not None and row.shape.verdict == "degraded")
         yield "aligned" if is_known else "at full speed", row.dtype
     elif row.dtype == "float32":
@@ -50,7 +71,7 @@ def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
 
 
 def half_precision(gpu: Gpu) -> tuple[str, str] | None:
-    """The 16-bit dtypes that a GPU's Tensor Cores multiply, as words and as a key; None if none or unknown."""
+    """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None if none or unknown."""
     if gpu.multiplies("bfloat16"):
         return "FP16 or BF16", "bfloat16"
     return ("FP16", "float16") if gpu.multiplies("float16") else None
@@ -61,7 +82,7 @@ def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRa
     by_siblings, limits = True, {"math": 0.0, "memory": 0.0}
     known: dict[tuple[int, float | None], tuple[Bound | None, float | None]] = {}
     for row in rows:
-        # Runs that shared one call have FLOPs of their own; most have the same.
+        # Kernels of one call share its FLOPs unevenly; most runs have the same.
         key = id(row.matmul), row.flops
         if key not in known:
             floor = bound(row, dtype)
@@ -83,6 +104,6 @@ def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRa
 
 
 def _time_of_siblings(row: KernelRow, dtype: str, floor: Bound, siblings: SiblingRates) -> float | None:
-    """The run's time at the rate of native products like it (never under the roofline); None without such."""
+    """Return the run's time at its siblings' median rate, but no less than the roofline; None without siblings."""
     rate = siblings.of(row) if dtype == row.dtype else None
     return max(row.flops / rate / 1e6, floor.time_us) if rate and row.flops is not None else None

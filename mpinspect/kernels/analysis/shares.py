@@ -1,9 +1,12 @@
-"""Kernel time added up: by verdict, as shares with their denominators, and by how far it could be attributed."""
+"""Adds up kernel time: by verdict with shares of it, by kernel name and by module; and counts products in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, PRODUCTS, VERDICTS, KernelRow
 from mpinspect.kernels.records import UNATTRIBUTED
@@ -15,9 +18,9 @@ class Shares:
 
     Args:
         calls: number of kernels that ran.
-        kernel_time_us: all of them, communication included.
-        communication_time_us: those of NCCL and its like.
-        verdict_time_us, verdict_calls: by verdict, every verdict present.
+        kernel_time_us: of all kernels, communication included.
+        communication_time_us: of NCCL's kernels and the like.
+        verdict_time_us, verdict_calls: by verdict; every verdict is a key.
     """
 
     calls: int
@@ -28,7 +31,7 @@ class Shares:
 
     @property
     def product_time_us(self) -> float:
-        """Kernels that compute matrix products or may do so: native, degraded, off and unknown."""
+        """Time of the kernels that compute matrix products, or may do so: native, degraded, off and unknown."""
         return sum(self.verdict_time_us[verdict] for verdict in PRODUCTS)
 
     @property
@@ -37,7 +40,7 @@ class Shares:
 
     @property
     def compute_time_us(self) -> float:
-        """All kernel time but communication."""
+        """Kernel time without communication."""
         return max(0.0, self.kernel_time_us - self.communication_time_us)
 
     @property
@@ -57,20 +60,20 @@ class Shares:
         return share(self.communication_time_us, self.kernel_time_us)
 
     def of_products(self, verdict: str) -> float | None:
-        """A verdict's share of the matrix products' time."""
+        """Return a verdict's share of the matrix products' time."""
         return share(self.verdict_time_us[verdict], self.product_time_us)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How far kernel time could be attributed, as shares of it; None without kernels.
+    """Shares of kernel time that could be attributed; None where the whole is 0.
 
     Args:
-        attributed_fraction: has an operator.
-        module_fraction: has a module, be it a path or a chain of classes.
-        path_fraction: has a module's dotted path.
-        flops_fraction: of the matrix products' time: FLOPs are known.
-        unattributed_fractions: has no operator, by reason (those of ``mpinspect.kernels.records.UNATTRIBUTED``, each present).
+        attributed_fraction: of kernels whose operator is known.
+        module_fraction: of kernels whose module is known, as a path or as a chain of classes.
+        path_fraction: of kernels whose module's dotted path is known.
+        flops_fraction: of products whose FLOPs are known, in the time of all products.
+        unattributed_fractions: of kernels without an operator, by reason (``kernels.records.UNATTRIBUTED``, each is a key).
     """
 
     attributed_fraction: float | None
@@ -81,6 +84,7 @@ class Coverage:
 
 
 def shares(rows: Iterable[KernelRow]) -> Shares:
+    """Add up the rows' times and calls by verdict."""
     time, calls = dict.fromkeys(VERDICTS, 0.0), dict.fromkeys(VERDICTS, 0)
     communication = 0.0
     for row in rows:
@@ -93,6 +97,7 @@ def shares(rows: Iterable[KernelRow]) -> Shares:
 
 
 def coverage(rows: Iterable[KernelRow]) -> Coverage:
+    """Add up the time of rows whose operator, module or FLOPs are known."""
     total = attributed = module = path = products = flops = 0.0
     reasons = dict.fromkeys(UNATTRIBUTED, 0.0)
     for row in rows:
@@ -120,5 +125,159 @@ def coverage(rows: Iterable[KernelRow]) -> Coverage:
 
 
 def share(part: float, whole: float) -> float | None:
-    """part / whole within 0..1 (sums of floats can end a hair beyond); None where there is no whole."""
+    """Return part / whole, cut to 0..1 (sums of floats can end a hair beyond); None where the whole is 0."""
     return min(1.0, max(0.0, part / whole)) if whole > 0 else None
+
+
+@dataclass(frozen=True)
+class NameRow:
+    """All runs of one kernel name that got the same verdict.
+
+    Args:
+        name, verdict, reason, kind, architecture: as in KernelRow.
+        ops: names of the operators that launched it.
+        calls, time_us: number of runs, and their time in all.
+        fraction: their share of all kernel time.
+        tflops: achieved rate over the runs whose FLOPs are known; None if there are none.
+    """
+
+    name: str
+    verdict: str
+    reason: str
+    kind: str
+    architecture: str
+    ops: tuple[str, ...]
+    calls: int
+    time_us: float
+    fraction: float
+    tflops: float | None
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """All kernels of one module.
+
+    Args:
+        module: dotted path, or a chain of classes (``is_path`` False); "" for the kernels whose module is unknown.
+        calls, time_us: number of kernels, and their time in all.
+        fraction: their share of all kernel time.
+        verdict_time_us: time by verdict.
+    """
+
+    module: str
+    is_path: bool
+    calls: int
+    time_us: float
+    fraction: float
+    verdict_time_us: dict[str, float]
+
+
+def by_name(rows: Sequence[KernelRow]) -> tuple[NameRow, ...]:
+    """Return a row for each name, verdict and its basis (a name's verdicts differ by alignment, dtype, GPU), most time first."""
+    groups: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.name, row.verdict, row.basis].append(row)
+    total = sum(row.kernel.time_us for row in rows)
+    found = [_name_row(group, total) for group in groups.values()]
+    return tuple(sorted(found, key=lambda row: (-row.time_us, row.name)))
+
+
+def by_module(rows: Sequence[KernelRow]) -> tuple[ModuleRow, ...]:
+    """Return a row for each module, most time first; the row "" stands for kernels without one."""
+    groups: dict[tuple[str, bool], list[KernelRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.module, row.kernel.module_is_path].append(row)
+    total = sum(row.kernel.time_us for row in rows)
+    found = [_module_row(module, is_path, group, total) for (module, is_path), group in groups.items()]
+    return tuple(sorted(found, key=lambda row: (-row.time_us, row.module)))
+
+
+def _name_row(rows: list[KernelRow], total: float) -> NameRow:
+    first, time = rows[0], sum(row.kernel.time_us for row in rows)
+    known = [row for row in rows if row.flops is not None]
+    known_time = sum(row.kernel.time_us for row in known)
+    return NameRow(
+        name=first.name,
+        verdict=first.verdict,
+        reason=first.reason,
+        kind=first.kind,
+        architecture=first.architecture,
+        ops=tuple(filter(None, dict.fromkeys(row.op for row in rows))),
+        calls=len(rows),
+        time_us=time,
+        fraction=share(time, total) or 0.0,
+        tflops=sum(row.flops or 0.0 for row in known) / known_time / 1e6 if known_time > 0 else None,
+    )
+
+
+def _module_row(module: str, is_path: bool, rows: list[KernelRow], total: float) -> ModuleRow:
+    verdict_time_us = dict.fromkeys(VERDICTS, 0.0)
+    for row in rows:
+        verdict_time_us[row.verdict] += row.kernel.time_us
+    time = sum(verdict_time_us.values())
+    return ModuleRow(module, is_path, len(rows), time, share(time, total) or 0.0, verdict_time_us)
+
+
+#: Families of Tensor Core kernels by what their names spell; the first that matches counts.
+_FAMILIES = tuple(
+    (label, re.compile(pattern, re.IGNORECASE))
+    for label, pattern in (
+        ("flash attention", r"flash"),
+        ("fused attention", r"fmha|sdpa"),
+        ("nvjet", r"nvjet"),
+        ("wmma 161616", r"161616"),
+        ("16816", r"16816"),
+        ("16832", r"16832"),
+        ("1688", r"1688"),
+        ("884", r"884"),
+        ("wgmma", r"wgmma"),
+        ("xmma", r"xmma"),
+        ("hmma", r"hmma"),
+        ("tensorop", r"tensorop"),
+    )
+)
+_PLURALS = {"gemm": "GEMMs", "convolution": "convolutions", "attention": "attention kernels", "recurrent": "recurrent"}
+#: Families that are named; "..." stands for the others.
+_MOST = 3
+
+
+def phrase(rows: Sequence[KernelRow]) -> str:
+    """Count the products that ran on Tensor Cores, as one does with ``grep 884``: "884 kernels: 12 of 12 GEMMs".
+
+    Families stand in order of their time. Matrix-vector products are not counted. Returns "" without products.
+    """
+    products = [row for row in rows if row.is_product and row.kind != "gemv"]
+    if not products:
+        return ""
+    on = [row for row in products if row.verdict in ON_TENSOR_CORES]
+    return f"{_heading(on, products)}: {', '.join(_counts(products))}"
+
+
+def _heading(on: list[KernelRow], products: list[KernelRow]) -> str:
+    time: dict[str, float] = defaultdict(float)
+    for row in on:
+        time[_family(row.name)] += row.time_us
+    # Volta's users look for 884; so do those whose Volta ran none.
+    if set(time) <= {"884"} and all(row.gpu.architecture == "volta" for row in products):
+        return "884 kernels"
+    names = [name for name in sorted(time, key=lambda name: -time[name]) if name]
+    if not names:
+        return "Tensor Core kernels"
+    return f"Tensor Core kernels ({', '.join(names[:_MOST])}{', ...' if len(names) > _MOST else ''})"
+
+
+def _counts(products: list[KernelRow]) -> list[str]:
+    found = []
+    for kind in dict.fromkeys(("gemm", "convolution", "attention", "recurrent", *(row.kind for row in products))):
+        of_kind = [row for row in products if row.kind == kind]
+        if of_kind:
+            on = sum(row.verdict in ON_TENSOR_CORES for row in of_kind)
+            unknown = sum(row.verdict == "unknown" for row in of_kind)
+            rest = f" ({unknown:,} unknown)" if unknown else ""
+            found.append(f"{on:,} of {len(of_kind):,} {_PLURALS.get(kind, 'other products')}{rest}")
+    return found
+
+
+@lru_cache(maxsize=1 << 14)
+def _family(name: str) -> str:
+    return next((label for label, pattern in _FAMILIES if pattern.search(name)), "")

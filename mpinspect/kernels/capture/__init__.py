@@ -1,1 +1,1 @@
-"""A training step under torch.profiler, its modules marked."""
+"""Records a training step with torch.profiler, with named ranges around its modules."""

@@ -1,7 +1,7 @@
-"""One step of a running script under torch.profiler: begun between two steps, kept from the next to the one after.
+"""Records one step of a running script with torch.profiler: starts between two steps, and keeps the second step from there.
 
-As in profiling.py each module's forward gets a range. The hooks are the modules' own and not torch's for all modules, of which a
-compiled model would warn.
+Each module's forward gets a range, as in profiling.py, but by hooks on the modules: a compiled model warns of torch's hooks on
+all modules.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, profile
 
 from mpinspect.kernels.capture import profiling
-from mpinspect.kernels.capture.module_ranges import PREFIX, plain_parts
 from mpinspect.runtime.hooks import HandleList, ModelHook
 
 
 def obstacle() -> str:
-    """Why no profile can be begun now; "" where it can."""
+    """Say why no profile can begin now; "" where one can."""
     if torch.autograd.profiler._is_profiler_enabled:
         return "the script profiles itself, and torch records for one at a time. Give its trace to mpinspect kernels"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -32,12 +30,12 @@ def obstacle() -> str:
 
 
 class LiveProfile:
-    """Profiles two steps and keeps the second: the profiler's own start-up falls into the first.
+    """Profiles two steps and keeps the second: the first contains the profiler's own start-up.
 
     Args:
-        models: by name; of several the names lead the paths of their modules.
-        path: where the trace is written (.json.gz); its directory is made.
-        unhookable: ids of modules that get no range: they are compiled, and would be once more when the hook goes.
+        models: by name; where there are several, paths of modules begin with the name.
+        path: the trace to write (.json.gz); its directory is made.
+        unhookable: ids of compiled modules, which get no range: removing a hook would compile them again.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], path: Path, *, unhookable: Collection[int] = ()) -> None:
@@ -49,7 +47,7 @@ class LiveProfile:
         self._open: list[Any] = []
         self._profiler: Any = None
         self._yielded = False
-        self._put_back: Callable[[], None] | None = None
+        self._unwatch: Callable[[], None] | None = None
         self._steps = 0
         self._names_modules = True
 
@@ -63,14 +61,12 @@ class LiveProfile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _quietly():
             profiling.wait_for_gpu()
-            self._profiler = profile(
-                activities=profiling.activities(), schedule=_keep_the_second, record_shapes=True, acc_events=True
-            )
+            self._profiler = profiling.two_step_profiler()
             self._profiler.start()
-        self._put_back = _make_way(self._give_way)
+        self._unwatch = _watch_for_profilers(self._yield_profiler)
 
     def next_step(self) -> bool:
-        """A step has ended; whether it was the one to keep. Waits for the GPU."""
+        """End a step; return whether it was the one to keep. Waits for the GPU."""
         self._steps += 1
         if self._profiler is None or self._steps == 2:
             return True
@@ -82,10 +78,10 @@ class LiveProfile:
         return False
 
     def end(self, stopped: str = "") -> str:
-        """Stop and write the trace; returns why there is none, "" where there is. Waits for the GPU.
+        """Stop and write the trace; return why there is none, "" where there is one. Waits for the GPU.
 
         Args:
-            stopped: why the step did not come to its end, "" if it did.
+            stopped: why the step was interrupted, "" if it was not.
         """
         profiler = self._stop()
         if self._yielded:
@@ -99,12 +95,12 @@ class LiveProfile:
         return ""
 
     def leave_modules(self) -> None:
-        """Something is about to be compiled: take the hooks off, and name no more modules in this step."""
+        """Remove the hooks because a compilation is about to begin; no further modules of this step get a range."""
         self._names_modules = False
         self._handles.remove_all()
 
     def abandon(self) -> None:
-        """This is a forked child: the profiler is the parent's."""
+        """Forget the profiler in a forked child, where it belongs to the parent."""
         self._unhook()
         self._profiler = None
 
@@ -117,7 +113,7 @@ class LiveProfile:
                 profiler.stop()
         return profiler
 
-    def _give_way(self) -> None:
+    def _yield_profiler(self) -> None:
         self._yielded = True
         self._stop()
 
@@ -133,54 +129,48 @@ class LiveProfile:
         self._handles.remove_all()
         while self._open:
             self._open.pop().__exit__(None, None, None)
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
 
     def _paths(self) -> list[tuple[str, torch.nn.Module]]:
         several = len(self._models) > 1
         return [
-            (".".join([*([name] if several else []), *plain_parts(model, path)]), module)
+            (".".join([*([name] if several else []), *profiling.plain_parts(model, path)]), module)
             for name, model in self._models.items()
             for path, module in model.named_modules()
         ]
 
     def _enter(self, path: str, args: Any) -> None:
         if threading.get_ident() == self._thread:
-            opened = torch.profiler.record_function(PREFIX + path)
-            opened.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(opened)
+            self._open.append(profiling.opened_range(path))
 
     def _leave(self, args: Any, output: Any = None) -> None:
         if threading.get_ident() == self._thread and self._open:
             self._open.pop().__exit__(None, None, None)
 
 
-def _keep_the_second(number: int) -> ProfilerAction:
-    return (ProfilerAction.WARMUP, ProfilerAction.RECORD_AND_SAVE)[number] if number < 2 else ProfilerAction.NONE
-
-
-def _make_way(give_way: Callable[[], None]) -> Callable[[], None]:
-    """Have ``give_way`` called before anybody else's profiler starts, which would fail. Returns what undoes that."""
+def _watch_for_profilers(yield_profiler: Callable[[], None]) -> Callable[[], None]:
+    """Call ``yield_profiler`` before another profiler starts, which would fail otherwise; return a function that ends this."""
     owner: Any = torch.autograd.profiler.profile
     original = owner.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        give_way()
+        yield_profiler()
         original(self, *args, **kwargs)
 
-    def put_back() -> None:
+    def unwatch() -> None:
         if owner.__init__ is __init__:
             owner.__init__ = original
 
     owner.__init__ = __init__
-    return put_back
+    return unwatch
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """What the profiler warns of is not for the script, whose warnings may be errors."""
+    """Suppress the profiler's warnings: the script may have made warnings errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,24 +1,131 @@
-"""One iteration under torch.profiler, written as the trace that torch writes for everybody: one reader reads them all."""
+"""Records one iteration with torch.profiler as a trace like any other, with named ranges around module forwards.
+
+torch.profiler writes class names only ("nn.Module: Linear_3"), and only with Python stacks, which cost more than the model. Here
+every module call gets a range "mpinspect::module::<dotted path>", by torch's own hooks for all modules: nothing is put into the
+user's model, and nothing stays behind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from mpinspect.kernels.capture.module_ranges import ModuleRanges
+from mpinspect.kernels.records import MODULE_RANGE
 
-#: Steps that run under the profiler before the one that is kept: its own start-up (CUPTI's) falls into them.
-_SETTLING = 1
+#: Parts of a dotted path that wrappers add: torch.compile's, FSDP's and activation checkpointing's.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class ModuleRanges:
+    """Names modules and, while ``recording``, puts a range around each of their forwards.
+
+    Without a model, modules called from outside any other are roots. Paths begin at the root with most parameters; those within
+    other roots (a loss, a discriminator) begin with the root's class name.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.recording = False
+        #: Whether a module of the given model was called while recording; True without a model.
+        self.saw_model = model is None
+        self._model = frozenset(map(id, model.modules())) if model is not None else frozenset()
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._roots: list[nn.Module] = []
+        self._depth = 0
+        #: Ranges of the modules that are running, None for those without one.
+        self._open: list[Any] = []
+        if model is not None:
+            self._name(model, "")
+
+    @contextmanager
+    def installed(self) -> Iterator[ModuleRanges]:
+        """Hook all module calls within the context; remove the hooks at its end, also after an exception."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with warnings.catch_warnings():
+                # A compiled module's hooks fire for its wrapper too: both have the same path, so the range is the same.
+                warnings.filterwarnings("ignore", message=".*when there are global hooks on modules.*")
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def settle(self) -> None:
+        """Name the modules of the roots called so far. To be called after the warm-up, when all roots have been called."""
+        named = [root for root in self._roots if root not in self._paths]
+        largest = max(named, key=_parameters, default=None) if not self._paths else None
+        for root in sorted(named, key=lambda each: each is not largest):
+            self._name(root, "" if root is largest else type(root).__name__)
+        self._roots.clear()
+
+    def path(self, module: nn.Module) -> str | None:
+        """Return the dotted path of a module; None for a module of no root."""
+        return self._paths.get(module)
+
+    def _name(self, root: nn.Module, prefix: str) -> None:
+        for name, module in root.named_modules():
+            path = ".".join(part for part in (prefix, *plain_parts(root, name)) if part)
+            self._paths.setdefault(module, path)
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._depth == 0 and not any(root is module for root in self._roots):
+            self._roots.append(module)
+        self._depth += 1
+        if self.recording:
+            self._open.append(self._range(module))
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or self._depth == 0:
+            return
+        self._depth -= 1
+        opened = self._open.pop() if self._open else None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+    def _range(self, module: nn.Module) -> Any:
+        """Return an open range; None for a module of no root, such as a graph that torch.compile made."""
+        path = self._paths.get(module)
+        if path is None:
+            return None
+        self.saw_model = self.saw_model or id(module) in self._model
+        return opened_range(path)
+
+
+def opened_range(path: str) -> Any:
+    """Begin the range of a module's forward; leave it with ``__exit__``."""
+    opened = torch.profiler.record_function(MODULE_RANGE + path)
+    opened.__enter__()  # type: ignore[no-untyped-call]
+    return opened
+
+
+def plain_parts(root: nn.Module, name: str) -> list[str]:
+    """Split a module's name without what wrappers add: "module._orig_mod.fc" of a DistributedDataParallel gives ["fc"]."""
+    parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
+    wraps = isinstance(root, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    return parts[1:] if wraps and parts[:1] == ["module"] else parts
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def record_trace(
     step: Callable[[], object], path: Path, *, model: nn.Module | None = None, warmup: int = 3
 ) -> tuple[str, ...]:
-    """Run ``step`` ``warmup + 2`` times, the last one recorded into ``path`` (JSON). Waits for the GPU around that one.
+    """Run ``step`` ``warmup + 2`` times and record the last run into ``path`` (JSON). Waits for the GPU before and after it.
 
     Returns:
         Notes: sentences on what the trace lacks.
@@ -45,17 +152,10 @@ def record_trace(
 
 
 def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> None:
-    with profile(
-        activities=activities(),
-        schedule=_keep_the_last,
-        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
-        record_shapes=True,
-        acc_events=True,
-    ) as profiler:
-        for _ in range(_SETTLING):
-            step()
-            wait_for_gpu()
-            profiler.step()
+    with two_step_profiler(lambda done: done.export_chrome_trace(str(path))) as profiler:
+        step()
+        wait_for_gpu()
+        profiler.step()
         ranges.settle()
         ranges.recording = True
         step()
@@ -64,17 +164,18 @@ def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> Non
         profiler.step()
 
 
-def _keep_the_last(number: int) -> ProfilerAction:
-    if number < _SETTLING:
-        return ProfilerAction.WARMUP
-    return ProfilerAction.RECORD_AND_SAVE if number == _SETTLING else ProfilerAction.NONE
-
-
-def activities() -> list[ProfilerActivity]:
-    found = [ProfilerActivity.CPU]
+def two_step_profiler(on_trace_ready: Callable[[profile], Any] | None = None) -> profile:
+    """Return a profiler that keeps the second of two steps: the first contains its own start-up (CUPTI's)."""
+    activities = [ProfilerActivity.CPU]
     if ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-        found.append(ProfilerActivity.CUDA)
-    return found
+        activities.append(ProfilerActivity.CUDA)
+    return profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=on_trace_ready,
+        record_shapes=True,
+        acc_events=True,
+    )
 
 
 def wait_for_gpu() -> None:

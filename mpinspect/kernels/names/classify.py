@@ -1,8 +1,8 @@
-"""classify_kernel: the first rule that a name matches, then what the alignment and the GPU have to say."""
+"""classify_kernel: judges a name by the first rule that matches, then by the alignment it spells and by the GPU."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpinspect.kernels.names import facets
 from mpinspect.kernels.names.rules import RULES, Rule, first_match
@@ -11,23 +11,23 @@ from mpinspect.runtime import gpus
 from mpinspect.runtime.gpus import ARCHITECTURES, Gpu
 from mpinspect.shapes.records import ITEM_SIZES
 
-#: Bytes that a Tensor Core kernel loads at once an operand's row (NVIDIA's matrix multiplication guide: 16-byte alignment).
+#: Alignment in bytes at which Tensor Core kernels load operands at full speed (NVIDIA's matrix multiplication guide).
 FULL_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
-    """What a kernel's name tells.
+    """What a kernel's name says about Tensor Cores.
 
     Args:
-        verdict: "native" (Tensor Cores at full alignment), "degraded" (on Tensor Cores, held back, with evidence), "off" (a
-            product on CUDA cores), "helper" (work beside a product), "unknown" (a product, and no name could tell; or a name like
-            none known, which may be a product's), "other" (no product).
-        architecture: the one it was built for, "any" where the name does not say. Not the GPU it ran on.
+        verdict: "native" (Tensor Cores at full alignment), "degraded" (on Tensor Cores, evidently held back), "off" (a product on
+            CUDA cores), "helper" (work beside a product), "unknown" (a product whose name does not say, or an unfamiliar name,
+            which may be a product's), "other" (no product).
+        architecture: the one it was built for, not the GPU's; "any" where the name does not say.
         reason: one sentence.
-        dtypes: the operands' dtypes that the name tells ("tfloat32" for TF32); () where it tells none.
+        dtypes: the operands' dtypes that the name spells ("tfloat32" for TF32); () where it spells none.
         kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "".
-        alignment: elements that the name says its operands are aligned to; None where it does not.
+        alignment: number of elements to which operands are aligned by the name; None where it does not say.
         rule: id of the rule that decided.
     """
 
@@ -46,20 +46,20 @@ class KernelVerdict:
 
 
 def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None = None) -> KernelVerdict:
-    """Tell by its name whether a kernel ran on Tensor Cores.
+    """Judge by its name whether a kernel ran on Tensor Cores.
 
     Args:
         name: as a profiler wrote it, mangled or not.
-        gpu: the one it ran on ("hopper", "H100 PCIe", or a Gpu); None: not known, and the verdict is the name's alone.
-        dtype: the operator's dtype where known ("bfloat16"): used where the name tells none.
+        gpu: the one it ran on ("hopper", "H100 PCIe", or a Gpu); None: judge by the name alone.
+        dtype: the operator's dtype ("bfloat16"), used where the name spells none; None where unknown.
 
     Returns:
-        The verdict. *Degraded* on a name's evidence alone means an alignment under 16 bytes: align4 is full for TF32 and half
-        for FP16. An older architecture's kernel or a small tile is no evidence. Rates are another: see KernelReport.
+        The verdict. By its name a kernel is *degraded* only if its alignment is under 16 bytes (align4 is full alignment for TF32
+        and half of it for FP16); an older architecture or a small tile is no evidence. KernelReport judges by rates too.
 
     Raises:
         TypeError: ``name`` is no string.
-        ValueError: a GPU that is not known by that name.
+        ValueError: no GPU of that name is known.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a kernel's name, a str, not {type(name).__name__}")
@@ -89,7 +89,7 @@ def _product(rule: Rule, lowered: str, dtype: str | None) -> KernelVerdict:
 
 
 def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reason: str) -> tuple[str, str]:
-    """Native, or degraded because the operands' rows are not aligned to 16 bytes."""
+    """Return "native", or "degraded" where operands are aligned to fewer than 16 bytes, with the reason."""
     if "notaligned" in lowered:
         return "degraded", f"{reason}; built for operands that are not aligned to {FULL_ALIGNMENT} bytes"
     if alignment is None or not dtypes:
@@ -107,32 +107,24 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
 
 
 def _on(gpu: Gpu | None, found: KernelVerdict, since: str) -> KernelVerdict:
-    """The verdict on a GPU: one without Tensor Cores runs nothing on them, and AMD's kernels are not judged here."""
+    """Return the verdict on a GPU, which may have no Tensor Cores, or none for that dtype, or be AMD's."""
     if gpu is None:
         return found
     if gpu.vendor == "AMD":
-        return _with(found, "unknown", "AMD's matrix cores are not Tensor Cores: names and rules here are NVIDIA's")
+        reason = "AMD's matrix cores are not Tensor Cores: names and rules here are NVIDIA's"
+        return replace(found, verdict="unknown", reason=reason)
+    card = gpu.name or "this GPU"
     if gpu.has_tensor_cores is False and found.verdict != "off":
-        return _with(found, "off", f"{gpu.name or 'this GPU'} has no Tensor Cores")
+        return replace(found, verdict="off", reason=f"{card} has no Tensor Cores")
     if since and gpu.architecture and ARCHITECTURES.index(gpu.architecture) < ARCHITECTURES.index(since):
-        return _with(
-            found, "off", f"{found.reason}; on {gpu.name or 'this GPU'}, older than {since}, it uses CUDA cores"
-        )
+        reason = f"{found.reason}; on {card}, older than {since}, it uses CUDA cores"
+        return replace(found, verdict="off", reason=reason)
     if found.verdict in ("native", "degraded") and found.dtypes and gpu.multiplies(found.dtypes[0]) is False:
-        return _with(
-            found,
-            "unknown",
-            f"the name says Tensor Cores and {found.dtypes[0]}, which those of {gpu.name or 'this GPU'} do not multiply",
-        )
+        reason = f"the name says Tensor Cores and {found.dtypes[0]}, which those of {card} do not multiply"
+        return replace(found, verdict="unknown", reason=reason)
     if found.rule == "nvjet" and gpu.architecture in ("hopper", "blackwell"):
-        return KernelVerdict(
-            found.verdict, gpu.architecture, found.reason, found.dtypes, found.kind, found.alignment, found.rule
-        )
+        return replace(found, architecture=gpu.architecture)
     return found
-
-
-def _with(found: KernelVerdict, verdict: str, reason: str) -> KernelVerdict:
-    return KernelVerdict(verdict, found.architecture, reason, found.dtypes, found.kind, found.alignment, found.rule)
 
 
 def _sentence(rule: Rule, digits: str = "") -> str:

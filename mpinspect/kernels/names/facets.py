@@ -1,4 +1,4 @@
-"""What else a kernel's name spells: the architecture it was built for, its operands' dtypes, the alignment it asks for."""
+"""Reads from a kernel's name the architecture it was built for, its operands' dtypes, the alignment they need, and its kind."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from mpinspect.kernels.names.rules import MMA, MMA_DIGITS
 from mpinspect.runtime.gpus import architecture_of
 
-#: Patterns that begin with plain letters: re finds those fast in names of a thousand characters.
+#: Patterns begin with plain letters, which re finds fast in names of a thousand characters.
 _SM = re.compile(r"sm_?(\d{2,3})[af]?(?!\d)")
 _CUTLASS = re.compile(r"cutlass_(\d{2})(?!\d)")
 _WORDS = ("volta", "turing", "ampere", "hopper", "blackwell")
 
-#: The architecture whose instruction the digits are, where nothing else tells: m8n8k4 is Volta's, m16n8k8 Turing's, ...
+#: Architectures by the digits of their mma instruction, where the name spells nothing else: m8n8k4 is Volta's, m16n8k8 Turing's.
 _INSTRUCTIONS = {"884": "volta", "1688": "turing", "8816": "turing", "8832": "turing"}
 
-#: Names of dtypes in kernels' names, most telling first: "tf32" before "f32" that surrounds it. FP32 only where nothing else is.
+#: Spellings of dtypes; the first that a name has counts. FP32, which others are accumulated in, is not among them.
 _DTYPES = (
     ("e4m3", "float8_e4m3fn"),
     ("e5m2", "float8_e5m2"),
@@ -50,7 +50,7 @@ _NVJET_LETTERS = {
     "r": "float8_e5m2",
     "d": "float64",
 }
-_MMA = re.compile(MMA)
+_MMA, _DIGITS = re.compile(MMA), MMA_DIGITS.split()
 _BLAS = re.compile(r"(?:^|[^a-z])(?:g?)([shdczi])gemm")
 _BLAS_LETTERS = {
     "s": "float32",
@@ -70,7 +70,7 @@ _KINDS = (
 
 
 def architecture(lowered: str, digits: str) -> str:
-    """The architecture a name was built for, "any" where it does not say; ``digits``: of the mma instruction, or ""."""
+    """Return the architecture a kernel was built for, "any" where unknown. ``digits``: of the mma instruction, or ""."""
     for word in _WORDS:
         if f"{word}_" in lowered:
             return word
@@ -98,8 +98,8 @@ def _compute_capability(lowered: str) -> int | None:
 
 
 def instruction(lowered: str) -> tuple[str, str]:
-    """The mma instruction in a name: the letter of its accumulator ("m" where the name says mma) and its digits, or ("", "")."""
-    for each in MMA_DIGITS:
+    """Return a name's mma instruction: its accumulator's letter ("m" where the name says mma) and its digits, or ("", "")."""
+    for each in _DIGITS:
         if each in lowered:
             found = _MMA.search(lowered)
             return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
@@ -107,7 +107,7 @@ def instruction(lowered: str) -> tuple[str, str]:
 
 
 def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
-    """The operands' dtypes that a name tells, torch's names and "tfloat32"; () where it tells none."""
+    """Return the operands' dtypes that a name spells, by torch's names or "tfloat32"; () where it spells none."""
     if "nvjet_" in lowered:
         jet = _NVJET.search(lowered)
         return _nvjet_dtypes(jet.group(1)) if jet else ()
@@ -127,7 +127,7 @@ def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
 
 
 def alignment(lowered: str) -> int | None:
-    """The fewest elements that a name says its operands are aligned to (_align2, aligna4_alignc4, ldg8); None if it does not."""
+    """Return the fewest elements to which an operand is aligned by the name (_align2, aligna4_alignc4, ldg8), or None."""
     found = [int(number) for number in _ALIGN.findall(lowered)] if "align" in lowered else []
     if "ldg" in lowered:
         found += [int(number) for number in _LOAD.findall(lowered)]
@@ -135,7 +135,7 @@ def alignment(lowered: str) -> int | None:
 
 
 def kind(lowered: str) -> str:
-    """What a Tensor Core kernel multiplies, by its name."""
+    """Return the kind of product that a Tensor Core kernel computes, by its name."""
     for name, words in _KINDS:
         if any(word in lowered for word in words):
             return name
@@ -143,14 +143,14 @@ def kind(lowered: str) -> str:
 
 
 def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
-    """nvjet_<A><B><C><compute><D>, or three letters where A and B are alike: the operands' dtypes."""
+    """Return the dtypes of A and B by nvjet_<A><B><C><compute><D>, or by three letters where A and B are alike."""
     operands = letters[:2] if len(letters) == 5 else letters[:1]
     return tuple(dict.fromkeys(_NVJET_LETTERS[letter] for letter in operands if letter in _NVJET_LETTERS))
 
 
 def _of_mma(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
     if digits in ("8816", "8832", "16832", "16864"):
-        # m16n8k32 is int8's and FP8's; the letter before tells (i: integers).
+        # m16n8k32 multiplies int8 or FP8.
         return ("float8_e4m3fn",) if "e4m3" in lowered else ("float8_e5m2",) if "e5m2" in lowered else ("int8",)
     if letter in ("d", "z"):
         return ("float64",)
@@ -159,5 +159,5 @@ def _of_mma(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
             return ({"bf16": "bfloat16", "tf32": "tfloat32"}.get(word, "float16"),)
     if letter == "h" or digits == "884":
         return ("float16",)
-    # s1688 without another dtype: FP32 operands read as TF32 (CUTLASS's procedural names).
+    # s1688 without another dtype reads FP32 operands as TF32 (CUTLASS's procedural names).
     return ("tfloat32",) if digits in ("1688", "1684") else ()

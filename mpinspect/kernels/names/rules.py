@@ -1,12 +1,10 @@
-"""What a kernel's name tells about Tensor Cores, as data: the first rule that matches decides.
+"""Rules on what a kernel's name says about Tensor Cores, as data: the first rule that matches decides.
 
-First come families: libraries whose kernels are known by name. A name of no family is judged by its words: one of a product's
-makes it a product of which nothing tells the unit, one of elementwise and other such work makes it no product. A name without
-either may be anything, so it is unknown and never called no product.
+Families come first: libraries whose kernels are known by name. A name of no family is judged by its words. A word of products
+makes it a product on an unknown unit; a word of elementwise or other such work makes it no product. A name with neither may be
+anything: its verdict is "unknown", never "other".
 
-A rule looks at the name in lower case, without its parameters. ``any_of`` are plain substrings, one of which must be there,
-``none_of`` such as must not: they make a thousand names cheap. ``pattern`` is a regular expression that must match too, if given.
-A new kind of kernel is a new line here, with its source and an example that no earlier rule takes.
+A new kind of kernel is a new rule here, with its source and an example that no earlier rule matches.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
 """
@@ -18,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mpinspect.kernels.names.spelling import Spelling
 
-#: Changes whenever a rule does; every report carries it.
+#: Version of the rules, which every report carries; to be changed with every rule.
 RULES_VERSION = "2026.12"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
@@ -26,27 +24,27 @@ VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table.
+    """A verdict on names, which are matched in lower case and without their parameters.
 
     Args:
         id: name of the rule, in reports.
-        verdict: one of VERDICTS but "degraded", which takes evidence beside the name's family.
+        verdict: one of VERDICTS but "degraded", which needs more evidence than a name's family.
         kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "" (no product, or any).
-        any_of: lower-case substrings.
+        any_of: substrings, separated by spaces, one of which the name must have: a cheap check before the pattern. "": any name.
         meaning: completes "this is ...".
         source: where the name was seen or is defined.
         example: a name that this rule decides.
-        pattern: regular expression on the lower-case name, or "".
-        none_of: lower-case substrings that rule it out.
-        own: looks at the function with its namespaces alone, not at its template arguments.
-        any_architecture: the name's prefix is not the GPU: cuBLAS runs volta_sgemm on a Turing card.
+        pattern: a regular expression that the name must match too, or "".
+        none_of: substrings, none of which the name may have.
+        own: whether to match only the function with its namespaces, and not the template arguments.
+        any_architecture: whether a prefix of the name says nothing about the GPU (cuBLAS runs volta_sgemm on a Turing card).
         since: the first architecture on which it uses Tensor Cores, where it runs on older ones too.
     """
 
     id: str
     verdict: str
     kind: str
-    any_of: tuple[str, ...]
+    any_of: str
     meaning: str
     source: str
     example: str
@@ -61,18 +59,18 @@ class Rule:
         object.__setattr__(self, "regex", re.compile(self.pattern) if self.pattern else None)
 
     def decides(self, text: str) -> bool:
-        """Whether pattern and ``none_of`` hold of a lower-case text in which one of ``any_of`` is."""
+        """Whether a lower-case text that has one of ``any_of`` satisfies ``pattern`` and ``none_of``."""
         return (self.regex is None or self.regex.search(text) is not None) and not any(
             each in text for each in self.none_of
         )
 
 
-#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, behind the letter of what
-#: they accumulate in. Anchored on both sides: 884 inside another number is nothing.
+#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, behind the letter of the
+#: accumulator's dtype. Anchored on both sides, so that 884 inside another number does not match.
 MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
 
-#: What of their digits must be in a name for that: "168" is in 1684, 1688, 16816, 16832, ...
-MMA_DIGITS = ("884", "168", "1616", "8816", "8832")
+#: Substrings, one of which every match of MMA has: "168" is in 1684, 1688, 16816, 16832, ...
+MMA_DIGITS = "884 168 1616 8816 8832"
 
 #: The beginning and the end of a word in lower case.
 _B, _E = r"(?<![a-z])(?:", r")(?![a-z])"
@@ -86,7 +84,7 @@ PRODUCT_WORDS = (
     rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
 )
 
-#: Words of what is done beside a product: where one of these is in its name, the kernel computes none itself ...
+#: Words of work beside a product: a kernel with one of these in its name computes no product itself ...
 HELPER_WORDS = (
     r"reduc(?!escatter)|combine(?!d)|per_token_group_quant|finali[sz]e|pre_?process|post_?process|prep_|metadata|repack|prepack|_to_marlin|workspace|fixup|align_?block"
     r"|_align\d?_|permut|routing|router|indices|_ids|histogram|prefix_?sum|cumsum(?!_\w*kkt|_house)|offset|count|sort|top_?k|scatter"
@@ -97,7 +95,7 @@ HELPER_WORDS = (
     r"|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info|per_tensor_(?:amax|quant|scale)|padding|states_fwd"
     r"|varlen_states|gate_(?:fwd|bwd|chunk|cumsum)|save_|init_"
 )
-#: ... but where the product is its verb.
+#: ... unless the product is the name's verb.
 _PRODUCT_VERB = (
     r"(?:gemm|matmul|moe)_kernel|moe_gemm|decode_stage1|fused_\w*(?:(?<!fb)gemm|bmm)"
     r"|gemm_\w*_(?:quant_kernel|split_cat)|dequant\w*gemm|kernel_stage1"
@@ -132,7 +130,7 @@ FAMILIES = (
         "torch-native",
         "other",
         "",
-        ("at::", "at_cuda_detail"),
+        "at:: at_cuda_detail",
         "one of torch's own kernels: no matrix product",
         "traces; torch, aten/src/ATen/native/cuda",
         "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1> >(int)",
@@ -143,20 +141,7 @@ FAMILIES = (
         "communication",
         "other",
         "communication",
-        (
-            "ccl",
-            "nvshmem",
-            "shmem",
-            "reduce",
-            "gather",
-            "cross_device",
-            "multimem",
-            "userbuffers",
-            "deep_ep",
-            "alltoall",
-            "all_to_all",
-            "fusion_kernel",
-        ),
+        "ccl nvshmem shmem reduce gather cross_device multimem userbuffers deep_ep alltoall all_to_all fusion_kernel",
         "communication between GPUs",
         "traces; NCCL, RCCL, NVSHMEM, DeepEP, TransformerEngine",
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)",
@@ -168,7 +153,7 @@ FAMILIES = (
         "triton-fused",
         "other",
         "",
-        ("triton_",),
+        "triton_",
         "Inductor's fused pointwise or reduction kernel; a product in its name is the one it follows",
         "torch, inductor's kernel names",
         "triton_poi_fused_add_cos_sin_0",
@@ -179,18 +164,8 @@ FAMILIES = (
         "amd-helper",
         "other",
         "",
-        (
-            "tensorop",
-            "op1dtensor",
-            "op2dtensor",
-            "op3dtensor",
-            "miopenbatchnorm",
-            "batched_transpose_",
-            "transpose_n",
-            "transpose_c",
-            "im2d2col",
-            "rocprim",
-        ),
+        "tensorop op1dtensor op2dtensor op3dtensor miopenbatchnorm batched_transpose_ transpose_n transpose_c im2d2col "
+        "rocprim",
         "MIOpen's or rocPRIM's elementwise, normalisation or layout kernel",
         "traces; MIOpen, src/kernels",
         "SubTensorOpWithScalar1d",
@@ -200,24 +175,8 @@ FAMILIES = (
         "amd-product",
         "unknown",
         "",
-        (
-            "cijk_",
-            "igemm_",
-            "gtcx",
-            "xdl",
-            "mfma",
-            "_cshuffle",
-            "wmma_gfx",
-            "ck::",
-            "ck_tile::",
-            "aiter::",
-            "miopen",
-            "_gfx",
-            "gridwise_",
-            "ll4mi",
-            "naive_conv_",
-            "wvsplitk",
-        ),
+        "cijk_ igemm_ gtcx xdl mfma _cshuffle wmma_gfx ck:: ck_tile:: aiter:: miopen _gfx gridwise_ ll4mi naive_conv_ "
+        "wvsplitk",
         "an AMD product: matrix cores are not Tensor Cores",
         "traces; Tensile, MIOpen, composable_kernel, AITER",
         "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT32x32x256_MI16x16x1_SN",
@@ -230,7 +189,7 @@ FAMILIES = (
         "split-k-reduce",
         "helper",
         "gemm",
-        ("splitk", "split_k", "gemmk_reduce"),
+        "splitk split_k gemmk_reduce",
         "the sum of a product's partial results",
         "labelled; cuBLAS, CUTLASS, AITER",
         "void splitKreduce_kernel<32, 16, int, float, __half, float, __half, true, false, false>",
@@ -240,7 +199,7 @@ FAMILIES = (
         "layout",
         "helper",
         "",
-        ("nhwc", "tensortransform", "converttensor"),
+        "nhwc tensortransform converttensor",
         "a layout conversion beside a product",
         "labelled; cuDNN",
         "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, true, true, (cudnnKernelDataType_t)0>",
@@ -251,7 +210,7 @@ FAMILIES = (
         "convolution-setup",
         "helper",
         "convolution",
-        ("offsetskernel", "kern_precompute", "reduce_wgrad"),
+        "offsetskernel kern_precompute reduce_wgrad",
         "the set-up of a convolution, or the sum of its parts",
         "traces; cuDNN",
         "void cask_cudnn_infer::computeOffsetsKernel<false, false>(cask_cudnn_infer::ComputeOffsetsParams)",
@@ -261,7 +220,7 @@ FAMILIES = (
         "gemm-epilogue",
         "helper",
         "gemm",
-        ("epilogue::impl::globalkernel", "scal_kernel", "scalepackedtensor"),
+        "epilogue::impl::globalkernel scal_kernel scalepackedtensor",
         "the bias or scale that follows a product",
         "traces; cuBLASLt, cuDNN",
         "void cudnn::ops::scalePackedTensor_kernel<float, float>(long, float*, float)",
@@ -270,7 +229,7 @@ FAMILIES = (
         "im2col",
         "helper",
         "convolution",
-        ("im2col", "col2im", "col2vol", "vol2col"),
+        "im2col col2im col2vol vol2col",
         "the unfolding beside a convolution",
         "torch, im2col.cuh; ggml",
         "void at::native::im2col_kernel<float>(long)",
@@ -279,7 +238,7 @@ FAMILIES = (
         "grouped-gemm-setup",
         "helper",
         "gemm",
-        ("grouped_gemm", "group_gemm"),
+        "grouped_gemm group_gemm",
         "the set-up of a grouped product",
         "torch, GroupMM.cu; FlashInfer; TransformerEngine",
         "at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>",
@@ -289,7 +248,7 @@ FAMILIES = (
         "attention-setup",
         "helper",
         "attention",
-        ("flash", "prepare_varlen", "fmhareduction", "dot_do_o"),
+        "flash prepare_varlen fmhareduction dot_do_o",
         "preparation, conversion or combination beside attention",
         "labelled; flash-attention, FlashMLA, ggml, TensorRT-LLM",
         "void flash::prepare_varlen_num_blocks_kernel<false>(int, int)",
@@ -301,16 +260,7 @@ FAMILIES = (
         "small-gemm",
         "off",
         "gemm",
-        (
-            "gemmsn_",
-            "gemmk1_",
-            "gemm_small",
-            "cudacoregemm",
-            "cudacorevec",
-            "weight_int8pack_mm",
-            "router_gemm",
-            "dense_kernel0",
-        ),
+        "gemmsn_ gemmk1_ gemm_small cudacoregemm cudacorevec weight_int8pack_mm router_gemm dense_kernel0",
         "a product of a very small dimension: CUDA cores",
         "traces; cuBLAS; TensorRT-LLM, FBGEMM cudaCoreGemm",
         "void tensorrt_llm::kernels::cuda_core_gemm::cudaCoreGemm<__nv_fp8_e4m3, __nv_bfloat16, 2, 4, 128>(P)",
@@ -319,19 +269,8 @@ FAMILIES = (
         "quantised-gemv",
         "off",
         "gemv",
-        (
-            "kgemm_4bit_inference",
-            "gemm_4bit_simt",
-            "weight_only::kernel",
-            "mul_mat_vec",
-            "matvec",
-            "gemm_half_q_half",
-            "h_gemm_tall",
-            "h_gemm_wide",
-            "matmulkernel",
-            "bgmv",
-            "llgemm",
-        ),
+        "kgemm_4bit_inference gemm_4bit_simt weight_only::kernel mul_mat_vec matvec gemm_half_q_half h_gemm_tall "
+        "h_gemm_wide matmulkernel bgmv llgemm",
         "a product of quantised weights by few rows: dot products on CUDA cores",
         "bitsandbytes, TensorRT-LLM weight_only, ggml mmvq, exllama, GPTQ, punica",
         "void kgemm_4bit_inference_naive<__nv_bfloat16, 128, 16>(int, int, int)",
@@ -342,7 +281,7 @@ FAMILIES = (
         "gemv",
         "off",
         "gemv",
-        ("gemv", "dot_kernel", "gevv", "dotc", "reduce_1block"),
+        "gemv dot_kernel gevv dotc reduce_1block",
         "a matrix-vector or scalar product: bound by memory, CUDA cores",
         "labelled; traces; cuBLAS, AWQ",
         "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensorStridedBatched<float const> > >",
@@ -353,7 +292,7 @@ FAMILIES = (
         "sparse-product",
         "off",
         "gemm",
-        ("csrm", "spmm", "spmv"),
+        "csrm spmm spmv",
         "a product of a sparse matrix: CUDA cores",
         "cuSPARSE",
         "void cusparse::csrmm_alg2_kernel<cusparse::CsrMMPolicy<4, false>, float>(P)",
@@ -363,7 +302,7 @@ FAMILIES = (
         "depthwise-convolution",
         "off",
         "convolution",
-        ("depthwise", "dwconv", "causal_conv1d", "ssm_conv", "conv2d_dw"),
+        "depthwise dwconv causal_conv1d ssm_conv conv2d_dw",
         "a depthwise convolution: CUDA cores",
         "torch, DepthwiseConv2d.cu; causal-conv1d; ggml",
         "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16> >(P)",
@@ -373,17 +312,8 @@ FAMILIES = (
         "cuda-core-attention",
         "off",
         "attention",
-        (
-            "paged_attention_v",
-            "flash_attn_vec",
-            "flash_attn_ext_vec",
-            "flash_attn_tile",
-            "batchdecodewithpagedkvcache",
-            "singledecodewithkvcache",
-            "masked_multihead_attention",
-            "mmha",
-            "flash_fwd_kernel_cpu",
-        ),
+        "paged_attention_v flash_attn_vec flash_attn_ext_vec flash_attn_tile batchdecodewithpagedkvcache "
+        "singledecodewithkvcache masked_multihead_attention mmha flash_fwd_kernel_cpu",
         "attention of one query a head by dot products on CUDA cores",
         "vLLM, csrc/attention; ggml, fattn-vec and fattn-tile; FlashInfer, decode.cuh; TensorRT-LLM",
         "void vllm::paged_attention_v1_kernel<unsigned short, unsigned short, 128, 16, 128, (vllm::Fp8KVCacheDataType)0, false>",
@@ -393,7 +323,7 @@ FAMILIES = (
         "efficient-attention-cuda-cores",
         "off",
         "attention",
-        ("fmha_cutlass",),
+        "fmha_cutlass",
         "memory-efficient attention built for a GPU, or FP32 on one, without fitting Tensor Cores: SIMT",
         "torch, mem_eff_attention/kernels (Sm50 has none, FP32 below Sm80 is SIMT)",
         "fmha_cutlassF_f32_aligned_64x64_rf_sm75(PyTorchMemEffAttention::AttentionKernel<float>)",
@@ -404,7 +334,7 @@ FAMILIES = (
         "efficient-attention",
         "native",
         "attention",
-        ("fmha_cutlass",),
+        "fmha_cutlass",
         "memory-efficient attention on Tensor Cores (FP32 as three TF32 products)",
         "labelled; torch, mem_eff_attention/kernels",
         "fmha_cutlassB_f16_aligned_64x64_k64_sm70",
@@ -414,16 +344,7 @@ FAMILIES = (
         "flash-attention",
         "native",
         "attention",
-        (
-            "flash",
-            "fmhasm",
-            "fmha_v2",
-            "sparse_attn_fwd",
-            "fmha_fprop_",
-            "fmha_dgrad_",
-            "fmha_fwd_loop",
-            "fmha_bwd_loop",
-        ),
+        "flash fmhasm fmha_v2 sparse_attn_fwd fmha_fprop_ fmha_dgrad_ fmha_fwd_loop fmha_bwd_loop",
         "flash attention",
         "labelled; traces; flash-attention, FlashMLA, TensorRT-LLM, ggml",
         "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>",
@@ -434,16 +355,8 @@ FAMILIES = (
         "flashinfer-attention",
         "native",
         "attention",
-        (
-            "withpagedkvcache",
-            "withraggedkvcache",
-            "withkvcache",
-            "mlapagedattention",
-            "mlapageattention",
-            "kernel_mha",
-            "attention_kernel_ws",
-            "attend_ker",
-        ),
+        "withpagedkvcache withraggedkvcache withkvcache mlapagedattention mlapageattention kernel_mha "
+        "attention_kernel_ws attend_ker",
         "attention by mma instructions, for prefill or several queries a head",
         "FlashInfer, prefill.cuh and mla.cuh; TensorRT-LLM, xqa; ThunderKittens",
         "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1, 128u>>(P)",
@@ -453,7 +366,7 @@ FAMILIES = (
         "sage-attention",
         "native",
         "attention",
-        ("qk_int", "compute_attn_ws", "attn_kernel"),
+        "qk_int compute_attn_ws attn_kernel",
         "SageAttention: 8-bit products of queries and keys by mma instructions",
         "SageAttention, csrc/qattn; Hopper's flash-attention 3",
         "void qk_int_sv_f8_attn_kernel<128u, 64u, 32u, 64u, 128u, (DataType)1, (QuantGranularity)3>",
@@ -463,7 +376,7 @@ FAMILIES = (
         "cudnn-attention",
         "native",
         "attention",
-        ("sdpa", "cudnn_mha"),
+        "sdpa cudnn_mha",
         "cuDNN's fused attention",
         "labelled; cuDNN",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
@@ -484,7 +397,7 @@ FAMILIES = (
         "tensorop",
         "native",
         "",
-        ("tensorop", "mma", "m16n", "tcgen05"),
+        "tensorop mma m16n tcgen05",
         "a kernel whose name says Tensor Core",
         "labelled; traces; CUTLASS, cuDNN, AWQ, bitsandbytes",
         "Volta_hmma_implicit_gemm_fprop_fp32_nhwc_128x128x64x1_1x3x3x0x1",
@@ -495,7 +408,7 @@ FAMILIES = (
         "nvjet",
         "native",
         "gemm",
-        ("nvjet_",),
+        "nvjet_",
         "cuBLAS's nvjet family, all of which is Tensor Core",
         "labelled; cuBLAS on Hopper and later",
         "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
@@ -504,7 +417,7 @@ FAMILIES = (
         "xmma-cuda-cores",
         "off",
         "",
-        ("xmma",),
+        "xmma",
         "an xmma kernel of FP32 multiply-adds (ffma): CUDA cores",
         "labelled; cuBLAS",
         "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel",
@@ -514,7 +427,7 @@ FAMILIES = (
         "xmma",
         "native",
         "",
-        ("xmma",),
+        "xmma",
         "an xmma kernel whose operands, or whose GPU's xmma kernels, are Tensor Cores' alone",
         "labelled; traces; cuBLAS, cuDNN, TensorRT",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
@@ -524,7 +437,7 @@ FAMILIES = (
         "xmma-unknown",
         "unknown",
         "",
-        ("xmma",),
+        "xmma",
         "an xmma kernel that names neither ffma nor operands that only Tensor Cores multiply",
         "cuBLAS, cuDNN",
         "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_kernel",
@@ -533,7 +446,7 @@ FAMILIES = (
         "trtllm-gen",
         "native",
         "gemm",
-        ("bmm_", "gemm_", "gemmkernel_", "gatedactkernel_"),
+        "bmm_ gemm_ gemmkernel_ gatedactkernel_",
         "a generated product for Hopper's or Blackwell's Tensor Cores",
         "TensorRT-LLM, trtllm-gen kernels; traces",
         "bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s6_et64x8_m64x8x64_cga1x1x1_16dp256b_sm100f",
@@ -543,7 +456,7 @@ FAMILIES = (
         "deep-gemm",
         "native",
         "gemm",
-        ("deep_gemm", "sm90_", "sm100_", "sm120_", "smxx_", "gemm_kernel", "gemm_impl", "gemm_1d"),
+        "deep_gemm sm90_ sm100_ sm120_ smxx_ gemm_kernel gemm_impl gemm_1d",
         "DeepGEMM's FP8, FP4, TF32 or BF16 product",
         "DeepGEMM, deep_gemm/include/deep_gemm/impls",
         "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u>(float*)",
@@ -554,17 +467,8 @@ FAMILIES = (
         "marlin",
         "native",
         "gemm",
-        (
-            "marlin",
-            "machete::",
-            "_forward_4bit_cuda",
-            "turbomind::gemm",
-            "quant_gemm_kernel",
-            "exl3_gemm",
-            "gemm_w4a16_t",
-            "gemm_w4a4",
-            "gemm_w8a8_",
-        ),
+        "marlin machete:: _forward_4bit_cuda turbomind::gemm quant_gemm_kernel exl3_gemm gemm_w4a16_t gemm_w4a4 "
+        "gemm_w8a8_",
         "a product of quantised weights by mma instructions",
         "vLLM, csrc/quantization; Marlin; sparse Marlin; FP6-LLM; exllamav3; AWQ; nunchaku",
         "void marlin_24::Marlin_24<4, 256, 4, 2, 2, 4, -1>(int4 const*, int4 const*, int4 const*)",
@@ -576,7 +480,7 @@ FAMILIES = (
         "llama-cpp",
         "native",
         "gemm",
-        ("mul_mat_q",),
+        "mul_mat_q",
         "llama.cpp's product of quantised weights by mma instructions",
         "ggml, ggml-cuda/mmq.cuh (DP4A on CUDA cores before Turing)",
         "void mul_mat_q<(ggml_type)2, 128, false>(char const*, int const*)",
@@ -587,7 +491,7 @@ FAMILIES = (
         "llama-cpp-float",
         "native",
         "gemm",
-        ("mul_mat_f",),
+        "mul_mat_f",
         "llama.cpp's product of few columns by mma instructions",
         "ggml, ggml-cuda/mmf.cuh",
         "void mul_mat_f<__half2, 32, 8, 4, false>(__half2 const*, float const*)",
@@ -597,7 +501,7 @@ FAMILIES = (
         "tinygemm",
         "native",
         "gemm",
-        ("tinygemm",),
+        "tinygemm",
         "a product of few rows by mma instructions",
         "torch, int4mm.cu (m16n8k16); TensorRT-LLM, tinygemm2",
         "void at::native::tinygemm2_kernel<16, 16, 8, 64, 16, 4, false>(P)",
@@ -606,7 +510,7 @@ FAMILIES = (
         "cute-dsl-cuda-cores",
         "off",
         "gemm",
-        ("kernel_cutlass_",),
+        "kernel_cutlass_",
         "a CuTe product of FP32 multiply-adds: CUDA cores",
         "CUTLASS, examples/python/CuTeDSL/ampere/sgemm.py",
         "kernel_cutlass_kernel___main__SGemm_object_at__tensorptrf32gmem_o1_tensorptrf32gmem_o1",
@@ -616,7 +520,7 @@ FAMILIES = (
         "cute-dsl",
         "native",
         "",
-        ("kernel_cutlass_", "sm100blockscaled", "sm120blockscaled", "sm90blockscaled", "sm103blockscaled"),
+        "kernel_cutlass_ sm100blockscaled sm120blockscaled sm90blockscaled sm103blockscaled",
         "a product that the CuTe DSL built for Tensor Cores",
         "CUTLASS, examples/python/CuTeDSL; FlashInfer; flash-attention",
         "kernel_cutlass_kernel_flashinfergemmkernelsSm100BlockScaledPersistentDenseGemmKernel_object_at__TiledMMA_ThrLayoutVMNK",
@@ -627,7 +531,7 @@ FAMILIES = (
         "cutlass-simt",
         "off",
         "",
-        ("simt",),
+        "simt",
         "CUTLASS on CUDA cores (SIMT)",
         "labelled; CUTLASS",
         "cutlass_80_simt_sgemm_128x64_8x5_nt_align1",
@@ -637,7 +541,7 @@ FAMILIES = (
         "cutlass-device-product",
         "native",
         "",
-        ("device_kernel", "rht_gemm_device"),
+        "device_kernel rht_gemm_device",
         "a CUTLASS 3 product: collectives for Tensor Cores",
         "CUTLASS 3; traces of SGLang; TransformerEngine",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>>>(P)",
@@ -647,7 +551,7 @@ FAMILIES = (
         "cutlass-attention",
         "native",
         "attention",
-        ("attention_kernel_batched", "attention_kernel_backward_batched"),
+        "attention_kernel_batched attention_kernel_backward_batched",
         "CUTLASS's memory-efficient attention, whose template argument names a GPU with Tensor Cores",
         "xformers; DeepSpeed, evoformer",
         "void attention_kernel_batched_impl<AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 64, 64, 64>>(P)",
@@ -657,7 +561,7 @@ FAMILIES = (
         "cutlass-opaque",
         "unknown",
         "gemm",
-        ("device_kernel", "cutlass::kernel", "cutlass6kernel", "cutlass7kernel2"),
+        "device_kernel cutlass::kernel cutlass6kernel cutlass7kernel2",
         "a CUTLASS kernel whose template argument hides what it computes",
         "labelled; CUTLASS 3",
         "void cutlass::device_kernel<MyKernel>",
@@ -667,7 +571,7 @@ FAMILIES = (
         "cuda-core-gemm",
         "off",
         "gemm",
-        ("sgemm", "dgemm", "hgemm", "cgemm", "zgemm", "igemm"),
+        "sgemm dgemm hgemm cgemm zgemm igemm",
         "a product on CUDA cores: no mma instruction in its name",
         "labelled; traces; cuBLAS",
         "volta_sgemm_128x64_nn",
@@ -678,7 +582,7 @@ FAMILIES = (
         "scudnn",
         "off",
         "convolution",
-        ("scudnn", "hcudnn", "icudnn", "winograd"),
+        "scudnn hcudnn icudnn winograd",
         "cuDNN's convolution on CUDA cores",
         "labelled; traces; cuDNN",
         "volta_scudnn_128x64_relu_interior_nn_v1",
@@ -688,7 +592,7 @@ FAMILIES = (
         "fft-convolution",
         "off",
         "convolution",
-        ("fft2d_", "fft1d_", "fft3d_"),
+        "fft2d_ fft1d_ fft3d_",
         "the transform of an FFT convolution: CUDA cores",
         "traces; cuDNN",
         "void fft2d_r2c_32x32<float, false, 0u, false>(float2*)",
@@ -697,20 +601,8 @@ FAMILIES = (
         "cudnn-engines",
         "off",
         "convolution",
-        (
-            "wgrad_alg",
-            "dgrad_engine",
-            "dgrad2d_",
-            "wgrad2d_",
-            "dgrad_alg",
-            "convolve_sgemm",
-            "convolve_common_engine",
-            "conv2d_grouped_direct",
-            "conv2d_c1_k1",
-            "grouped_direct_kernel",
-            "first_layer",
-            "convolution_kernel_direct",
-        ),
+        "wgrad_alg dgrad_engine dgrad2d_ wgrad2d_ dgrad_alg convolve_sgemm convolve_common_engine conv2d_grouped_direct "
+        "conv2d_c1_k1 grouped_direct_kernel first_layer convolution_kernel_direct",
         "cuDNN's older engines: CUDA cores",
         "traces; cuDNN",
         "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
@@ -720,7 +612,7 @@ FAMILIES = (
         "triton-template",
         "unknown",
         "",
-        ("triton_tem_", "triton_mm", "triton_bmm"),
+        "triton_tem_ triton_mm triton_bmm",
         "a Triton template of Inductor's, a product or attention: the name cannot tell",
         "labelled; torch, inductor's templates",
         "triton_tem_fused_addmm_0",
@@ -729,7 +621,7 @@ FAMILIES = (
         "persistent-recurrent",
         "unknown",
         "recurrent",
-        ("persist", "rnn_"),
+        "persist rnn_",
         "cuDNN's persistent recurrent kernel: the name cannot tell",
         "cuDNN",
         "void RNN_blockPersist_fp_LSTM<__half, __half, float, 512>(int)",
@@ -737,13 +629,13 @@ FAMILIES = (
     ),
 )
 
-#: Rules for a name of no family, by the words of the function, or of its template arguments where that has none of them.
+#: Rules for names of no family, by the words of the function; by those of its template arguments where it has no such words.
 WORDS = (
     Rule(
         "tensorrt-myelin",
         "other",
         "",
-        ("__myl_",),
+        "__myl_",
         "TensorRT's fused pointwise or reduction kernel",
         "TensorRT, Myelin's names: the operations that were fused, shortened",
         "__myl_CastMulMeanAddSqrtDivMul_myl0_3",
@@ -753,7 +645,7 @@ WORDS = (
         "beside-product",
         "helper",
         "",
-        ("",),
+        "",
         "work beside a product, by its name",
         "vLLM, SGLang, FlashInfer, AITER: reductions, routing, caches and layouts of products",
         "moe_align_block_size_kernel",
@@ -763,7 +655,7 @@ WORDS = (
         "product-word",
         "unknown",
         "",
-        ("",),
+        "",
         "a product by its name, of a family whose name cannot tell",
         "Triton kernels of vLLM, SGLang, Mamba, flash-linear-attention, AITER",
         "fused_moe_kernel",
@@ -773,7 +665,7 @@ WORDS = (
         "other-word",
         "other",
         "",
-        ("",),
+        "",
         "by its name elementwise, a reduction, normalisation, sorting, a copy or their like: no matrix product",
         "traces; Triton and CUDA kernels of vLLM, Liger, apex, TransformerEngine, FBGEMM, ggml",
         "_rms_norm_forward_kernel",
@@ -781,12 +673,12 @@ WORDS = (
     ),
 )
 
-#: What is left: a name that looks like nothing known may be a product's.
+#: The rule for all other names, any of which may be a product's.
 UNFAMILIAR = Rule(
     "unfamiliar",
     "unknown",
     "",
-    ("",),
+    "",
     "a name of no family known here: it may be a product or not",
     "none",
     "_fwd_kernel",
@@ -794,27 +686,27 @@ UNFAMILIAR = Rule(
 
 RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
 
-#: Ids of the rules that go by words or by nothing, and give way to what an operator tells.
+#: Ids of the rules that go by words or by nothing; evidence from operators overrides them.
 GUESSES = frozenset(rule.id for rule in (*WORDS, UNFAMILIAR))
 
-#: One line a substring: first_match walks it without inner loops, since traces have thousands of names.
-_TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of)
+#: Pairs of a substring and its rule, so that first_match has no inner loop: traces have thousands of names.
+_TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of.split())
 
 
 def first_match(name: str) -> Rule:
-    """The rule that decides about a name, as a profiler wrote it."""
+    """Return the rule that decides on a name as a profiler wrote it."""
     spelt = Spelling.of(name)
     for literal, rule in _TABLE:
         text = spelt.function if rule.own else spelt.whole
         if literal in text and rule.decides(text):
             return rule
-    # Template arguments tell what a product does beside it too: those of an attention name its softmax.
+    # Template arguments also name work beside the product (attention's softmax), so helpers are not sought among them.
     return by_words(spelt.function) or by_words(spelt.arguments, ("unknown", "other")) or UNFAMILIAR
 
 
 def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:
-    """The rule that decides about a function's or an operator's name by its words; None where it has none that is known."""
+    """Return the rule that decides on a function's or an operator's name by its words; None where none is known."""
     return next(
-        (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of[0] in lowered and rule.decides(lowered)),
+        (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of in lowered and rule.decides(lowered)),
         None,
     )

@@ -1,4 +1,4 @@
-"""How compilers spell a kernel's name: mangled, with a return type, template arguments and parameters around it."""
+"""Reads names of kernels as compilers spell them: mangled, or with return type, template arguments and parameters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-#: Itanium C++ ABI, 5.1: literals (Li128E, Lb0E), _Float16 and its like (DF16b), substitutions (S1_) and template parameters (T0_)
-#: have digits that count no letters; an identifier stands behind the number of its letters; I and J open template arguments.
+#: Itanium C++ ABI, 5.1: literals (Li128E, Lb0E), _Float16 and the like (DF16b), substitutions (S1_) and template parameters (T0_)
+#: have digits that count no letters; the number of its letters stands before an identifier; I and J open template arguments.
 _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_])|([IJ])|.", re.DOTALL)
 
-#: What the CuTe DSL writes behind a Python function's name: the types of its arguments.
+#: In front of the types of arguments that the CuTe DSL writes behind a Python function's name.
 _ARGUMENTS_OF_PYTHON = "_object_at_"
 _OPEN = "<({["
 
-#: Letters of a name that are read: what a kernel is stands at its beginning, and some patterns take the square of the length.
+#: Letters of a name that are read. Its beginning says what a kernel is, and some patterns take time by the square of the length.
 _MOST_READ = 4096
 
 
@@ -23,9 +23,9 @@ class Spelling:
     """A name in lower case, without its return type and its parameters, which repeat the template's types.
 
     Args:
-        function: with its namespaces; all of a name that is none of C++.
-        arguments: the template arguments; "" without.
-        whole: both, and the mangled name behind them where it was mangled.
+        function: the function with its namespaces; the whole name where it is none of C++.
+        arguments: the template arguments; "" without any.
+        whole: both, followed by the mangled name where it was mangled.
     """
 
     function: str
@@ -41,12 +41,12 @@ class Spelling:
         readable = (_demangled(name) if is_mangled else name).lower().replace("(anonymous namespace)::", "")
         function, arguments = _function_and_arguments(readable)
         whole = f"{function}<{arguments}" if function else readable
-        # Names are cut short in traces: a number of letters may be followed by fewer.
+        # Traces cut names short, so that fewer letters than their number may follow.
         return cls(function or readable, arguments, f"{whole} {name.lower()}" if is_mangled else whole)
 
 
 def _demangled(name: str) -> str:
-    """A mangled name's namespaces, name and template arguments: "ck_tile::kentry<Rmsnorm2dFwd ..."."""
+    """Return a mangled name's namespaces, name and template arguments: "ck_tile::kentry<Rmsnorm2dFwd ..."."""
     path: list[str] = []
     arguments: list[str] = []
     found, position, is_nested = path, 2, name.startswith(("_ZN", "_ZLN"))
@@ -56,7 +56,7 @@ def _demangled(name: str) -> str:
             end = position + int(token[1])
             found.append(name[position:end])
             position = end
-            # Behind a name that is not nested stand its arguments.
+            # Its arguments follow a name that is not nested.
             found = found if is_nested else arguments
         elif token[2] or (token[0] == "E" and path):
             found = arguments
@@ -68,7 +68,7 @@ def _demangled(name: str) -> str:
 
 
 def _function_and_arguments(name: str) -> tuple[str, str]:
-    """The function with its namespaces, and its template arguments; no return type and no parameters. "" where there are none."""
+    """Return the function with its namespaces and its template arguments, each "" where absent; drop type and parameters."""
     path: list[str] = []
     arguments: list[str] = []
     brackets: list[str] = []

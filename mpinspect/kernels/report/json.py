@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpinspect.kernels.analysis.records import DeviceTime, Loss
+from mpinspect.kernels.analysis.losses import Loss
+from mpinspect.kernels.analysis.ranks import DeviceTime
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.shares import Shares

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from mpinspect.kernels.analysis.records import Loss
+from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.kernels.report import rows
 from mpinspect.reporting.markdown_page import escape, page, section, table
+from mpinspect.reporting.words import duration
 
 #: Rows of tables; GitHub cuts a comment at 65,536 characters.
 MAX_ROWS = 50

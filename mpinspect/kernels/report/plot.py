@@ -15,10 +15,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.kernels.report import rows
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.plot_style import DPI, RC, drawn, percent_axis, shortened
+from mpinspect.reporting.words import duration
 
 #: Bars of modules or kernels.
 MAX_BARS = 15

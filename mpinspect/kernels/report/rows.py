@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpinspect.kernels.analysis.records import Limits, Loss, ModuleRow, NameRow, RankReport, Saving
+from mpinspect.kernels.analysis.limits import Limits
+from mpinspect.kernels.analysis.losses import Loss
+from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import PRODUCTS, VERDICTS
-from mpinspect.kernels.analysis.shares import Shares
-from mpinspect.kernels.analysis.words import duration
-from mpinspect.reporting.words import UNKNOWN, format_name, percent
+from mpinspect.kernels.analysis.savings import Saving
+from mpinspect.kernels.analysis.shares import ModuleRow, NameRow, Shares
+from mpinspect.reporting.words import UNKNOWN, duration, format_name, percent
 
 #: What each verdict says, for legends.
 MEANINGS = {

@@ -8,11 +8,12 @@ from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from mpinspect.kernels.analysis.records import Loss, NameRow
+from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.analysis.words import duration
+from mpinspect.kernels.analysis.shares import NameRow
 from mpinspect.kernels.report import rows
 from mpinspect.reporting.page import findings, html, plain_text, ruled_table, titled, to_console
+from mpinspect.reporting.words import duration
 
 #: Rows of tables: about as many as one looks through; JSON has all.
 MAX_NAMES, MAX_MODULES, MAX_LOSSES, MAX_RANKS = 15, 15, 8, 32

@@ -1,9 +1,8 @@
-"""torch.profiler's traces (Chrome JSON, as Kineto writes it): a file, or a folder of ranks, to KernelTrace. No torch needed."""
+"""Reads torch.profiler's traces (Chrome JSON, as Kineto writes it) to KernelTrace: files or folders of ranks, without torch."""
 
 from __future__ import annotations
 
-from mpinspect.kernels.trace.error import TraceError
-from mpinspect.kernels.trace.folder import read_trace_files
-from mpinspect.kernels.trace.reader import read_trace_file
+from mpinspect.kernels.trace.reader import read_trace_file, read_trace_files
+from mpinspect.kernels.trace.text import TraceError
 
 __all__ = ["TraceError", "read_trace_file", "read_trace_files"]

@@ -1,8 +1,9 @@
-"""Events as rows of numbers: a tenth of what the decoded JSON takes, and ready for NumPy."""
+"""Keeps events as rows of numbers, a tenth of the size of decoded JSON, and finds which interval encloses which."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Microseconds that no clock shows: a number beyond is damage, or an infinity.
+#: No clock shows this many microseconds: a larger number is damage, or an infinity.
 LONGEST = 1e18
-#: Integers beyond are not exact in a float64; no identifier of a trace is.
+#: From here on a float64 does not hold every integer; identifiers of traces are smaller.
 _LARGEST = 1 << 53
 
 
 class Numbering(dict[Any, int]):
-    """``numbering[value]``: equal values get equal numbers, from 0 on. ``list(numbering)``: the values by number."""
+    """Numbers values from 0 on: ``numbering[value]`` is the same for equal values, ``list(numbering)`` has them by number."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
@@ -26,9 +27,9 @@ class Numbering(dict[Any, int]):
 
 
 class Columns:
-    """A table of float64: start and duration in microseconds, then integers (-1: not there) by name.
+    """A table of float64: start and duration in microseconds, then integers by name, -1 where an event has none.
 
-    ``add((start, duration, *integers))`` appends a row, integers in the order of the constructor's names.
+    ``add((start, duration, *integers))`` appends a row, with the integers in the order of the constructor's names.
     """
 
     def __init__(self, *integers: str) -> None:
@@ -61,7 +62,7 @@ class Columns:
 
 
 def number(value: object) -> float | None:
-    """A float of what a profiler wrote as a number or as a string; None if it is neither, or too large, or NaN."""
+    """Return as a float what a profiler wrote as a number or a string; None if it is neither, too large or NaN."""
     if isinstance(value, (int, float, str)):
         try:
             found = float(value)
@@ -72,7 +73,7 @@ def number(value: object) -> float | None:
 
 
 def integer(value: object, default: int = -1) -> int:
-    """An integer of what a profiler wrote; ``default`` if it is none, or too large to be one of a trace's identifiers."""
+    """Return what a profiler wrote as an integer; ``default`` if it is none, or too large for an identifier of a trace."""
     if type(value) is int and -_LARGEST < value < _LARGEST:
         return value
     if isinstance(value, str):
@@ -81,3 +82,81 @@ def integer(value: object, default: int = -1) -> int:
         except ValueError:
             return default
     return default
+
+
+def word(value: Any) -> str:
+    """Return a name: text as it is, a number in digits, and "" for other values, whose nesting may be deep."""
+    return str(value) if isinstance(value, (str, int)) else ""
+
+
+#: Microseconds by which a child may outlast its parent. Traces in whole microseconds round start and duration down separately,
+#: and a double holds the time since 1970 only to a quarter of a microsecond.
+_ROUNDING = 1.0
+
+
+class Nesting:
+    """Finds which interval encloses which, on many threads. Intervals are half-open: touching ones don't overlap.
+
+    Args:
+        intervals: with columns "thread" and "id"; of two that begin and end together the smaller id is outside.
+        threads: a number for each interval, used instead of the column.
+        proper: whether intervals of a thread enclose each other or are apart (operators, stack frames), so that overlap is
+            a clock's rounding. Ranges that hooks begin and end may overlap.
+    """
+
+    def __init__(self, intervals: Columns, threads: Ints | None = None, *, proper: bool = True) -> None:
+        self._start, self._end = intervals.start, intervals.end
+        self._thread = intervals["thread"] if threads is None else threads
+        self._order = np.lexsort((intervals["id"], -self._end, self._start, self._thread))
+        self._proper = proper
+        #: The innermost interval around each interval's start, or -1. Filled by ``innermost``.
+        self.parents: NDArray[np.int64] = np.full(len(intervals), -1)
+
+    def innermost(self, threads: Ints, times: Floats) -> NDArray[np.int64]:
+        """Return for each point (a thread and a time, in any order) the interval around it that began last, or -1."""
+        found = np.full(len(times), -1)
+        order = np.lexsort((times, threads))
+        for intervals, points in self._by_thread(threads, order):
+            parents, owners = _sweep(
+                self._start[intervals].tolist(), self._end[intervals].tolist(), times[points].tolist(), self._proper
+            )
+            # Translates positions within the thread to positions in the columns; -1 finds the appended -1.
+            place = np.append(intervals, -1)
+            self.parents[intervals] = place[parents]
+            found[points] = place[owners]
+        return found
+
+    def _by_thread(self, threads: Ints, order: NDArray[np.intp]) -> Iterator[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+        """Yield the intervals and points of each thread that has both, in order of time."""
+        own, asked = self._thread[self._order], threads[order]
+        for thread in np.intersect1d(own, asked):
+            yield (
+                self._order[np.searchsorted(own, thread) : np.searchsorted(own, thread, "right")],
+                order[np.searchsorted(asked, thread) : np.searchsorted(asked, thread, "right")],
+            )
+
+
+def _sweep(starts: list[float], ends: list[float], points: list[float], proper: bool) -> tuple[list[int], list[int]]:
+    """Return the parents of the intervals and the owners of the points, as positions. All arguments are in order of time."""
+    parents, owners, stack = [], [], [-1]
+    # The bottom of the stack never ends, and encloses everything.
+    ends = [*ends, float("inf")]
+    following = iter([*points, float("inf")])
+    point = next(following)
+    for position, start in enumerate(starts):
+        while point < start:
+            while ends[stack[-1]] <= point:
+                stack.pop()
+            owners.append(stack[-1])
+            point = next(following)
+        end = ends[position]
+        while ends[stack[-1]] <= start or (proper and end > ends[stack[-1]] + _ROUNDING):
+            stack.pop()
+        parents.append(stack[-1])
+        stack.append(position)
+    while len(owners) < len(points):
+        while ends[stack[-1]] <= point:
+            stack.pop()
+        owners.append(stack[-1])
+        point = next(following)
+    return parents, owners

@@ -1,4 +1,4 @@
-"""What was going on around each launch: module, phase, step."""
+"""Finds what was around each launch: its operators, module, phase and step."""
 
 from __future__ import annotations
 
@@ -7,28 +7,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpinspect.kernels.trace.columns import Columns, Floats, Ints
+from mpinspect.kernels.trace.columns import Columns, Floats, Ints, Nesting
 from mpinspect.kernels.trace.forwards import Forwards
-from mpinspect.kernels.trace.nesting import Nesting
-from mpinspect.kernels.trace.operators import Operators
 from mpinspect.kernels.trace.recording import STEP_RANGE, Recording
+from mpinspect.shapes.operators import PRODUCT_OPS
 
-#: What autograd's engine wraps a node's run in, and how it names nodes (torch/csrc/autograd/engine.cpp, function.h).
+#: The last three call another operator that computes the product, and stand for it where the trace lacks that one.
+_PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
+
+#: Namespaces whose operators compute no products, except for those above.
+_NO_PRODUCTS = ("aten::", "autograd::", "prims::", "profiler::", "c10d::")
+
+
+#: The range in which autograd's engine runs a node, and its names of nodes (torch/csrc/autograd/engine.cpp, function.h).
 _ENGINE = "autograd::engine::evaluate_function"
 _NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of each launch asked for, in its order. Positions are of the recording's columns, -1: none.
+    """What is around launches: a value for each launch, in the order asked for. Positions are in the recording's columns or -1.
 
     Args:
-        operators: innermost operator.
-        products: innermost matrix product.
+        operators: position of the innermost operator.
+        products: position of the innermost matrix product.
         calls: number of the product's call, in the order of calls; None without a product.
-        encloses: whether the product, or the innermost operator without one, is around another that launched kernels.
+        encloses: whether the product (without one, the innermost operator) is around another that launched kernels.
         modules: module's name ("" for the model itself); None if unknown.
-        is_path: whether the names are dotted paths.
+        is_path: whether all names of modules are dotted paths.
         phases: "forward", "backward", "optimizer" or "".
         steps: number of the profiler's step, or None.
     """
@@ -45,20 +51,20 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Around:
-    """What holds for all launches of one innermost operator: ``node`` is of autograd's engine, ``forward`` what it is of."""
+    """What all launches of one innermost operator share: product, autograd node, and the forward operator that made the node."""
 
     product: int = -1
     node: int = -1
     forward: int = -1
 
 
-def surroundings(recording: Recording, operators: Operators, threads: Ints, times: Floats) -> Surroundings:
-    """Of launches at these times on these threads."""
+def surroundings(recording: Recording, threads: Ints, times: Floats) -> Surroundings:
+    """Find what is around launches at these times on these threads."""
     nesting = Nesting(recording.operators)
     innermost = nesting.innermost(threads, times).tolist()
     ranges, is_path = _module_ranges(recording)
     forwards = Forwards(recording, nesting) if len(ranges) else None
-    chains = _Chains(recording, operators, nesting, forwards)
+    chains = _Chains(recording, nesting, forwards)
     around = {operator: chains.around(operator) for operator in set(innermost)}
     by_launch = [around[operator] for operator in innermost]
     modules = _Modules(recording, ranges, is_path).of(by_launch, threads, times)
@@ -82,14 +88,16 @@ def surroundings(recording: Recording, operators: Operators, threads: Ints, time
 
 
 class _Chains:
-    """Walks from an operator outwards. ``enclosing``: what may be a product around another that launched kernels."""
+    """Walks from operators outwards. ``enclosing``: operators that may be products, around others that launched kernels."""
 
-    def __init__(self, recording: Recording, operators: Operators, nesting: Nesting, forwards: Forwards | None) -> None:
+    def __init__(self, recording: Recording, nesting: Nesting, forwards: Forwards | None) -> None:
         self._name = recording.operators["name"].tolist()
         self._parents = nesting.parents.tolist()
         self._forwards = forwards
-        self._is_product = operators.are_products()
-        self._may_be_product = operators.may_be_products()
+        self._is_product = [name in _PRODUCTS for name in recording.names]
+        self._may_be_product = [
+            name in _PRODUCTS or ("::" in name and not name.startswith(_NO_PRODUCTS)) for name in recording.names
+        ]
         self.enclosing: set[int] = set()
         self._is_engine = [name.startswith(_ENGINE) for name in recording.names]
         self._is_node = [_NODE.search(name) is not None for name in recording.names]
@@ -125,13 +133,13 @@ def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -
 
 
 def _module_ranges(recording: Recording) -> tuple[Columns, bool]:
-    """What tells modules: this package's own ranges where there are any, else frames of the Python stack."""
+    """Return the ranges that name modules: this package's own where there are any, else frames of the Python stack."""
     own = len(recording.modules) > 0 or len(recording.backwards) > 0
     return (recording.modules, True) if own else (recording.frames, False)
 
 
 class _Modules:
-    """Names of modules by launch."""
+    """Finds the names of launches' modules."""
 
     def __init__(self, recording: Recording, ranges: Columns, is_path: bool) -> None:
         self._recording = recording
@@ -143,7 +151,7 @@ class _Modules:
         self._chains: dict[int, str | None] = {-1: None}
 
     def of(self, launches: list[_Around], threads: Ints, times: Floats) -> list[str | None]:
-        """In the launches' order. In the backward the module is that of the forward operator, else the range of the backward."""
+        """Return them in the launches' order. In the backward the forward operator's module counts, else the backward's range."""
         start = self._recording.operators.start
         forwards = np.array([launch.forward for launch in launches], dtype=np.int64)
         at_launch = self._nesting.innermost(threads, times).tolist()
@@ -158,7 +166,7 @@ class _Modules:
         modules: list[str | None] = []
         for launch, here, origin, backward in zip(launches, at_launch, at_origin, backwards, strict=True):
             if launch.node < 0 or (here >= 0 and range_starts[here] >= start[launch.node]):
-                # The forward, or a forward within the backward: activation checkpointing.
+                # In the forward, or in a forward within the backward (activation checkpointing).
                 modules.append(self._name(here))
             elif launch.forward >= 0 or backward < 0:
                 modules.append(self._name(origin))
@@ -167,7 +175,7 @@ class _Modules:
         return modules
 
     def _name(self, position: int) -> str | None:
-        """Dotted path, or the frames' classes from outside in."""
+        """Return the dotted path, or the frames' classes from outside in."""
         if position not in self._chains:
             name = str(self._names[self._range_names[position]])
             outer = None if self._is_path else self._name(int(self._nesting.parents[position]))
@@ -183,7 +191,7 @@ def _calls(recording: Recording, products: list[int]) -> list[int | None]:
 
 
 def _steps(recording: Recording, threads: Ints, times: Floats) -> list[int | None]:
-    """The step's range is on the thread that called the profiler; it holds for every thread of the process."""
+    """Return the step of each launch. The step's range is on the thread that called the profiler and holds for all others."""
     processes: dict[object, int] = {}
     of_thread = np.array(
         [processes.setdefault(thread[0], len(processes)) for thread in recording.threads], dtype=np.int64

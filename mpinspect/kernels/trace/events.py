@@ -1,9 +1,9 @@
-"""Chrome's trace JSON as a stream: batches of events, and what else stands at the top level. Memory holds one piece of the text.
+"""Decodes Chrome's trace JSON as a stream: batches of events, and the other values of the top level, in bounded memory.
 
-Many events are decoded at once, between two places that look like ends of events. A guess is checked by the decoding itself: text
-that begins at an event and is valid JSON between brackets ends at an event too. Where the guess is wrong (JSON without
-such places, or an event that is no valid JSON), events are decoded one by one. Text that is seen to be an event of no use is left
-out before; if it was none (an event within an event) the rest is no valid JSON either, and is decoded in full.
+Many events are decoded at once, between two places that look like ends of events. The decoding itself checks that guess: text
+that begins at an event and is valid JSON between brackets ends at an event too. Where the guess is wrong (the JSON has no such
+places, or an event is invalid), events are decoded one by one. Text that looks like an event that attribution does not need is
+left out before; if it was none (an event within an event), the rest is invalid JSON, and everything is decoded.
 """
 
 from __future__ import annotations
@@ -12,20 +12,49 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mpinspect.kernels.trace import refusals
-from mpinspect.kernels.trace.chunks import TextChunks
-from mpinspect.kernels.trace.error import TraceError
-from mpinspect.kernels.trace.json_text import JSON, LONGEST_VALUE, IncompleteError, JsonText, MalformedError
-from mpinspect.kernels.trace.unneeded import not_needed
+from mpinspect.kernels.trace import notes
+from mpinspect.kernels.trace.text import (
+    JSON,
+    LONGEST_VALUE,
+    IncompleteError,
+    JsonText,
+    MalformedError,
+    TextChunks,
+    TraceError,
+)
 
-#: Characters of values beside the events that are kept: what ten thousand ranks say of their groups.
+#: Calls that start nothing on the GPU: most of a trace's runtime events (CUDA Runtime and HIP API references).
+_IDLE_CALLS = "(?:cuda|cu|hip)(?:Event|Stream|Device|Func|Occupancy|Pointer|Peek|Get|Host|Init|Ctx|Module[GU])"
+
+#: Matches events that attribution does not need, from behind the opening brace on: decoding them would be half of all work. Only
+#: Kineto's order of keys is recognised, with any white space; events in another order are decoded.
+_NOT_NEEDED = re.compile(
+    r"""
+    \s*"ph":\s*"(?:
+        X",\s*"cat":\s*"(?:
+            python_function",\s*"name":\s*"(?!nn\.Module:)
+          | cuda_(?:runtime|driver)",\s*"name":\s*"IDLE_CALLS
+          | cuda_sync" | gpu_user_annotation" | overhead"
+        )
+      | [sf]",\s*"id":\s*\d+,\s*"pid":\s*-?\d+,\s*"tid":\s*-?\d+,\s*"ts":\s*[\d.]+,\s*"cat":\s*"ac2g"
+      | i",\s*"cat":\s*"cpu_instant_event"
+    )
+    """.replace("IDLE_CALLS", _IDLE_CALLS),
+    re.VERBOSE,
+)
+
+#: ``not_needed(text)`` is truthy for the text of an event that can be left out, without its opening brace.
+not_needed = _NOT_NEEDED.match
+
+
+#: Characters of top-level values that are kept: enough for the process groups of ten thousand ranks.
 _LARGEST_TOP_LEVEL = 4 << 20
 _SEPARATOR = re.compile(r"[ \t\r\n,]*")
 #: From the end of an event to the first key of the next.
 _NEXT_EVENT = re.compile(r'\}[ \t\r\n]*,?[ \t\r\n]*(?=\{[ \t\r\n]*")')
 _EVENTS_KEY = re.compile(r'"traceEvents"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
-# What profilers have written and JSON has not: C's names of non-finite numbers, and Windows' paths.
+# Profilers have written what JSON does not have: C's names of non-finite numbers, and Windows' paths.
 _BARE_NUMBER = re.compile(r"(?<=[:,\[\s])[-+]?(?:inf|infinity|nan(?:\(\w*\))?)(?=[\s,\]}])", re.IGNORECASE)
 _BARE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
@@ -37,12 +66,12 @@ class EventStream:
         chunks: the text.
 
     Attributes:
-        top_level: key -> value beside "traceEvents", up to the first 4 million characters of them; complete after the last batch.
-        events: how many were read, those that are not needed among them.
-        damaged: how many were no valid JSON and are left out.
-        problem: sentence about where the text is cut off or damaged; "" if nowhere.
+        top_level: the values beside "traceEvents" by key, up to 4 million characters of them; complete after the last batch.
+        events: number of events read, including those that are not needed.
+        damaged: number of events left out because they are invalid JSON.
+        problem: sentence on where the text is cut off or damaged; "" if nowhere.
         is_cut: whether events are missing at the end.
-        header_problem: sentence about damage before the events, which were found all the same; "" if none.
+        header_problem: sentence on damage before the events, which were found all the same; "" if there is none.
     """
 
     def __init__(self, chunks: TextChunks) -> None:
@@ -59,10 +88,10 @@ class EventStream:
         self._kept = 0
 
     def batches(self) -> Iterator[list[Any]]:
-        """Lists of events, in the file's order (usually dicts: whatever stands in the array).
+        """Yield lists of events in the file's order: the values of the array, dicts in any sound trace.
 
         Raises:
-            TraceError: empty, no JSON, or JSON that is no trace.
+            TraceError: the file is empty, no JSON, or JSON that is no trace.
         """
         first = self._text.peek()
         if first == "[":
@@ -71,26 +100,26 @@ class EventStream:
         elif first == "{":
             yield from self._finished(self._object())
         else:
-            raise TraceError(refusals.no_json(self._source, self._text.text[self._text.at :][:20]))
+            raise TraceError(notes.no_json(self._source, self._text.text[self._text.at :][:20]))
         if not self._seen_events:
-            raise TraceError(refusals.no_trace(self._source, list(self.top_level)))
+            raise TraceError(notes.no_trace(self._source, list(self.top_level)))
 
     def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """The events, and what there is to say on the end of the file."""
+        """Yield the events; then set ``problem`` and ``is_cut`` by how the file ends."""
         try:
             yield from events
             if self._text.peek().strip("\0\x1a"):
                 self.problem = f"What follows the end of the JSON, from byte {self._text.byte():,} on, is ignored."
         except IncompleteError:
             if not self.events:
-                raise TraceError(refusals.no_end(self._source)) from None
-            self.is_cut, self.problem = True, refusals.cut_short(self._source, self.events)
+                raise TraceError(notes.no_end(self._source)) from None
+            self.is_cut, self.problem = True, notes.cut_short(self._source, self.events)
         except MalformedError as error:
             if not self._seen_events:
                 raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
             self.problem = f"The file is damaged after the events ({error}): what follows them is left out."
         if self._source.problem and not self.problem:
-            self.problem = refusals.damaged_at_the_end(self._source)
+            self.problem = notes.damaged_at_the_end(self._source)
 
     def _object(self) -> Iterator[list[Any]]:
         text = self._text
@@ -117,7 +146,7 @@ class EventStream:
         text.at += 1
 
     def _keep(self, key: str) -> None:
-        """Read a value of the top level; those that are read and not kept are not asked for in any trace."""
+        """Read a value of the top level, and keep it unless the values are too large in all."""
         before = self._text.position
         value = self._text.value()
         self._kept += self._text.position - before
@@ -138,7 +167,7 @@ class EventStream:
         self._text.at += 1
 
     def _many(self) -> list[Any] | None:
-        """All events up to the last place that looks like the end of one, but for those not needed; None: can't be decoded."""
+        """Decode the needed events up to the last place that looks like an event's end; None where that fails."""
         text, at = self._text.text, self._text.at
         end = text.rfind(self._separator, at) if self._separator and text[at] == "{" else -1
         if end < 0:
@@ -154,7 +183,7 @@ class EventStream:
         return batch
 
     def _few(self) -> list[Any]:
-        """The complete events of the text at hand, decoded one by one; none: more text was needed, or one was damaged."""
+        """Decode the complete events of the window one by one; return none if more text was needed or one was damaged."""
         batch: list[Any] = []
         while True:
             try:
@@ -170,13 +199,13 @@ class EventStream:
             if text[end - 1] != "}" or (following := _NEXT_EVENT.match(text, end - 1)) is None:
                 return batch
             self._text.at = following.end()
-            # Most files have one way to write what is between two events, their braces included.
+            # Most files write everything between two events in one way, the braces included.
             if (separator := text[end - 1 : following.end() + 1]) != self._separator:
                 self._separator = separator
                 return batch
 
     def _mended(self) -> list[Any]:
-        """The event here, which is no valid JSON, with known faults mended; [] and one more damaged if that isn't enough."""
+        """Return the invalid event here with known faults mended; if that is not enough, count it as damaged."""
         text = self._text
         while (following := _NEXT_EVENT.search(text.text, text.at + 1)) is None:
             if len(text.text) - text.at > LONGEST_VALUE or not text.double():

@@ -1,10 +1,10 @@
-"""From an operator of the backward to the operator of the forward whose gradient it computes.
+"""Finds the forward operator whose gradient an operator of the backward computes.
 
-The profiler gives the operator that makes an autograd node, and the node's run in the backward, the same sequence number
-(torch/csrc/profiler/collection.cpp, torch/csrc/autograd/profiler_kineto.cpp). An operator's is the number that the next node of
-its thread will get. So of several with one number, which came before without making a node or enclose the maker, the one that
-began last is the maker. Numbers are a thread's own. Where a trace has no sequence numbers, Kineto's arrows from forward to
-backward (category fwdbwd) tell.
+The profiler gives one sequence number to the operator that makes an autograd node and to the node's run in the backward
+(torch/csrc/profiler/collection.cpp, torch/csrc/autograd/profiler_kineto.cpp). It numbers an operator by the next node of its
+thread: operators before the maker that make no node have the maker's number too, and so have those around the maker. Of all with
+one number, the maker began last. Each thread counts by itself. Without sequence numbers, Kineto's arrows from forward to backward
+(category fwdbwd) connect the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from mpinspect.kernels.trace.nesting import Nesting
+from mpinspect.kernels.trace.columns import Nesting
 from mpinspect.kernels.trace.recording import Recording
 
 _Key = tuple[object, int]
@@ -24,8 +24,8 @@ class Forwards:
     """Finds forward operators of one trace.
 
     Args:
-        recording: the events.
-        nesting: of its operators.
+        recording: the trace's events.
+        nesting: that of its operators.
     """
 
     def __init__(self, recording: Recording, nesting: Nesting) -> None:
@@ -40,7 +40,7 @@ class Forwards:
         self._threads = self._learn_threads()
 
     def of(self, operator: int) -> int:
-        """The forward operator of one in the backward (position in the recording), or -1."""
+        """Return the forward operator of one in the backward, or -1. Both are positions in the recording."""
         if (arrow := self._by_arrow.get(operator)) is not None:
             return arrow
         if not self.is_backward(operator):
@@ -51,7 +51,7 @@ class Forwards:
         return makers.get(self._threads.get((self._pid(operator), int(self._forward_thread[operator])), -1), -1)
 
     def is_backward(self, operator: int) -> bool:
-        """Whether the profiler says that the operator is an autograd node's run, and which one's."""
+        """Whether the profiler says which autograd node the operator runs."""
         return self._is_numbered[operator] or operator in self._by_arrow
 
     def _pid(self, operator: int) -> object:
@@ -61,7 +61,7 @@ class Forwards:
         return self._pid(operator), int(self._sequence[operator])
 
     def _find_makers(self, start: NDArray[np.float64], identity: NDArray[np.int64]) -> dict[_Key, dict[int, int]]:
-        """(process, sequence number) -> thread -> the last operator that began with that number."""
+        """Return the operator that began last with a number, by (process, number) and then by thread."""
         makers: dict[_Key, dict[int, int]] = {}
         forward = np.flatnonzero((self._sequence >= 0) & (self._forward_thread <= 0))
         for operator in forward[np.lexsort((identity[forward], start[forward]))].tolist():
@@ -69,7 +69,7 @@ class Forwards:
         return makers
 
     def _learn_threads(self) -> dict[tuple[object, int], int]:
-        """(process, "Fwd thread id") -> thread: the profiler counts threads from 1, and names them otherwise elsewhere."""
+        """Return threads by (process, "Fwd thread id"), a count from 1 that the profiler uses only there."""
         votes: dict[tuple[object, int], Counter[int]] = {}
         for operator in np.flatnonzero((self._sequence >= 0) & (self._forward_thread > 0)).tolist():
             arrow = self._by_arrow.get(operator)
@@ -82,7 +82,7 @@ class Forwards:
 
 
 def _arrows(recording: Recording, nesting: Nesting) -> dict[int, int]:
-    """Operator at an arrow's head -> operator at its tail."""
+    """Return the operators at arrows' tails by those at their heads."""
     tails, heads = recording.flow_starts, recording.flow_ends
     if not len(tails) or not len(heads):
         return {}

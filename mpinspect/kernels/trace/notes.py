@@ -1,13 +1,65 @@
-"""What a trace lacks, in sentences, and what follows from it."""
+"""Words the sentences on files that are no trace, on files that are cut short, and on what a trace lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from mpinspect.kernels.records import Device
-from mpinspect.kernels.trace.events import EventStream
-from mpinspect.kernels.trace.launches import Launches
-from mpinspect.kernels.trace.recording import Recording
+if TYPE_CHECKING:
+    from mpinspect.kernels.records import Device
+    from mpinspect.kernels.trace.attribution import Launches
+    from mpinspect.kernels.trace.events import EventStream
+    from mpinspect.kernels.trace.recording import Recording
+    from mpinspect.kernels.trace.text import TextChunks
+
+_EXPORTED = "the .json or .json.gz that torch.profiler's export_chrome_trace or tensorboard_trace_handler wrote"
+
+#: What other kinds of files begin with.
+_KINDS = {"PK\x03\x04": "a ZIP archive", "SQLite": "an SQLite database (Nsight's?)", "<": "HTML or XML"}
+
+
+def no_json(source: TextChunks, beginning: str) -> str:
+    """Say that a file is no JSON. ``beginning``: its first characters, white space aside."""
+    if not beginning:
+        if source.problem:
+            return f"{source.path} can't be read: {source.problem}. Copy or export it again."
+        return (
+            f"{source.path} is empty: the program was stopped before the profiler exported its trace. Export it again."
+        )
+    kind = next((f" but {kind}" for start, kind in _KINDS.items() if beginning.startswith(start)), "")
+    return f"{source.path} is not JSON{kind}: it begins with {beginning!r}. Give {_EXPORTED}."
+
+
+def no_trace(source: TextChunks, keys: list[str]) -> str:
+    """Say that JSON has no events. ``keys``: those of its top level."""
+    has = f" (it has {', '.join(keys[:5])})" if keys else ""
+    return f"{source.path} is JSON, but no trace: it has no traceEvents{has}. Give {_EXPORTED}."
+
+
+def no_phases(source: TextChunks) -> str:
+    """Say that the listed values are no events."""
+    return f"{source.path} is JSON, but no trace: what it lists has no phase (ph). Give {_EXPORTED}."
+
+
+def no_end(source: TextChunks) -> str:
+    """Say that a file ends before its first event."""
+    where = source.problem or f"it ends at byte {source.bytes_read:,}"
+    return f"{source.path} is not valid JSON, or cut short before its first event: {where}. Export it again."
+
+
+def cut_short(source: TextChunks, events: int) -> str:
+    """Say where a file ends before its events do. ``events``: the number that was read."""
+    where = source.problem or f"it ends at byte {source.bytes_read:,}, within the JSON"
+    return (
+        f"The file is cut short or damaged: {where}. The {events:,} events before that were read; what came after them is "
+        "missing (the program was killed while it wrote, the disk was full, or a copy or download was broken off)."
+    )
+
+
+def damaged_at_the_end(source: TextChunks) -> str:
+    """Say that the gzip data around complete JSON are damaged, for example by a wrong checksum."""
+    return f"The file is damaged: {source.problem}. Its JSON is complete and was read, but some of it may be wrong."
+
 
 _NOT_THAT_FAR = (
     "What could be read has no GPU kernels: the profiler writes most of them after the operators, so they are lost."
@@ -17,7 +69,7 @@ _NOT_THAT_FAR = (
 def notes(
     stream: EventStream, recording: Recording, launches: Launches, devices: tuple[Device, ...], wrong_ids: bool
 ) -> tuple[str, ...]:
-    """In the order of their weight."""
+    """Return what a trace lacks and what follows from it, the most important first."""
     return (*_of_the_file(stream, recording), *_of_kernels(stream, recording, launches, devices, wrong_ids))
 
 

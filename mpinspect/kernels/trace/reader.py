@@ -1,34 +1,35 @@
-"""One trace file to KernelTrace."""
+"""Reads a trace file to KernelTrace, or several: files, and folders with one file a rank."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
 from mpinspect.kernels.records import KernelTrace
-from mpinspect.kernels.trace import refusals, top_level
-from mpinspect.kernels.trace.attribution import attributed
-from mpinspect.kernels.trace.chunks import CHUNK_BYTES, TextChunks
-from mpinspect.kernels.trace.devices import busy_and_span, devices
-from mpinspect.kernels.trace.error import TraceError
+from mpinspect.kernels.trace.attribution import attributed, external_id_is_correlation, find_launches
 from mpinspect.kernels.trace.events import EventStream
-from mpinspect.kernels.trace.launches import external_id_is_correlation, find_launches
-from mpinspect.kernels.trace.notes import notes
+from mpinspect.kernels.trace.notes import no_phases, notes
+from mpinspect.kernels.trace.provenance import busy_and_span, devices, job, rank_and_size
 from mpinspect.kernels.trace.recording import Recording
+from mpinspect.kernels.trace.text import CHUNK_BYTES, TextChunks, TraceError, cannot_read
 from mpinspect.runtime.garbage_collection import without_collection
 
 
 def read_trace_file(path: str | PathLike[str], *, chunk_bytes: int = CHUNK_BYTES) -> KernelTrace:
-    """Read a trace that torch.profiler exported: .json or .json.gz (told by the content, not by the name).
+    """Read a trace that torch.profiler exported: JSON, gzipped or not, whatever the file's name.
 
-    Memory is bounded by what attribution needs, about 100 bytes an event, not by the file. Cut or damaged files give what
-    could be read; ``notes`` of the result says what is missing.
+    Takes about 100 bytes of memory an event. Of a cut or damaged file, returns what could be read; ``notes`` of the result
+    says what is missing.
 
     Args:
         path: of the file.
-        chunk_bytes: how much of it is read at a time.
+        chunk_bytes: how many bytes to read at a time.
 
     Raises:
         TraceError: there is no such file, it can't be read, or it is no trace.
@@ -43,17 +44,17 @@ def _read(path: Path, chunk_bytes: int) -> KernelTrace:
     for batch in stream.batches():
         recording.add(batch)
     if stream.events and recording.without_phase == stream.events:
-        raise TraceError(refusals.no_phases(chunks))
+        raise TraceError(no_phases(chunks))
     launches = find_launches(recording)
     gpus = devices(recording, stream.top_level)
     wrong_ids = external_id_is_correlation(recording.kernels["correlation"], recording.kernels["external"])
-    rank, world_size = top_level.rank_and_size(stream.top_level)
+    rank, world_size = rank_and_size(stream.top_level)
     busy_us, span_us = busy_and_span(recording)
     return KernelTrace(
         source=str(path),
         rank=rank,
         world_size=world_size,
-        job=top_level.job(stream.top_level),
+        job=job(stream.top_level),
         devices=gpus,
         kernels=attributed(recording, launches),
         copies_us=float(recording.copies.duration.sum()),
@@ -71,7 +72,7 @@ def _read(path: Path, chunk_bytes: int) -> KernelTrace:
 
 
 def _window(recording: Recording) -> tuple[float, float]:
-    """From the first to the last thing recorded, the profiler's own marks among them; (0, 0) if there is nothing."""
+    """Return the time from the first event or mark of the profiler to the last; (0, 0) without any."""
     columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
     starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
     ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
@@ -79,6 +80,67 @@ def _window(recording: Recording) -> tuple[float, float]:
 
 
 def _launch_count(recording: Recording) -> int:
-    """Calls that start kernels; the recording has others too (copies), whose correlation it needs as little as theirs."""
+    """Return the number of calls that start kernels; the recording has other calls too, of copies."""
     launching = [number for number, name in enumerate(recording.names) if "launch" in name.lower()]
     return int(np.isin(recording.launches["name"], launching).sum())
+
+
+_SUFFIXES = (".json", ".json.gz")
+
+
+def read_trace_files(paths: Sequence[str | PathLike[str]]) -> tuple[KernelTrace, ...]:
+    """Read traces: each path a file, or a folder whose .json and .json.gz files are the ranks of a run (subfolders aside).
+
+    Returns them sorted by rank, then by name with numbers in order ("worker10" after "worker2"). Files of a folder that are no
+    traces are left out, and the first trace's ``notes`` name them.
+
+    Raises:
+        TraceError: a file can't be read or is no trace, a folder has no trace, or no path was given.
+    """
+    if isinstance(paths, (str, PathLike)):
+        paths = [paths]
+    if not paths:
+        raise TraceError("No trace was given: name a file that torch.profiler exported, or a folder of them.")
+    traces: list[KernelTrace] = []
+    for path in map(Path, paths):
+        traces.extend(_folder(path) if path.is_dir() else [read_trace_file(path)])
+    traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, _natural(trace.source)))
+    return tuple(_with_duplicates_noted(traces))
+
+
+def _folder(folder: Path) -> list[KernelTrace]:
+    try:
+        files = sorted(file for file in folder.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file())
+    except OSError as error:
+        raise TraceError(cannot_read(folder, error)) from error
+    traces, refused = [], []
+    for file in files:
+        try:
+            traces.append(read_trace_file(file))
+        except TraceError as error:
+            refused.append((file.name, str(error)))
+    if not traces:
+        first = f" ({refused[0][1]})" if refused else ""
+        found = f"its {len(refused)} JSON files are none{first}" if refused else "it has no .json or .json.gz file"
+        raise TraceError(f"{folder} holds no trace: {found}. Give the folder that tensorboard_trace_handler wrote to.")
+    if refused:
+        note = "Left out of the folder, since they are no traces: " + "; ".join(why for _, why in refused)
+        traces[0] = replace(traces[0], notes=(*traces[0].notes, note))
+    return traces
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
+    """Note which traces have one rank: they are of two runs, or of two windows of one."""
+    counted = Counter(trace.rank for trace in traces if trace.rank is not None)
+    return [_noted(trace, counted[trace.rank]) if trace.rank is not None else trace for trace in traces]
+
+
+def _noted(trace: KernelTrace, claims: int) -> KernelTrace:
+    if claims == 1:
+        return trace
+    note = f"{claims} traces are of rank {trace.rank}: of several runs, or of several windows of one. All are counted."
+    return replace(trace, notes=(*trace.notes, note))

@@ -1,44 +1,67 @@
-"""Sorting a trace's events by what they are, and keeping of each what attribution needs."""
+"""Sorts the events of a trace by category, and keeps of each what attribution needs."""
 
 from __future__ import annotations
 
 import marshal
 import math
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from mpinspect.kernels.trace import categories
-from mpinspect.kernels.trace.categories import Takers
-from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number
-from mpinspect.kernels.trace.top_level import word
+from mpinspect.kernels.records import BACKWARD_RANGE, MODULE_RANGE
+from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number, word
 
-#: What this package's own profiles mark: a module's forward, and the backward of its output.
-MODULE_RANGE, BACKWARD_RANGE = "mpinspect::module::", "mpinspect::backward::"
+#: Names of a frame of the Python stack, and of ranges that torch marks.
 MODULE_FRAME = "nn.Module: "
 STEP_RANGE = "ProfilerStep#"
 OPTIMIZER_RANGES = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 #: marshal's version without references, whose output depends on the value alone.
 _MARSHAL = 2
-#: What every operator has.
+#: The keys that every operator has.
 _USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
 _ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
 
+_Handler = Callable[[dict[str, Any]], None]
+
+
+class _Handlers(dict[object, _Handler]):
+    """Handlers of events by category, whose spelling Kineto has changed ("Kernel" and "kernel", "Operator" and "cpu_op", ...).
+
+    Args:
+        known: by categories without case, underscores and spaces; events of others are ignored.
+        without_category: for events without one.
+    """
+
+    def __init__(self, known: dict[tuple[str, ...], _Handler], without_category: _Handler) -> None:
+        super().__init__({None: without_category})
+        self._known = {name: handler for names, handler in known.items() for name in names}
+
+    def __missing__(self, category: object) -> _Handler:
+        plain = str(category).lower().replace("_", "").replace(" ", "")
+        handler = self[category] = self._known.get(plain, _ignore)
+        return handler
+
+
+def _ignore(event: dict[str, Any]) -> None:
+    """Handle events that nothing needs."""
+
 
 class Recording:
-    """All events of one trace that matter, as columns. Times in microseconds; -1: not there.
+    """The events of one trace that matter, as columns. Times are in microseconds; -1 stands for what an event lacks.
 
     Attributes:
-        names, threads, arguments: of the numbers in the columns; a thread is (pid, tid); arguments are marshalled.
-        operators: name, thread, arguments, id (External id, else its like), sequence, forward_thread.
+        names, threads, arguments: what the numbers in columns stand for; a thread is (pid, tid); arguments are marshalled.
+        operators: name, thread, arguments, id (External id, else Ev Idx), sequence, forward_thread.
         launches: name, thread, correlation.
-        kernels: name, device, stream, correlation, external, graph (1: the profiler names the graph it is a node of).
+        kernels: name, device, stream, correlation, external, graph (1: the profiler says that it is a node of a graph).
         copies: device.
-        modules: this package's ranges around forwards: name, thread, id.   backwards: around backwards.
-        frames: nn.Module frames of the Python stack.   steps, optimizers: annotations.
-        flow_starts, flow_ends: forward to backward: id (number in ``flows``), thread.
-        window: the profiler's own marks of beginning and end; infinities if none.
-        unreadable, without_duration, pairs, without_phase: numbers of events left out or patched.
+        modules, backwards: this package's ranges around forwards and backwards: name, thread, id.
+        frames: nn.Module frames of the Python stack.
+        steps, optimizers: torch's annotations.
+        flow_starts, flow_ends: arrows from forward to backward: id (number in ``flows``), thread.
+        window: the profiler's own marks of beginning and end; infinities if there are none.
+        unreadable, without_duration, pairs, without_phase: numbers of events that are left out or patched.
     """
 
     def __init__(self) -> None:
@@ -57,25 +80,35 @@ class Recording:
         self.unreadable = self.without_duration = self.pairs = self.without_phase = 0
         self.has_shapes = self.has_strides = False
         self._operator_names: dict[object, int] = {}
-        self._takers = Takers(
+        runtimes = (
+            "cudaruntime",
+            "cudadriver",
+            "runtime",
+            "driver",
+            "hipruntime",
+            "hipdriver",
+            "xpuruntime",
+            "xpudriver",
+        )
+        self._handlers = _Handlers(
             {
-                categories.KERNELS: self._kernel,
-                categories.COPIES: self._copy,
-                categories.LAUNCHES: self._launch,
-                categories.OPERATORS: self._operator,
-                categories.ANNOTATIONS: self._annotation,
-                categories.FRAMES: self._frame,
-                categories.FLOWS: self._flow,
+                ("kernel", "concurrentkernel"): self._kernel,
+                ("gpumemcpy", "gpumemset", "memcpy", "memset", "asyncmemcpy", "asyncmemset"): self._copy,
+                runtimes: self._launch,
+                ("cpuop", "operator"): self._operator,
+                ("userannotation",): self._annotation,
+                ("pythonfunction", "python"): self._frame,
+                ("fwdbwd", "forwardbackward"): self._flow,
             },
             without_category=self._mark,
         )
 
     def add(self, batch: list[Any]) -> None:
-        """Take in events; what is no event is counted in ``unreadable``."""
-        takers = self._takers
+        """Add events; values that are no events are counted in ``unreadable``."""
+        handlers = self._handlers
         for event in batch:
             try:
-                takers[event.get("cat")](event)
+                handlers[event.get("cat")](event)
             except (AttributeError, TypeError, ValueError):
                 self.unreadable += 1
                 self.without_phase += not isinstance(event, dict)
@@ -83,7 +116,7 @@ class Recording:
     # -- kinds of events --------------------------------------------------------------------------------------------------
 
     def _operator(self, event: dict[str, Any]) -> None:
-        """Most of the events of most traces, and most of the time: the usual one with as few calls as possible."""
+        """Add an operator. Most events are operators in their usual form, which takes as few calls as possible."""
         try:
             start, duration, name, pid, tid, args, phase = _USUAL(event)
             number_of_name = self._operator_names[name]
@@ -109,7 +142,7 @@ class Recording:
         )
 
     def _unusual_operator(self, event: dict[str, Any]) -> tuple[int, float, float, dict[str, Any]] | None:
-        """Of a name not seen before, or with numbers as strings, or without arguments; None: it was no operator."""
+        """Read an operator with a new name, with numbers as strings or without arguments; None if it is no operator."""
         name, span, args = event.get("name"), self._span(event), event.get("args") or {}
         if span is None or not isinstance(name, str):
             return None
@@ -190,7 +223,7 @@ class Recording:
             columns.add((time, 0.0, flow, self.threads[event.get("pid"), event.get("tid")]))
 
     def _mark(self, event: dict[str, Any]) -> None:
-        """Kineto's instants at the beginning and the end of what it recorded; the rest is names of processes and threads."""
+        """Add Kineto's instants at the beginning and the end of its window; other events name processes and threads."""
         if event.get("ph") in ("i", "I"):
             name, time = word(event.get("name")), number(event.get("ts"))
             if time is not None and name.startswith(("Iteration Start", "Record Window End")):
@@ -199,7 +232,7 @@ class Recording:
             self.without_phase += 1
 
     def _span(self, event: dict[str, Any]) -> tuple[float, float] | None:
-        """Start and duration; None if there is no start, or if the event is no complete one."""
+        """Return start and duration; None if the event has no start, or is none of phase X."""
         start: Any = event.get("ts")
         duration: Any = event.get("dur")
         phase = event.get("ph")
@@ -219,7 +252,7 @@ class Recording:
 
 
 def _is_span(start: Any, duration: Any) -> bool:
-    """Whether these are numbers that a clock may show: no strings, no infinities, no NaN."""
+    """Whether these are numbers that a clock can show, and not strings, infinities or NaN."""
     try:
         return bool(0 <= duration < LONGEST > start > -LONGEST)
     except TypeError:
@@ -227,12 +260,12 @@ def _is_span(start: Any, duration: Any) -> bool:
 
 
 def _identity(args: dict[str, Any]) -> int:
-    """What orders events of one thread that begin and end together: of operators it grows with the order of their calls."""
+    """Return a number that grows in the order of calls, so that it orders events which begin and end together."""
     found = args.get("External id")
     return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
 
 
 def _device(event: dict[str, Any], args: dict[str, Any]) -> int:
-    """The GPU's number; Kineto makes it the pid of the GPU's events too."""
+    """Return the GPU's number, which Kineto also writes as the pid of the GPU's events."""
     device = integer(args.get("device"))
     return device if device >= 0 else max(integer(event.get("pid"), 0), 0)

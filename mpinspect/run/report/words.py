@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpinspect.kernels.analysis.words import duration
 from mpinspect.ranges.report.scale_line import scale_line, steps_and_samples
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
 from mpinspect.run.report import ModuleRow, RunReport, by_module
 
 #: Rows of the table of modules: those with most FLOPs; JSON has all.

@@ -1,25 +1,71 @@
-"""The GPUs of a trace: what it says of them, and how long they were busy."""
+"""Tells where a trace is from: which rank of which job, and which GPUs, with how long these were busy."""
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from mpinspect.kernels.records import Device
-from mpinspect.kernels.trace.columns import Floats, integer
+from mpinspect.kernels.trace.columns import Floats, integer, word
 from mpinspect.kernels.trace.recording import Recording
-from mpinspect.kernels.trace.top_level import structure, word
+from mpinspect.runtime.decoding import DecodingError, parsed
 
-#: Threads that AMD's data-centre GPUs run in lockstep; NVIDIA's are 32.
+#: Longer strings are not parsed; Python's syntax trees take hundreds of bytes a character.
+_LONGEST_JSON, _LONGEST_PYTHON = 1 << 20, 1 << 16
+
+#: Keys of names that all ranks of a run share: those of PyTorch's own launchers and of common schedulers.
+_JOB_KEYS = ("mast_job_name", "job_name", "slurm_job_id", "job_id", "root_workflow_run_id", "workflow_run_id", "tw_job")
+_ATTEMPT_KEYS = ("mast_job_attempt",)
+#: Names of traces that say nothing about the run: temporary files, and tensorboard_trace_handler's <host>_<pid>.<time>.
+_NAMELESS = re.compile(r"^(?:tmp\w*|file|trace|libkineto_activities_?#?|.+_\d+\.\d+)$")
+
+
+def structure(value: Any) -> Any:
+    """Decode a value that some exporters write as a string of JSON or Python; return other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parsed(value, _LONGEST_JSON)
+    except DecodingError:
+        pass
+    try:
+        return ast.literal_eval(value) if len(value) <= _LONGEST_PYTHON else value
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return value
+
+
+def rank_and_size(top_level: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return rank and world size by distributedInfo; None where it does not say."""
+    info = structure(top_level.get("distributedInfo"))
+    if not isinstance(info, dict):
+        return None, None
+    rank, size = integer(info.get("rank")), integer(info.get("world_size"))
+    return rank if rank >= 0 else None, size if size > 0 else None
+
+
+def job(top_level: dict[str, Any]) -> str:
+    """Return a name that all ranks of a run share and other runs don't; "" where the trace has none."""
+    for key in _JOB_KEYS:
+        if name := word(top_level.get(key) or ""):
+            attempts = [word(top_level[attempt]) for attempt in _ATTEMPT_KEYS if top_level.get(attempt)]
+            return " attempt ".join([name, *attempts])
+    name = PurePosixPath(word(top_level.get("traceName") or "").replace("\\", "/")).name
+    stem = re.sub(r"(\.pt)?(\.trace)?\.json(\.gz)?$", "", name)
+    return "" if not stem or _NAMELESS.match(stem) else re.sub(r"\d+", "#", stem)
+
+
+#: Threads that AMD's data-centre GPUs run in lockstep; NVIDIA's run 32.
 _AMD_WAVEFRONT = 64
 _AMD = re.compile(r"\bAMD\b|Instinct|Radeon|\bMI\d{2,3}", re.IGNORECASE)
 _OTHERS = re.compile(r"\bIntel\b|\bArc\b|Max \d{4}|Ascend|Gaudi", re.IGNORECASE)
 
 
 def devices(recording: Recording, top_level: dict[str, Any]) -> tuple[Device, ...]:
-    """The GPUs that ran a kernel, by id."""
+    """Return the GPUs that ran a kernel, by id."""
     described = structure(top_level.get("deviceProperties"))
     properties: dict[int, dict[str, Any]] = {}
     for entry in described if isinstance(described, list) else []:
@@ -56,7 +102,7 @@ def _is_hip(recording: Recording, top_level: dict[str, Any]) -> bool:
 
 
 def busy_and_span(recording: Recording) -> tuple[dict[int, float], dict[int, float]]:
-    """By device: time in which a kernel or copy ran on any stream, and from the first one's start to the last one's end."""
+    """Return by device the time in which a kernel or copy ran, and the time from the first one's start to the last one's end."""
     device = np.concatenate([recording.kernels["device"], recording.copies["device"]])
     start = np.concatenate([recording.kernels.start, recording.copies.start])
     end = np.concatenate([recording.kernels.end, recording.copies.end])
@@ -69,7 +115,7 @@ def busy_and_span(recording: Recording) -> tuple[dict[int, float], dict[int, flo
 
 
 def _union(start: Floats, end: Floats) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     order = np.argsort(start, kind="stable")
     start, latest = start[order], np.maximum.accumulate(end[order])
     # What an interval adds begins where all before it are over.

@@ -1,0 +1,196 @@
+"""Finds the matrix products of operators as traces describe them, and which kernel computed which product with how many FLOPs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.records import TraceOp
+from mpinspect.shapes.analysis import ShapeVerdict, judge
+from mpinspect.shapes.operators import matmuls_of
+from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand
+
+if TYPE_CHECKING:
+    pass
+
+#: torch's names of dtypes by the C++ names that the profiler writes (torch/csrc/profiler: ``scalarTypeToTypeMeta(...).name()``).
+_DTYPES = {
+    "double": "float64",
+    "float": "float32",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "long": "int64",
+    "long int": "int64",
+    "long long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "short int": "int16",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "char": "int8",
+    "bool": "bool",
+}
+#: torch counts elements in 64 bits, and no machine computes a product of more operations than these (30,000 years at an
+#: exaflop/s). Larger numbers come from damaged traces, and what would follow from them counts as unknown.
+_LONGEST, _MOST_OPERATIONS = 2**63 - 1, 10**30
+_COMPLEX = {"double": "complex128", "float": "complex64"}
+
+
+def dtype_name(written: str) -> str:
+    """Return torch's name of a dtype that a trace writes as "c10::BFloat16": "bfloat16"; "" for "Scalar" and the like."""
+    name = written.strip().removeprefix("c10::").removeprefix("at::")
+    complex_ = re.fullmatch(r"complex<(\w+)>", name)
+    if complex_:
+        return _COMPLEX.get(complex_[1], "")
+    lowered = name.lower()
+    found = _DTYPES.get(lowered, lowered)
+    return found if found in ITEM_SIZES else ""
+
+
+def operands_of(op: TraceOp) -> tuple[Operand | None, ...]:
+    """Return an operator's arguments, None for those that are no tensors; () where the trace has no shapes."""
+    if op.shapes is None or op.dtypes is None:
+        return ()
+    strides = op.strides if op.strides is not None else (None,) * len(op.shapes)
+    found: list[Operand | None] = []
+    # In a damaged event the lists differ in length; their common part is still usable.
+    for shape, stride, written in zip(op.shapes, strides, op.dtypes, strict=False):
+        dtype = dtype_name(written)
+        usable = stride if stride is not None and len(stride) == len(shape) else None
+        # Traces have no offsets: None says unknown, 0 would say aligned.
+        found.append(Operand(tuple(shape), usable, dtype, offset=None) if dtype else None)
+    return tuple(found)
+
+
+def products_of(op: TraceOp) -> tuple[Matmul, ...]:
+    """Return the matrix products that an operator computes; () if it computes none, or the trace lacks its shapes."""
+    operands = operands_of(op)
+    if not operands:
+        return ()
+    if any(size > _LONGEST for operand in operands if operand is not None for size in operand.shape):
+        return ()
+    try:
+        found = matmuls_of(op.name, operands, scalars=op.scalars or ())
+    except (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, OverflowError):
+        # Many versions write traces, and people edit them: an odd operator loses its FLOPs, and the report goes on.
+        return ()
+    return () if any(max(product.flops, product.bytes) > _MOST_OPERATIONS for product in found) else found
+
+
+class Products:
+    """Finds the products of operators, once for each operator: by identity first, because hashing shapes is slow."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, tuple[Matmul, ...]] = {}
+        self._by_value: dict[TraceOp, tuple[Matmul, ...]] = {}
+
+    def of(self, op: TraceOp | None) -> tuple[Matmul, ...]:
+        """Return what ``products_of`` does. The operators must stay alive as long as this object."""
+        if op is None:
+            return ()
+        if id(op) not in self._by_identity:
+            if op not in self._by_value:
+                self._by_value[op] = products_of(op)
+            self._by_identity[id(op)] = self._by_value[op]
+        return self._by_identity[id(op)]
+
+
+def dtype_of(op: TraceOp | None) -> str:
+    """Return the dtype of an operator's first tensor; "" where unknown."""
+    if op is None or op.dtypes is None:
+        return ""
+    names = [dtype_name(written) for written in op.dtypes]
+    return next((name for name in names if name), "")
+
+
+#: The shape rule's verdicts by the identities of product and GPU, which ``Products`` and the rows keep alive.
+_ShapeVerdicts = dict[tuple[int, int], ShapeVerdict]
+
+#: How kernels' names tell the gradients of a convolution apart (cuDNN, CUTLASS; also mangled: Conv2dDgrad).
+_GRADIENTS = (("dgrad", re.compile(r"dgrad", re.IGNORECASE)), ("wgrad", re.compile(r"wgrad", re.IGNORECASE)))
+
+
+def with_products(rows: Sequence[KernelRow]) -> list[KernelRow]:
+    """Return the rows in the same order, with their product, its FLOPs and the shape rule's verdict where these are known.
+
+    Of the kernels of one call only those that compute products get FLOPs; helpers beside them (split-K reductions, layout
+    conversions) get none. Where calls have no numbers, several kernels of an operator get no FLOPs either: they may be of one
+    call or of many.
+    """
+    calls: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        op = row.kernel.matmul_op
+        if op is not None and row.is_product:
+            calls[call_key(row, op)].append(index)
+    products, found = Products(), list(rows)
+    judged: _ShapeVerdicts = {}
+    for indices in calls.values():
+        of_call = products.of(rows[indices[0]].kernel.matmul_op)
+        if of_call:
+            for index, row in zip(indices, _assigned([rows[i] for i in indices], of_call, judged), strict=True):
+                found[index] = row
+    return found
+
+
+def call_key(row: KernelRow, op: TraceOp) -> tuple[int, bool, int]:
+    """Return a key that kernels of one call share; of all calls of ``op`` where the trace has no numbers of calls."""
+    number = row.kernel.call
+    return row.trace, number is None, id(op) if number is None else number
+
+
+def _assigned(rows: list[KernelRow], products: tuple[Matmul, ...], judged: _ShapeVerdicts) -> list[KernelRow]:
+    """Return the rows of one call, each with its product."""
+    by_product: dict[int, list[KernelRow]] = defaultdict(list)
+    chosen = [_product_of(row.name, products) for row in rows]
+    for row, product in zip(rows, chosen, strict=True):
+        if product is not None:
+            by_product[id(product)].append(row)
+    return [
+        row if product is None else _with(row, product, by_product[id(product)], judged)
+        for row, product in zip(rows, chosen, strict=True)
+    ]
+
+
+def _with(row: KernelRow, product: Matmul, together: list[KernelRow], judged: _ShapeVerdicts) -> KernelRow:
+    key = id(product), id(row.gpu)
+    if key not in judged:
+        # A FP32 product on Tensor Cores was allowed TF32; of one on CUDA cores the rule says what TF32 would need.
+        judged[key] = judge(product, row.gpu, tf32=True)
+    # dataclasses.replace takes twice as long, and a trace has hundreds of thousands of rows.
+    return KernelRow(
+        row.kernel,
+        row.named,
+        row.gpu,
+        row.trace,
+        row.verdict,
+        row.reason,
+        row.basis,
+        product.dtype or row.dtype,
+        product,
+        _flops(row, together, product),
+        judged[key],
+    )
+
+
+def _product_of(name: str, products: tuple[Matmul, ...]) -> Matmul | None:
+    """Return the product that a kernel computes: the only one, or the one whose role the kernel's name tells."""
+    if len(products) == 1:
+        return products[0]
+    for role, pattern in _GRADIENTS:
+        if pattern.search(name):
+            of_role = [product for product in products if product.role == role]
+            return of_role[0] if len(of_role) == 1 else None
+    return None
+
+
+def _flops(row: KernelRow, together: list[KernelRow], product: Matmul) -> float | None:
+    """Return the kernel's part of the FLOPs, by time among kernels of one name; None among several names (Winograd's parts)."""
+    if len(together) == 1:
+        return float(product.flops)
+    if len({other.name for other in together}) > 1 or row.kernel.call is None:
+        return None
+    total = sum(other.time_us for other in together)
+    return product.flops * row.time_us / total if total > 0 else None

@@ -1,0 +1,234 @@
+"""Reads a trace file, gzipped or not, piece by piece, and decodes the JSON values in its text."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from json.decoder import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+class TraceError(ValueError):
+    """A file can't be read as a trace. The message says what is wrong and what to do."""
+
+
+#: Bytes read at a time. The decoded events of a piece fit a core's cache, which is twice as fast as pieces of a megabyte.
+CHUNK_BYTES = 1 << 16
+_GZIP = b"\x1f\x8b"
+#: Tells zlib that a gzip header and trailer surround the data.
+_GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
+
+
+class TextChunks:
+    """Iterates over a file's text in pieces. Where gzip data are cut short or damaged, the text ends and ``problem`` says so.
+
+    The text is UTF-8, with or without a byte order mark; invalid bytes become U+FFFD.
+
+    Args:
+        path: of the file; "-" has no special meaning.
+        chunk_bytes: the most bytes to read, and to decompress, at a time.
+
+    Attributes:
+        bytes_read: of the text so far, uncompressed.
+        problem: clause on what was cut off or damaged; "" if nothing.
+
+    Raises:
+        TraceError: while iterating: the file can't be opened or read.
+    """
+
+    def __init__(self, path: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self.problem = ""
+        self._chunk_bytes = chunk_bytes
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
+        try:
+            with self.path.open("rb") as file:
+                for data in self._uncompressed(file):
+                    self.bytes_read += len(data)
+                    yield decoder.decode(data)
+        except OSError as error:
+            raise TraceError(cannot_read(self.path, error)) from error
+        yield decoder.decode(b"", final=True)
+
+    def _uncompressed(self, file: BinaryIO) -> Iterator[bytes]:
+        first = file.read(max(self._chunk_bytes, len(_GZIP)))
+        pieces = self._pieces(first, file)
+        return self._unzipped(pieces) if first.startswith(_GZIP) else pieces
+
+    def _pieces(self, first: bytes, file: BinaryIO) -> Iterator[bytes]:
+        piece = first
+        while piece:
+            yield piece
+            piece = file.read(self._chunk_bytes)
+
+    def _unzipped(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        member = zlib.decompressobj(_GZIP_WINDOW_BITS)
+        for piece in pieces:
+            data = piece
+            while data:
+                if member.eof:
+                    # Another member follows (cat or parallel gzip wrote it), or padding, or something else than gzip.
+                    data = data.lstrip(b"\0")
+                    if not data:
+                        break
+                    member = zlib.decompressobj(_GZIP_WINDOW_BITS)
+                before = member.copy()
+                try:
+                    yield member.decompress(data, self._chunk_bytes)
+                except zlib.error as error:
+                    yield from _until_damage(before, data)
+                    self.problem = f"its gzip data are damaged after {self.bytes_read:,} bytes of text ({error})"
+                    return
+                data = member.unused_data if member.eof else member.unconsumed_tail
+        yield member.flush()
+        if not member.eof:
+            self.problem = f"its gzip data are cut short after {self.bytes_read:,} bytes of text"
+
+
+def _until_damage(member: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+    """Yield the data before the damage: zlib returns them only if it is given byte by byte."""
+    with contextlib.suppress(zlib.error):
+        for place in range(len(data)):
+            yield member.decompress(data[place : place + 1])
+
+
+def cannot_read(path: Path, error: OSError) -> str:
+    """Say in a sentence why the operating system refused to read a path."""
+    if error.errno == errno.ENOENT:
+        return (
+            f"There is no {path}: give a trace that torch.profiler exported (.json or .json.gz), or a folder of them."
+        )
+    if error.errno == errno.EISDIR:
+        return f"{path} is a folder, not a trace."
+    return f"{path} can't be read: {os.strerror(error.errno) if error.errno else error}."
+
+
+#: Characters that one value may have. A longer one counts as damage: decoded, it could take 24 times as much memory.
+LONGEST_VALUE = 16 << 20
+#: A decoding error this near the end of the text may only need more text (the longest token that is no string is a number).
+_NEAR_END = 64
+#: The most characters that a pattern for ``find`` may match.
+_LONGEST_MATCH = 4096
+
+_MAY_GO_ON = re.compile(r"(?:\.|[eE][-+]?)?\Z")
+WHITESPACE = re.compile(r"[ \t\r\n]*")
+
+#: Accepts control characters within strings.
+JSON = json.JSONDecoder(strict=False)
+
+
+class IncompleteError(Exception):
+    """The text ended within a value."""
+
+
+class MalformedError(Exception):
+    """The text is no JSON."""
+
+
+class JsonText:
+    """A window onto JSON text: ``text`` from ``at`` on. Text before ``at`` is dropped when more is read.
+
+    Args:
+        chunks: the whole text, in pieces.
+    """
+
+    def __init__(self, chunks: TextChunks) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self._gone = 0
+        self._source = chunks
+        self._chunks = iter(chunks)
+
+    def peek(self, skipped: re.Pattern[str] = WHITESPACE) -> str:
+        """Move to the next character that is not skipped and return it; "" at the end."""
+        while True:
+            match = skipped.match(self.text, self.at)
+            assert match is not None
+            self.at = match.end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def value(self) -> Any:
+        """Decode the value that starts here and move to its end.
+
+        Raises:
+            IncompleteError, MalformedError: the position is unchanged.
+        """
+        while True:
+            try:
+                value, end = self.decode()
+            except IncompleteError:
+                if not self.double():
+                    raise
+                continue
+            # A number at the end of the text may continue, even after "1." or "1e+".
+            if _MAY_GO_ON.match(self.text, end) and self.more():
+                continue
+            self.at = end
+            return value
+
+    def decode(self) -> tuple[Any, int]:
+        """Return the value that starts here and its end, without reading more text. Raises as ``value`` does."""
+        try:
+            return JSON.raw_decode(self.text, self.at)
+        except JSONDecodeError as error:
+            unfinished = error.msg.startswith("Unterminated") or error.pos >= len(self.text) - _NEAR_END
+            if unfinished and len(self.text) - self.at < LONGEST_VALUE:
+                raise IncompleteError from None
+            raise MalformedError(f"{error.msg} at byte {self.byte(error.pos):,}") from None
+        except (ValueError, RecursionError) as error:
+            raise MalformedError(f"{error} at byte {self.byte():,}") from None
+
+    def find(self, pattern: re.Pattern[str]) -> bool:
+        """Move to the end of the pattern's next match; without one, to the end of the text, and return False."""
+        while (found := pattern.search(self.text, self.at)) is None:
+            # A match may begin in the last characters of the window; those before can be dropped.
+            self.at = max(self.at, len(self.text) - _LONGEST_MATCH)
+            if not self.more():
+                self.at = len(self.text)
+                return False
+        self.at = found.end()
+        return True
+
+    def double(self) -> bool:
+        """Double the text. Decoding a value again after each doubling takes time in proportion to its length."""
+        return self.more(len(self.text) - self.at)
+
+    def more(self, characters: int = 1) -> bool:
+        """Append at least that many characters; return False at the end. Drops the text before ``at``."""
+        pieces = [self.text[self.at :]]
+        self._gone += self.at
+        wanted = max(characters, 1)
+        while wanted > 0 and not self.ended:
+            piece = next(self._chunks, None)
+            if piece is None:
+                self.ended = True
+            else:
+                pieces.append(piece)
+                wanted -= len(piece)
+        self.text, self.at = "".join(pieces), 0
+        return any(pieces[1:])
+
+    @property
+    def position(self) -> int:
+        """Number of characters of the whole text before ``at``."""
+        return self._gone + self.at
+
+    def byte(self, at: int | None = None) -> int:
+        """Return the byte in the uncompressed file at which a position of ``text`` is, by default ``at``."""
+        # U+FFFD mostly stands for one invalid byte.
+        rest = self.text[self.at if at is None else at :].replace("\ufffd", "?")
+        return self._source.bytes_read - len(rest.encode("utf-8", "surrogatepass"))
