@@ -1,11 +1,12 @@
 """The waist of the shape lint: frozen records of the matrix products that a model computes, or that a trace shows.
 
-``capture`` fills them from a model, ``matmul_ops`` from the shapes of one operator, and ``analysis`` judges them. They hold
+``record`` fills them from a model, ``operators`` from the shapes of one call, and ``analysis`` judges them. They hold
 shapes and strides, never tensors, and no verdict.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: What a product is for. "backward" where one kernel computes all gradients (attention, recurrent networks).
@@ -53,6 +54,16 @@ class Operand:
     strides: tuple[int, ...] | None
     dtype: str
     offset: int | None = 0
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape, in elements; an empty dimension counts as 1, as torch has it."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)

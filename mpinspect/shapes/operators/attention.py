@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import fresh, traffic, transposed
+from mpinspect.shapes.operators.call import Call, NotToldError, fresh, traffic, transposed
 from mpinspect.shapes.records import Attention, Matmul, Operand
 
 

@@ -17,8 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import channels_last, fresh, is_channels_last, traffic
+from mpinspect.shapes.operators.call import Call, NotToldError, channels_last, fresh, is_channels_last, traffic
 from mpinspect.shapes.records import Convolution, Matmul, Operand
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import column, expanded, folded, fresh, row, traffic, transposed
+from mpinspect.shapes.operators.call import (
+    Call,
+    NotToldError,
+    column,
+    expanded,
+    folded,
+    fresh,
+    row,
+    traffic,
+    transposed,
+)
 from mpinspect.shapes.records import Matmul, Operand
 
 #: Two of it lie in one byte, along the dimension that is summed over (torch/_meta_registrations.py, meta_scaled_mm).

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import fresh, traffic, transposed
+from mpinspect.shapes.operators.call import Call, NotToldError, fresh, traffic, transposed
 from mpinspect.shapes.records import Matmul, Operand
 
 #: Gates by cudnnRNNMode_t: ReLU, tanh, LSTM, GRU (ATen/native/cudnn/RNN.cpp).

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.runtime import own_code
 from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.mode import MatmulMode
-from mpinspect.shapes.record.modules import ModuleCalls
-from mpinspect.shapes.record.parameters import Parameters
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.shapes.records import Matmul, MatmulRecording
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.shapes.record.inputs import on_meta
+from mpinspect.shapes.record.stand_ins import on_meta
 
 aten = torch.ops.aten
 

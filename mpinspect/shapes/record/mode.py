@@ -13,13 +13,10 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.shapes.operators import matmuls_of, product_name
-from mpinspect.shapes.record.failures import first_line
+from mpinspect.shapes.record.attribution import Forward, Forwards, ModuleCalls, Parameters, role_and_parameter
+from mpinspect.shapes.record.failures import first_line, mixed_dtypes, result_of_refused
 from mpinspect.shapes.record.fused import math_path, sdpa_backend
 from mpinspect.shapes.record.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise
-from mpinspect.shapes.record.modules import ModuleCalls
-from mpinspect.shapes.record.parameters import Parameters
-from mpinspect.shapes.record.refused import mixed_dtypes, result_of_refused
-from mpinspect.shapes.record.roles import Forward, Forwards, role_and_parameter
 from mpinspect.shapes.record.values import Values, targets
 from mpinspect.shapes.records import ITEM_SIZES, LayoutCopy, Matmul, Operand
 

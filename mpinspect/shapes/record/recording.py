@@ -13,14 +13,12 @@ import torch
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.runtime.emulation import half_arithmetic
+from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.autocast import as_on_cuda, autocast_around, lowering
 from mpinspect.shapes.record.failures import RecordingError, first_line, meta_cause, reason
-from mpinspect.shapes.record.inputs import losses, on_meta, own_copy, replaced
 from mpinspect.shapes.record.mode import MatmulMode
-from mpinspect.shapes.record.modules import ModuleCalls
-from mpinspect.shapes.record.parameters import Parameters
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
-from mpinspect.shapes.record.state import LazyModelError, standing_in
+from mpinspect.shapes.record.stand_ins import LazyModelError, losses, on_meta, own_copy, replaced, standing_in
 from mpinspect.shapes.record.values import (
     COMPUTED,
     Lack,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.shapes.record.modules import plain_path
+from mpinspect.shapes.record.attribution import plain_path
 
 #: Names that one value gets at most.
 _MOST_NAMES = 6

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpinspect.shapes.operators import product_name
-from mpinspect.shapes.record.inputs import on_meta
+from mpinspect.shapes.record.stand_ins import on_meta
 
 aten = torch.ops.aten
 
