@@ -11,9 +11,7 @@ from shape_records import attention, convolution, eager_attention, gemm, linear,
 
 from mpinspect.runtime.gpus import Gpu, named, of_device
 from mpinspect.shapes.analysis import FINDING_IDS, analyse_shapes
-from mpinspect.shapes.analysis.group import is_worth_it
-from mpinspect.shapes.analysis.roofline import Gain
-from mpinspect.shapes.analysis.wording import gain_words
+from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
 from mpinspect.shapes.records import LayoutCopy, Operand
 
 HOPPER = named("hopper")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mpinspect.shapes.analysis.analysing import analyse_shapes
 from mpinspect.shapes.analysis.judging import judge
-from mpinspect.shapes.analysis.report import FINDING_IDS, Padding, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.rules import FINDING_IDS
 from mpinspect.shapes.analysis.verdict import VERDICTS, ShapeVerdict
 
 __all__ = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand
+from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand, contiguous_strides
 
 #: Bytes that one load of a full-speed kernel takes.
 FULL_ALIGNMENT = 16
@@ -100,16 +100,6 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
     )
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
-
-
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether BLAS can read the last two dimensions as they are (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
     (rows, columns), (down, right) = shape[-2:], strides[-2:]
@@ -124,3 +114,8 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int | None,
     if rows == 1 or columns == 1:
         return None, max(rows, columns)
     return (down, columns) if right == 1 else (right, rows)
+
+
+def up_to(size: int, multiple: int) -> int:
+    """The least multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple

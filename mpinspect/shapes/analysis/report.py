@@ -8,38 +8,24 @@ from typing import ClassVar
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.roofline import CallTime
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import Matmul
 
-#: Every finding's id; a new finding is listed here. Order: root causes first, which is the order of equal severities.
-FINDING_IDS = (
-    "recording-incomplete",
-    "nothing-recorded",
-    "product-raises",
-    "gpu-without-tensor-cores",
-    "gpu-unknown",
-    "float32-under-autocast",
-    "tf32-off",
-    "float32",
-    "float64",
-    "dtype-not-multiplied",
-    "matrix-vector",
-    "unfused-attention",
-    "not-channels-last",
-    "layout-copies",
-    "odd-tokens",
-    "odd-vocabulary",
-    "odd-size",
-    "odd-channels",
-    "few-input-channels",
-    "misaligned-view",
-    "attention-head-size",
-    "attention-mask",
-    "depthwise",
-    "multiples-of-8-only",
-    "prefers-128-bytes",
-)
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """Estimates for ONE call, in microseconds.
+
+    Args:
+        best_us: the roofline of the call on Tensor Cores, as a fix would leave it.
+        low_us, high_us: between which it lies today.
+        bound: "math" or "memory": what the roofline is at ``best_us``.
+    """
+
+    best_us: float
+    low_us: float
+    high_us: float
+    bound: str
 
 
 @dataclass(frozen=True, slots=True)

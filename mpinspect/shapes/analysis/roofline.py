@@ -8,47 +8,20 @@ slowest plausible kernel down to that. The figure for what misalignment costs is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu, rate_key
+from mpinspect.shapes.analysis.causes import is_latent, once_mended
+from mpinspect.shapes.analysis.report import CallTime, ShapeRow
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import ITEM_SIZES, Matmul
 
 #: How many times slower a misaligned kernel computes than an aligned one: 520 / 51 TFLOP/s, as above.
 MISALIGNED_SLOWDOWN = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallTime:
-    """Estimates for ONE call, in microseconds.
-
-    Args:
-        best_us: the roofline of the call on Tensor Cores, as a fix would leave it.
-        low_us, high_us: between which it lies today.
-        bound: "math" or "memory": what the roofline is at ``best_us``.
-    """
-
-    best_us: float
-    low_us: float
-    high_us: float
-    bound: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """What a fix can bring, estimated; None where the GPU's rates are not known.
-
-    Args:
-        speedup_low, speedup_high: how many times faster the calls concerned become; 1.0 is no change.
-        saved_fraction_high: share of the time of all products that it saves at most.
-        bound: "math" or "memory", of most of the calls' time after the fix.
-    """
-
-    speedup_low: float
-    speedup_high: float
-    saved_fraction_high: float
-    bound: str
+#: Below this share of all products' estimated time nothing is promised.
+NEGLIGIBLE = 0.01
 
 
 def call_time(matmul: Matmul, verdict: ShapeVerdict, gpu: Gpu) -> CallTime | None:
@@ -99,6 +72,58 @@ def math_us(flops: int, tflops: float | None) -> float | None:
     return None if not tflops else flops / (tflops * 1e6)
 
 
+def nhwc_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
+    """A convolution's time as far as its NCHW image is to blame: image and result are each read and written once more."""
+    return replace(time, low_us=time.best_us, high_us=time.best_us + 2 * _memory_us(row.bytes, gpu))
+
+
+def lowered_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
+    """An FP32 product's time, at best that in autocast's dtype."""
+    lowered = call_time(once_mended(row, autocast_dtype), ShapeVerdict("native", ""), gpu)
+    return lowered and replace(time, best_us=min(lowered.best_us, time.low_us), bound=lowered.bound)
+
+
+def size_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
+    """A product's time as far as a size is to blame: what it costs once the dtype is mended, not what the dtype costs."""
+    if not is_latent(row):
+        return time
+    return call_time(once_mended(row, autocast_dtype), ShapeVerdict("degraded", "", cause="alignment"), gpu)
+
+
+def fused_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
+    """A product's time, at best in a fused kernel: the scores (tokens x tokens, the largest matrix) never reach memory."""
+    largest = sorted((row.m, row.n, row.k))[1:]
+    scores = row.batch * largest[0] * largest[1]
+    elements = row.batch * (row.m * row.n + row.n * row.k + row.m * row.k)
+    memory = _memory_us(row.bytes * (1 - scores / max(elements, 1)), gpu)
+    math = math_us(row.flops, gpu.tensor_core_tflops.get(rate_key(row.dtype))) or 0.0
+    best = min(max(math, memory), time.low_us)
+    return CallTime(best, time.low_us, time.high_us, "math" if math >= memory else "memory")
+
+
+def _memory_us(size: float, gpu: Gpu) -> float:
+    return size / ((gpu.bandwidth_gb_s or 1.0) * 1e3)
+
+
+# -- gains -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a fix can bring, estimated; None where the GPU's rates are not known.
+
+    Args:
+        speedup_low, speedup_high: how many times faster the calls concerned become; 1.0 is no change.
+        saved_fraction_high: share of the time of all products that it saves at most.
+        bound: "math" or "memory", of most of the calls' time after the fix.
+    """
+
+    speedup_low: float
+    speedup_high: float
+    saved_fraction_high: float
+    bound: str
+
+
 def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -> Gain | None:
     """What bringing calls from today's time to their roofline is worth.
 
@@ -120,4 +145,29 @@ def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -
         speedup_high=high / best,
         saved_fraction_high=max(0.0, (high - best) / max(total_us - low + high, high)),
         bound="memory" if memory > best / 2 else "math",
+    )
+
+
+def is_worth_it(gain: Gain | None, share: float) -> bool:
+    """Whether mending may bring something; where that is not known, whether it is about more than a trifle."""
+    return share >= NEGLIGIBLE if gain is None else not promises_nothing(gain)
+
+
+def promises_nothing(gain: Gain) -> bool:
+    """Whether it is a trifle of all products' time, or a range that rounds to "x1.0 to x1"."""
+    return gain.saved_fraction_high < NEGLIGIBLE or float(f"{gain.speedup_high:.2g}") <= 1.0
+
+
+def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
+    """What a fix brings, always called estimated: a range, or that nothing or little is to be expected."""
+    if gain is None:
+        return "gain unknown: no rates of this GPU are known"
+    if promises_nothing(gain):
+        saved = percent(gain.saved_fraction_high)
+        slower = "; it may be slower" if by_padding else ""
+        return f"no change expected (estimated: at most {saved} of the products' time{slower})"
+    doubt = "; memory-bound, so padding may be slower" if by_padding and gain.bound == "memory" else ""
+    return (
+        f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most "
+        f"{percent(gain.saved_fraction_high)} of the time of all{doubt}"
     )

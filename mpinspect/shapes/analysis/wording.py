@@ -1,14 +1,8 @@
-"""How figures are worded in the lint's messages."""
+"""How dtypes, counts and the names of many modules are worded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from mpinspect.reporting.words import percent
-from mpinspect.shapes.analysis.roofline import Gain
-
-#: Below this share of all products' estimated time nothing is promised.
-NEGLIGIBLE = 0.01
 
 _BRANDS = {
     "float64": "FP64",
@@ -24,26 +18,6 @@ _BRANDS = {
 def dtype_name(dtype: str) -> str:
     """ "FP16" for "float16"; others as they are."""
     return _BRANDS.get(dtype, dtype)
-
-
-def promises_nothing(gain: Gain) -> bool:
-    """Whether it is a trifle of all products' time, or a range that rounds to "x1.0 to x1"."""
-    return gain.saved_fraction_high < NEGLIGIBLE or float(f"{gain.speedup_high:.2g}") <= 1.0
-
-
-def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
-    """What a fix brings, always called estimated: a range, or that nothing or little is to be expected."""
-    if gain is None:
-        return "gain unknown: no rates of this GPU are known"
-    if promises_nothing(gain):
-        saved = percent(gain.saved_fraction_high)
-        slower = "; it may be slower" if by_padding else ""
-        return f"no change expected (estimated: at most {saved} of the products' time{slower})"
-    doubt = "; memory-bound, so padding may be slower" if by_padding and gain.bound == "memory" else ""
-    return (
-        f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most "
-        f"{percent(gain.saved_fraction_high)} of the time of all{doubt}"
-    )
 
 
 def grouped(names: Iterable[str]) -> list[str]:

@@ -1,13 +1,18 @@
-"""The finding about copies that only change a tensor's layout."""
+"""Findings about a whole recording: it stopped before its end, it has nothing to judge, or copies take much of the time.
+
+What is not in a recording has not been judged, so the first two are errors: no finding would look as if all were well.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import unfused_attention
+from mpinspect.shapes.analysis.report import ShapeRow
 from mpinspect.shapes.analysis.wording import count, some_modules
 from mpinspect.shapes.records import LayoutCopy, MatmulRecording
 
@@ -17,15 +22,52 @@ _WORTH_MENTIONING, _WORTH_MENDING = 0.05, 0.2
 _OF_CONVOLUTIONS, _OF_BYTES = 0.2, 0.2
 
 
-def layout_copies(recording: MatmulRecording, gpu: Gpu, total_us: float | None) -> list[Finding]:
-    """One finding where copies take a substantial time beside the products, estimated from their bytes; else none."""
+def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
+    if not recording.stopped:
+        return None
+    then = "no matrix product had run until then, so nothing can be said of its shapes"
+    if rows:
+        products = count(sum(row.calls for row in rows), "product")
+        then = f"every figure here is of the {products} that ran until then"
+    fix = "see that the model runs by itself with these arguments, forward and backward"
+    if recording.device == "meta":
+        fix = (
+            "record it on the tensors themselves: lint_shapes(..., device='real'), or --real for mpinspect lint (ids and masks "
+            "that are not on meta themselves may be enough); if it stops there too, the model does not run with these arguments"
+        )
+    return _of_recording("recording-incomplete", f"{recording.stopped}; {then}", rows, fix)
+
+
+def nothing_recorded(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
+    if recording.stopped or any(row.flops for row in rows):
+        return None
+    if rows:
+        message = (
+            f"the {count(len(rows), 'product')} recorded multiply nothing (0 FLOP): no shape can be judged by them"
+        )
+        fix = "give inputs without a size of 0"
+    else:
+        message = "the model ran to its end and no matrix product was recorded: nothing can be said of its shapes"
+        fix = "see that the inputs reach the layers that multiply; the notes, if there are any, tell what can't be recorded"
+    return _of_recording("nothing-recorded", message, rows, fix)
+
+
+def _of_recording(id: str, message: str, rows: Sequence[ShapeRow], fix: str) -> Finding:
+    evidence = {"calls": sum(row.calls for row in rows), "flops": sum(row.flops * row.calls for row in rows)}
+    return Finding(id, "error", "", message, evidence, fix)
+
+
+def layout_copies(
+    recording: MatmulRecording, rows: Sequence[ShapeRow], gpu: Gpu, total_us: float | None
+) -> Finding | None:
+    """The finding, where copies take a substantial time beside the products, estimated from their bytes; else None."""
     copies = [copy for copy in recording.copies if copy.kind == "layout"]
     moved = sum(copy.bytes for copy in copies)
     if not moved or gpu.bandwidth_gb_s is None or not total_us:
-        return []
+        return None
     fraction = moved / (gpu.bandwidth_gb_s * 1e3) / total_us
     if fraction < _WORTH_MENTIONING:
-        return []
+        return None
     copies.sort(key=lambda copy: -copy.bytes)
     evidence: dict[str, Any] = {
         "bytes": moved,
@@ -41,7 +83,7 @@ def layout_copies(recording: MatmulRecording, gpu: Gpu, total_us: float | None) 
     if not fix:
         message += "; they split and merge heads around fused attention, no change expected"
     severity = "warning" if fix and fraction >= _WORTH_MENDING else "info"
-    return [Finding("layout-copies", severity, "", message, evidence, fix)]
+    return Finding("layout-copies", severity, "", message, evidence, fix)
 
 
 def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> str:
