@@ -92,8 +92,14 @@ class Convolution:
 
     @property
     def is_depthwise(self) -> bool:
-        """Each input channel is a group of its own: no matrix product is left for a Tensor Core to compute."""
+        """Whether each input channel is a group of its own: no matrix product is left for a Tensor Core to compute."""
         return self.groups > 1 and self.groups == self.in_channels
+
+    @property
+    def group_channels(self) -> dict[str, int]:
+        """Input and output channels of one group, as "C_in" and "C_out"."""
+        groups = max(self.groups, 1)
+        return {"C_in": self.in_channels // groups, "C_out": self.out_channels // groups}
 
 
 @dataclass(frozen=True, slots=True)

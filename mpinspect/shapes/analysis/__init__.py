@@ -1,4 +1,4 @@
-"""The shape lint: whether shapes, layouts and dtypes of matrix products suit Tensor Cores. Pure; no torch, no GPU."""
+"""Judges whether shapes, layouts and dtypes of matrix products suit Tensor Cores: pure functions, without torch or a GPU."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, Layout, layouts
 from mpinspect.shapes.analysis.report import ShapeRow
-from mpinspect.shapes.analysis.todays_rule import group_channels, is_nchw, is_stem
+from mpinspect.shapes.analysis.todays_rule import is_nchw, is_stem
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording, Operand
 
 #: Causes of an "off" verdict that say nothing against the shapes: these may bind once the dtype is mended.
@@ -77,7 +77,7 @@ class Symptom:
 
 
 def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
-    """Every symptom of a product, the gravest first; some have no rule.
+    """Yields every symptom of a product, the gravest first; some have no rule.
 
     Args:
         is_unfused: whether it is part of attention in separate products.
@@ -101,7 +101,7 @@ def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> 
 
 
 def _size_of(row: ShapeRow) -> int | None:
-    """The size behind a verdict's cause that has one."""
+    """Returns the size behind the verdict: a head's or an image's channels; None for other causes."""
     attention, convolution = row.matmul.attention, row.matmul.convolution
     if row.judged.cause == "head-dim" and attention is not None:
         return attention.head_dim
@@ -109,7 +109,7 @@ def _size_of(row: ShapeRow) -> int | None:
 
 
 def _is_converted(row: ShapeRow) -> bool:
-    """A convolution on Tensor Cores whose image is NCHW; that of a stem is the network's input and small."""
+    """Whether cuDNN converts a convolution's NCHW image. A stem's is left out: it is the network's input, and small."""
     convolution = row.matmul.convolution
     # Tensors of one spatial dimension have no channels-last format in torch.
     if convolution is None or is_stem(convolution) or len(convolution.kernel_size) < 2 or not is_nchw(row.matmul):
@@ -118,16 +118,16 @@ def _is_converted(row: ShapeRow) -> bool:
 
 
 def _odd_channels(row: ShapeRow, matmul: Matmul, recording: MatmulRecording) -> Iterator[Symptom]:
-    """One symptom for each odd number of channels."""
+    """Yields a symptom for each number of channels that is no multiple of 16 bytes."""
     item = ITEM_SIZES.get(matmul.dtype, 0)
     if matmul.convolution is not None:
-        for size in group_channels(matmul.convolution).values():
+        for size in matmul.convolution.group_channels.values():
             if size * item % FULL_ALIGNMENT:
                 yield Symptom("channels", row, recording, size)
 
 
 def _misaligned(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
-    """What misaligns each operand: a size of the model, or that it is a view of something else."""
+    """Yields what misaligns each operand: a size of the model, or that it is a view of something else."""
     matmul = once_mended(row, recording.autocast_dtype)
     if matmul.convolution is not None:
         if not is_stem(matmul.convolution):
@@ -140,7 +140,7 @@ def _misaligned(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> 
 
 
 def _binding_size(layout: Layout, recording: MatmulRecording) -> int | None:
-    """The size of the model that makes an operand odd; None where it is a view, whatever the sizes."""
+    """Returns the size of the model that misaligns an operand; None for a view that no size explains."""
     for stride in (layout.row_stride, *layout.batch_strides):
         # Heads side by side are a head's size apart, rows of a fused projection the whole projection's.
         if stride is not None and _is_odd(stride, layout) and (stride == layout.row_size or stride in recording.sizes):
@@ -160,7 +160,7 @@ def is_latent(row: ShapeRow) -> bool:
 
 
 def once_mended(row: ShapeRow, autocast_dtype: str | None) -> Matmul:
-    """The product as it would be on Tensor Cores: in TF32 where a switch is all it lacks, else in 16 bits."""
+    """Returns the product as Tensor Cores would compute it: in TF32 where a switch is all it lacks, else in 16 bits."""
     matmul = row.matmul
     if not is_latent(row) or (row.judged.cause == "tf32-off" and autocast_dtype is None):
         return matmul
@@ -179,7 +179,7 @@ def _halved(operand: Operand | None) -> Operand | None:
 
 
 def unfused_attention(recording: MatmulRecording) -> frozenset[int]:
-    """Indices of batched products that look like attention without a fused kernel: q k^T, then (its result) v, in one module."""
+    """Finds attention in separate products: q k^T, then its result times v, batched, in one module. Returns their indices."""
     by_module: dict[str, list[int]] = {}
     for index, matmul in enumerate(recording.matmuls):
         if matmul.kind == "gemm" and matmul.batch > 1 and matmul.convolution is None:

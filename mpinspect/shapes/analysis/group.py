@@ -22,7 +22,7 @@ MAX_MODULES = 50
 
 @dataclass(frozen=True)
 class Group:
-    """Products with one cause.
+    """All products that one cause concerns.
 
     Args:
         cause: why they fall short.
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def layer(self) -> str:
-        """The module, if it is one; the parameter's size has a name of its own in the evidence."""
+        """The module, where there is only one; else ""."""
         modules = {row.module for row in self.rows}
         return modules.pop() if len(modules) == 1 else ""
 
@@ -75,15 +75,11 @@ class Group:
 
     @property
     def are(self) -> str:
-        """The verb after ``products``."""
+        """The verb after ``products``: "is" or "are"."""
         return "is" if self.calls == 1 else "are"
 
-    @property
-    def have(self) -> str:
-        return "has" if self.calls == 1 else "have"
-
     def verb(self, plural: str) -> str:
-        """Any other verb after ``products``: "break", or "breaks" of one."""
+        """Any other verb after ``products``: "break", or "breaks" for one."""
         return f"{plural}s" if self.calls == 1 else plural
 
     @property
@@ -130,7 +126,7 @@ class Group:
 
     @property
     def talk_words(self) -> str:
-        """What the talk's rule says of these products."""
+        """Whether the talk's rule flags these products."""
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
             return "the rule of multiples of 8 has nothing against them"

@@ -1,4 +1,8 @@
-"""One product, one GPU, two verdicts."""
+"""``judge``: one product, one GPU, two verdicts; and what decides before any stride does: refusals, the GPU, the dtype.
+
+Sources of the refusals: torch's aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp and GroupedBlas.cpp, and their checks in
+torch/_meta_registrations.py.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,18 @@ from mpinspect.shapes.analysis.verdict import Reading, ShapeVerdict, multiples_o
 from mpinspect.shapes.records import Matmul, Operand, contiguous_strides
 
 _BY_KIND = {"convolution": convolution_reading, "attention": attention_reading}
+#: torch's defaults: torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32.
+_TF32_BY_DEFAULT = {"gemm": False, "attention": False, "convolution": True, "recurrent": True}
 
 
 def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict:
-    """Whether a product's shapes and dtype suit the Tensor Cores of a GPU, and what the talk's rule says.
+    """Judges whether a product's shapes and dtype suit a GPU's Tensor Cores, and whether it keeps the talk's rule.
 
     Args:
         tf32: whether torch allows TF32 for FP32 products of this kind; None: torch's defaults are assumed (no for matrix
             products, yes for convolutions and recurrent networks), which the verdict says.
 
-    Strides that are not known are taken as those of contiguous tensors, which the verdict says too. Raises for no product.
+    Unknown strides are taken as those of contiguous tensors, which the verdict says too. No product raises an exception.
     """
     reading = _reading(matmul, gpu, tf32)
     remarks = list(reading.remarks)
@@ -47,20 +53,20 @@ def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict
 
 
 def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
-    """The first rule that decides."""
+    """Returns what the first rule that applies says."""
     return (
-        # What torch refused while it ran has no verdict of a GPU's.
-        (raising_reading(matmul, gpu) if matmul.raises else None)
+        # No GPU computes what torch refused in the run.
+        (_raising_reading(matmul, gpu) if matmul.raises else None)
         or _of_the_gpu(gpu)
-        or raising_reading(matmul, gpu)
-        or nothing_to_multiply(matmul)
-        or precision_reading(matmul, gpu, tf32)
+        or _raising_reading(matmul, gpu)
+        or _nothing_to_multiply(matmul)
+        or _precision_reading(matmul, gpu, tf32)
         or _BY_KIND.get(matmul.kind, gemm_reading)(matmul, gpu)
     )
 
 
-def nothing_to_multiply(matmul: Matmul) -> Reading | None:
-    """Products that no Tensor Core speeds up, whatever their sizes: empty, matrix-vector, depthwise."""
+def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
+    """Returns "off" for products that no Tensor Core speeds up, whatever their sizes: empty, matrix-vector, depthwise."""
     if 0 in (matmul.m, matmul.n, matmul.k, matmul.batch):
         return Reading("off", "an empty product: nothing is computed", "empty")
     if matmul.convolution is not None:
@@ -101,8 +107,8 @@ def _wants_more(reading: Reading, gpu: Gpu) -> bool:
     return gpu.architecture in PREFERRING_ARCHITECTURES and alignment is not None and alignment < PREFERRED_ALIGNMENT
 
 
-def raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
-    """The verdict on a product that raises on a GPU: "off"; None where it does not."""
+def _raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
+    """Returns "off" for a product that torch refuses on this GPU for its sizes, layouts or dtypes; else None."""
     faults = list(_faults(matmul, gpu))
     if faults:
         return Reading("off", f"torch raises: {matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}", "raises")
@@ -152,12 +158,8 @@ def _has_unit_stride(operand: Operand, dimension: int) -> bool:
     return strides[dimension] == 1 or operand.shape[dimension] == 1
 
 
-#: torch's defaults: torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32.
-TF32_BY_DEFAULT = {"gemm": False, "attention": False, "convolution": True, "recurrent": True}
-
-
-def precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading | None:
-    """A verdict where the dtype decides it: "off" or "unknown"; None where Tensor Cores multiply it."""
+def _precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading | None:
+    """Returns "off" or "unknown" for a dtype that Tensor Cores do not multiply; None where they do."""
     if matmul.dtype.startswith("complex"):
         return Reading("unknown", "complex products: which kernel computes them is not known here", "complex")
     multiplies = gpu.multiplies(matmul.dtype)
@@ -179,7 +181,7 @@ def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> 
     if matmul.attention is not None and matmul.attention.backend != "math":
         # torch's memory-efficient kernels compute FP32 attention as 3xTF32 from Ampere on, whatever the TF32 switch says.
         return None
-    allowed = TF32_BY_DEFAULT.get(matmul.kind, False) if tf32 is None else tf32
+    allowed = _TF32_BY_DEFAULT.get(matmul.kind, False) if tf32 is None else tf32
     if allowed:
         return None
     default = " (torch's default)" if tf32 is None else ""

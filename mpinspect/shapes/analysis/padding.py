@@ -17,7 +17,7 @@ from mpinspect.shapes.analysis.causes import Cause, once_mended
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording
 
-#: Names of what is counted and not multiplied: equal to a size by chance.
+#: Names of counts, which equal a size by chance.
 _COUNTS = re.compile(r"(^|[._])(groups|heads|layers|blocks|experts|depth|kernel_size|patch_size|stride)$")
 #: The largest multiple of a hidden size that is taken for one, and the least hidden size: coordinates and classes are fewer.
 _MOST_TIMES, _LEAST_BASE = 8, 16
@@ -28,11 +28,13 @@ _TWO = re.compile(r"(^|[._])(kv|kv_proj|to_kv|gate_up|gate_up_proj|w12)([._]|$)"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a size is made of: ``number`` equal parts (``heads``, or parts that the layer's output is split into).
+    """The equal parts of a size.
 
     Args:
-        is_shown: whether the recording shows it; else a name tells.
-        may_be: whether it may be split though nothing tells.
+        number: how many; 1 for a size that is not split.
+        heads: whether they are heads; else the layer's output is split into them.
+        is_shown: whether the recording shows the split; else it is guessed from names and sizes.
+        may_be: whether the size may be split, though nothing shows it.
     """
 
     number: int = 1
@@ -44,7 +46,7 @@ class Parts:
 def padding_of(
     cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, worth_it: bool, parts: int = 1
 ) -> Padding | None:
-    """How a cause's size would be padded, each of its equal ``parts`` alike; None where no size of the model is to blame."""
+    """Returns how a cause's size is to be padded, each of its equal ``parts`` alike; None where padding mends nothing."""
     if not cause.what or cause.size is None:
         return None
     dtype = once_mended(rows[0], recording.autocast_dtype).dtype
@@ -69,8 +71,8 @@ def padding_of(
 
 
 def _padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
-    """The least size with full alignment, which is a multiple of 8 too, and the least that gives what the GPU prefers; of both
-    each of the equal ``parts`` is fully aligned."""
+    """Returns the least size with full alignment, a multiple of 8 too, and the least with the alignment that the GPU prefers; in
+    both, each of the equal ``parts`` is fully aligned."""
     item = ITEM_SIZES.get(dtype, 2)
     least = max(8, FULL_ALIGNMENT // item)
     # 128 bytes of 16-bit values for FP32 too: the size is the same when the model moves to 16 bits.
@@ -80,7 +82,7 @@ def _padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
 
 
 def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:
-    """What a size is called: names of the config first; else the parameters that are multiplied."""
+    """Returns the names of a size, the config's first; where it has none, those of the parameters that are multiplied."""
     sizes = [name for name in recording.sizes.get(size, ()) if not _COUNTS.search(name)]
     named = sorted(sizes, key=lambda name: not name.startswith("config."))
     return tuple(named) or tuple(dict.fromkeys(row.parameter for row in rows if row.parameter))
@@ -89,7 +91,7 @@ def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
 def following_padding(
     following: Mapping[Cause, tuple[ShapeRow, ...]], base: Padding | None, gpu: Gpu, recording: MatmulRecording
 ) -> tuple[Padding, ...]:
-    """How the sizes that follow from a padded one come out."""
+    """Returns what padding a size makes of those that follow from it."""
     found = []
     for cause, rows in following.items():
         own = None if base is None else padding_of(cause, rows, gpu, recording, base.is_worth_it)
@@ -101,7 +103,7 @@ def following_padding(
 
 
 def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[Cause, Cause]:
-    """Causes whose size follows from that of another, which is an odd size itself: by the one that follows."""
+    """Finds odd sizes that follow from another odd size. Returns the cause to blame, by the one that follows from it."""
     causes = list(causes)
     odd = {cause.size: cause for cause in causes if cause.what == "size" and cause.size}
     forward = _forward(rows)
@@ -122,7 +124,7 @@ def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[C
 
 
 def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow], recording: MatmulRecording) -> Parts:
-    """What a size is several of, so that each must be padded: heads that follow from it, or parts that it is split into."""
+    """Returns the parts of an odd size that must be padded alike: heads, or what the layer's output is split into."""
     if cause.what != "size" or cause.size is None:
         return Parts()
     for one in following:
@@ -136,7 +138,7 @@ def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow],
 
 
 def _heads_in(size: int, head: int, rows: Sequence[ShapeRow]) -> int:
-    """How many heads of that size make up a size: those of query, or of query, key and value; 0 if they don't."""
+    """Returns how many heads make up a size: those of query, or of query, key and value; 0 if they do not."""
     heads = {
         row.matmul.attention.heads
         for row in rows
@@ -146,7 +148,7 @@ def _heads_in(size: int, head: int, rows: Sequence[ShapeRow]) -> int:
 
 
 def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[int, bool]:
-    """Into how many equal parts a layer's outputs are split (1: none, or not known), and whether the recording shows it."""
+    """Returns how many equal parts a layer's outputs are split into (1: none, or unknown), and whether the recording shows it."""
     for row in rows:
         for layout in row.judged.layouts:
             if layout.row_stride == size and 1 < layout.row_size < size and size % layout.row_size == 0:
@@ -161,7 +163,7 @@ def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
 
 
 def _may_be_split(size: int, recording: MatmulRecording) -> bool:
-    """Whether a size may be that of several equal parts: a layer's outputs, which no other layer takes whole."""
+    """Whether a size may have several equal parts: a layer's outputs that no other layer takes whole."""
     forward = [matmul for matmul in recording.matmuls if matmul.role == "forward" and matmul.attention is None]
     made = any(matmul.n == size for matmul in forward)
     divisible = size >= _LEAST_BASE and (size % 2 == 0 or size % 3 == 0)
@@ -173,7 +175,7 @@ def _forward(rows: Sequence[ShapeRow]) -> list[Matmul]:
 
 
 def _follows(size: int, base: int, forward: Sequence[Matmul]) -> bool:
-    """Whether a layer makes ``size`` of ``base``, or makes it for layers that take ``base``; a head of few classes does not."""
+    """Whether a layer maps ``base`` to ``size``, or makes ``size`` for layers that take ``base``; a classifier does neither."""
     made = [matmul for matmul in forward if matmul.n == size]
     if any(matmul.k == base for matmul in made):
         return True

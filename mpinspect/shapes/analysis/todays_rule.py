@@ -1,10 +1,17 @@
-"""Matrix products: the stride rule, and the products that are too thin for any rule."""
+"""Today's rule for each kind of product: full speed needs base pointers, strides and channels in multiples of 16 bytes.
+
+Convolutions: NVIDIA's Convolutional Layers guide (channels in multiples of 8 for FP16, 4 for TF32; cuDNN pads others itself and
+transposes NCHW to NHWC by extra kernels, nchwToNhwc in traces). Attention: torch's
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and attention.cu (heads are padded to multiples of 8, a copy of query, key,
+value and output; flash attention ends at 256; an additive mask's rows are padded to 16 bytes).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT, Layout, layout_of, layouts
@@ -12,27 +19,32 @@ from mpinspect.shapes.analysis.verdict import Reading
 from mpinspect.shapes.analysis.wording import count
 from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, Operand
 
+#: Input channels up to which cuDNN has kernels of its own for a network's first layer.
+STEM_CHANNELS = 4
+MAX_FLASH_HEAD_DIM = 256
+#: torch's flash attention is built for sm80 and later (check_sm_version in sdp_utils.cpp).
+_WITHOUT_FLASH = ("volta", "turing")
+_FLASH, _EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+
+
+# -- matrix products -------------------------------------------------------------------------------------------------------
+
 
 def gemm_reading(matmul: Matmul, gpu: Gpu) -> Reading:
-    """Today's rule: base pointers, row strides and batch strides of A, B and output in multiples of 16 bytes."""
-    return stride_reading(matmul, layouts(matmul))
-
-
-def stride_reading(matmul: Matmul, found: tuple[Layout, ...]) -> Reading:
-    """Whether all operands are aligned; the reason names the worst one and what is left."""
+    """Whether A, B and output are aligned: base pointers, row strides and batch strides; the reason names the worst of them."""
+    found = layouts(matmul)
     remarks = tuple(
         f"{layout.name} has no dimension of stride 1: torch copies it first" for layout in found if layout.is_copied
     )
     alignment = min((layout.alignment_bytes for layout in found), default=None)
+    reading = partial(Reading, alignment_bytes=alignment, layouts=found, remarks=remarks)
     if matmul.dtype == "float64":
         # DMMA kernels load 8 bytes at a time anyway: their align1 is full speed.
-        return Reading("native", "FP64 Tensor Core kernels need no more than 8 bytes", "", alignment, found, remarks)
+        return reading("native", "FP64 Tensor Core kernels need no more than 8 bytes")
     bad = sorted((layout for layout in found if not layout.is_aligned), key=lambda layout: layout.alignment_bytes)
     if not bad:
-        return Reading(
-            "native", "every row stride and base pointer is a multiple of 16 bytes", "", alignment, found, remarks
-        )
-    return Reading("degraded", _why(bad, ITEM_SIZES.get(matmul.dtype, 0)), "alignment", alignment, found, remarks)
+        return reading("native", "every row stride and base pointer is a multiple of 16 bytes")
+    return reading("degraded", _why(bad, ITEM_SIZES.get(matmul.dtype, 0)), "alignment")
 
 
 def _why(bad: list[Layout], item: int) -> str:
@@ -53,10 +65,7 @@ def _what(layout: Layout) -> str:
     return f"{layout.name}'s matrices of the batch are no multiple of 16 bytes apart"
 
 
-#: Input channels up to which cuDNN has kernels of its own for a network's first layer.
-STEM_CHANNELS = 4
-
-_NCHW = "stored NCHW: cuDNN transposes to NHWC and back, at the cost of memory traffic"
+# -- convolutions ----------------------------------------------------------------------------------------------------------
 
 
 def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
@@ -65,41 +74,36 @@ def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     item = ITEM_SIZES.get(matmul.dtype)
     if convolution is None or item is None:
         return Reading("unknown", "the convolution's geometry is not known", "unknown")
-    channels = group_channels(convolution)
+    channels = convolution.group_channels
     offsets = [operand.offset or 0 for operand in (matmul.a, matmul.b, matmul.out) if operand is not None]
     alignment = math.gcd(PREFERRED_ALIGNMENT, *(size * item for size in (*channels.values(), *offsets)))
-    remarks = (_NCHW,) if is_nchw(matmul) else ()
+    nchw = "stored NCHW: cuDNN transposes to NHWC and back, at the cost of memory traffic"
+    reading = partial(Reading, alignment_bytes=alignment, remarks=(nchw,) if is_nchw(matmul) else ())
     bad = {name: size for name, size in channels.items() if size * item % FULL_ALIGNMENT}
     if matmul.dtype == "float64" or not bad:
-        return Reading("native", "channels are multiples of 16 bytes", "", alignment, (), remarks)
+        return reading("native", "channels are multiples of 16 bytes")
     if is_stem(convolution):
         why = (
             f"{count(channels['C_in'], 'input channel')}: cuDNN pads them or takes a kernel made for first layers, "
             "both slower than an ordinary layer"
         )
-        return Reading("degraded", why, "stem", alignment, (), remarks)
+        return reading("degraded", why, "stem")
     which = " and ".join(f"{name} {size:,} ({size * item:,} bytes)" for name, size in bad.items())
     a_group = " of a group" if convolution.groups > 1 else ""
     why = f"{which}{a_group}: no multiple of 16 bytes, cuDNN pads or takes a slower kernel"
-    return Reading("degraded", why, "channels", alignment, (), remarks)
-
-
-def group_channels(convolution: Convolution) -> dict[str, int]:
-    """Input and output channels of one group."""
-    groups = max(convolution.groups, 1)
-    return {"C_in": convolution.in_channels // groups, "C_out": convolution.out_channels // groups}
+    return reading("degraded", why, "channels")
 
 
 def is_nchw(matmul: Matmul) -> bool:
-    """Whether cuDNN is given NCHW: neither the image nor the weight is stored channels-last, for one of them is enough for torch
-    to compute in that layout (cudnn_conv_suggest_memory_format in aten/src/ATen/native/ConvUtils.h)."""
+    """Whether cuDNN gets NCHW tensors: neither image nor weight is channels-last. One of them is enough for torch to compute in
+    that layout (cudnn_conv_suggest_memory_format in aten/src/ATen/native/ConvUtils.h)."""
     if matmul.convolution is None or matmul.convolution.channels_last is not False:
         return False
     return not any(_is_channels_last(operand) for operand in (matmul.a, matmul.b, matmul.out))
 
 
 def _is_channels_last(operand: Operand | None) -> bool:
-    """Channels of stride 1, and neighbouring positions all channels apart."""
+    """Whether channels have stride 1 and neighbouring positions are all channels apart."""
     if (
         operand is None
         or operand.strides is None
@@ -115,24 +119,16 @@ def is_stem(convolution: Convolution) -> bool:
     return convolution.groups == 1 and convolution.in_channels <= STEM_CHANNELS and not convolution.transposed
 
 
-MAX_FLASH_HEAD_DIM = 256
-#: torch's flash attention is built for sm80 and later (check_sm_version in sdp_utils.cpp).
-_WITHOUT_FLASH = ("volta", "turing")
-_FLASH, _EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
-
-_NAMES = {"efficient": "memory-efficient"}
-_TRIPLE = (
-    "FP32 attention: memory-efficient kernels compute three TF32 products for each (3xTF32), a third of TF32's rate"
-)
+# -- attention -------------------------------------------------------------------------------------------------------------
 
 
 def has_flash_attention(gpu: Gpu) -> bool:
-    """Whether torch's flash attention runs on a GPU; taken for granted where its architecture is not known."""
+    """Whether torch's flash attention runs on a GPU; True where its architecture is not known."""
     return gpu.architecture not in _WITHOUT_FLASH
 
 
 def taken_on(matmul: Matmul, gpu: Gpu) -> Matmul:
-    """Fused attention as a GPU computes it: a recorder knows no GPU, and names flash attention whatever it is for."""
+    """Returns fused attention as this GPU computes it: the recorder does not know the GPU and names flash attention for all."""
     attention = matmul.attention
     if attention is None or attention.backend != "flash" or has_flash_attention(gpu):
         return matmul
@@ -149,28 +145,28 @@ def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     found = tuple(_layouts(matmul))
     remarks = tuple(_remarks(matmul, attention))
     alignment = min((layout.alignment_bytes for layout in found), default=None)
+    reading = partial(Reading, alignment_bytes=alignment, layouts=found, remarks=remarks)
     if matmul.dtype == "float64":
-        return Reading("native", "FP64: no fused kernel; unfused products need 8 bytes", "", alignment, found, remarks)
+        return reading("native", "FP64: no fused kernel; unfused products need 8 bytes")
     heads = [f"{name} {size}" for name, size in _head_sizes(attention).items() if size * item % FULL_ALIGNMENT]
     if heads:
         what = "torch pads copies of query, key and value"
         if not has_flash_attention(gpu):
             what = "torch's memory-efficient kernel does not take that, and flash attention needs Ampere or later"
         why = f"{' and '.join(heads)}: no multiple of {FULL_ALIGNMENT // item}, {what}"
-        return Reading("degraded", why, "head-dim", alignment, found, remarks)
+        return reading("degraded", why, "head-dim")
     if _bias_is_misaligned(attention):
         why = f"the mask's rows are no multiple of {FULL_ALIGNMENT} bytes apart: torch copies it padded"
-        return Reading("degraded", why, "attention-bias", alignment, found, remarks)
+        return reading("degraded", why, "attention-bias")
     bad = [layout.name for layout in found if not layout.is_aligned]
     if bad:
         why = f"{' and '.join(bad)}: a view that is not aligned to 16 bytes, torch copies it or takes a slower kernel"
-        return Reading("degraded", why, "alignment", alignment, found, remarks)
-    kernels = f"{_NAMES.get(attention.backend, attention.backend)} attention" if attention.backend else "a fused kernel"
+        return reading("degraded", why, "alignment")
+    backend = "memory-efficient" if attention.backend == "efficient" else attention.backend
+    kernels = f"{backend} attention" if backend else "a fused kernel"
     if not has_flash_attention(gpu) and attention.backend == "efficient":
         kernels += " (torch's flash attention needs Ampere or later)"
-    return Reading(
-        "native", f"{kernels}: head sizes and strides are multiples of 16 bytes", "", alignment, found, remarks
-    )
+    return reading("native", f"{kernels}: head sizes and strides are multiples of 16 bytes")
 
 
 def _layouts(matmul: Matmul) -> Iterator[Layout]:
@@ -192,6 +188,6 @@ def _bias_is_misaligned(attention: Attention) -> bool:
 
 def _remarks(matmul: Matmul, attention: Attention) -> Iterator[str]:
     if matmul.dtype == "float32":
-        yield _TRIPLE
+        yield "FP32 attention: memory-efficient kernels compute three TF32 products for each (3xTF32), a third of TF32's rate"
     if max(attention.head_dim, attention.value_dim) > MAX_FLASH_HEAD_DIM and attention.backend in ("", "flash"):
         yield f"heads above {MAX_FLASH_HEAD_DIM} are beyond flash attention: torch takes another kernel, or none"
