@@ -1,4 +1,4 @@
-"""Scaled dot-product attention that one operator computes, and its backward.
+"""Scaled dot-product attention in one operator, and its backward.
 
 m, n and k are queries, keys and head_dim; ``batch`` is batch x heads. FLOPs are of both products (scores, and
 scores x values) over all scores, masked or not; the backward computes five, the scores once more among them
@@ -7,10 +7,11 @@ scores x values) over all scores, masked or not; the backward computes five, the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError, fresh, traffic, transposed
+from mpinspect.shapes.operators.call import Call, UnknownSizesError, fresh, traffic, transposed
 from mpinspect.shapes.records import Attention, Matmul, Operand
 
 
@@ -57,7 +58,7 @@ _LAYOUTS: dict[str, _Layout] = {
 
 
 def attention(call: Call) -> tuple[Matmul, ...]:
-    """Forward or backward of any attention operator: one record."""
+    """Returns the record of any attention operator, forward or backward."""
     layout = _LAYOUTS[call.op.partition("::")[2]]
     first = 1 if layout.backward else 0
     query, key, value = (call.tensor(first + place) for place in range(3))
@@ -100,12 +101,12 @@ def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: 
     if starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3 and layout.lengths:
         return _packed(call, layout, (query, key, value), starts, causal, bias)
     if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:
-        raise NotToldError
+        raise UnknownSizesError
     if query.shape[-1] != key.shape[-1]:
-        raise NotToldError
+        raise UnknownSizesError
     heads, length = (-2, -3) if layout.heads_last else (-3, -2)
     return Attention(
-        batch=_product(query.shape[:-3]),
+        batch=math.prod(query.shape[:-3]),
         heads=query.shape[heads],
         kv_heads=key.shape[heads],
         queries=query.shape[length],
@@ -126,7 +127,7 @@ def _packed(
     causal: bool,
     bias: Operand | None,
 ) -> Attention:
-    """Sequences laid end to end, (tokens, heads, dim): every one counts as the longest, an upper bound."""
+    """Returns the geometry of sequences laid end to end, (tokens, heads, dim): each counts as the longest, an upper bound."""
     query, key, value = operands
     assert layout.lengths is not None
     return Attention(
@@ -151,10 +152,3 @@ def _bytes(
         return read + traffic(out)
     # grad_out and the output are read (one size), three gradients written.
     return read + 2 * traffic(call.tensor(0)) + traffic(*(fresh(one.shape, one.dtype) for one in operands))
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

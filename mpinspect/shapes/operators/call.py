@@ -1,4 +1,4 @@
-"""One call of an operator: its tensors and scalars by position, whoever wrote them down."""
+"""One call of an operator: its tensors and scalars by position, and how shapes and strides of tensors change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from mpinspect.shapes.records import ITEM_SIZES, Operand, contiguous_strides
 
-#: What may stand at one position of an operator's arguments.
+#: One argument of an operator: a tensor, a list of them, or neither.
 Input = Operand | Sequence[Operand | None] | None
 
 
-class NotToldError(Exception):
-    """The shapes and scalars at hand don't tell the product."""
+class UnknownSizesError(Exception):
+    """The recorded shapes and scalars do not determine a product's sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Call:
     """An operator's call.
 
     Args:
-        op: as "aten::mm".
-        inputs: one entry a positional argument, a sequence for a list of tensors.
-        scalars: likewise, Python's values or the strings that the profiler writes.
+        op: the operator, as "aten::mm".
+        inputs: one entry for each positional argument, a sequence for a list of tensors.
+        scalars: likewise, Python values or the strings that the profiler writes.
         output: the (first) result; None where unknown.
     """
 
@@ -35,57 +35,69 @@ class Call:
     output: Operand | None
 
     def tensor(self, place: int, dims: int | None = None) -> Operand:
-        """The tensor at a position, with ``dims`` dimensions if that is given."""
+        """Returns the tensor at a position.
+
+        Raises:
+            UnknownSizesError: there is none, or it has other than ``dims`` dimensions.
+        """
         found = self.optional(place)
         if found is None or (dims is not None and len(found.shape) != dims):
-            raise NotToldError
+            raise UnknownSizesError
         return found
 
     def optional(self, place: int) -> Operand | None:
-        """The tensor at a position, or None."""
+        """Returns the tensor at a position, or None."""
         found = self.inputs[place] if place < len(self.inputs) else None
         return _plain(found) if isinstance(found, Operand) else None
 
     def tensors(self, place: int) -> list[Operand]:
-        """The list of tensors at a position; empty where unknown."""
+        """Returns the list of tensors at a position; empty where unknown."""
         found = self.inputs[place] if place < len(self.inputs) else None
         if found is None or isinstance(found, Operand):
             return []
         return [_plain(one) for one in found if one is not None]
 
     def value(self, place: int, default: object = None) -> object:
-        """The scalar at a position; the default where it was not passed or not written down."""
+        """Returns the scalar at a position; the default where it was not passed or not recorded."""
         found = self.scalars[place] if place < len(self.scalars) else None
         if isinstance(found, str):
             found = _read(found)
         return default if found is None else found
 
     def integer(self, place: int, default: int | None = None) -> int:
-        """An int at a position."""
+        """Returns the int at a position.
+
+        Raises:
+            UnknownSizesError: it is no int.
+        """
         found = self.value(place, default)
         if not isinstance(found, int):
-            raise NotToldError
+            raise UnknownSizesError
         return int(found)
 
     def flag(self, place: int, default: bool = False) -> bool:
-        """A bool at a position."""
+        """Returns the bool at a position."""
         return bool(self.value(place, default))
 
     def sizes(self, place: int, dims: int, default: int | None = None) -> tuple[int, ...]:
-        """Ints at a position, one a spatial dimension; one int stands for all of them."""
+        """Returns the ints at a position, one for each of ``dims`` dimensions; a single int holds for all.
+
+        Raises:
+            UnknownSizesError: there are no ints, or neither 1 nor ``dims`` of them.
+        """
         found = self.value(place, default)
         if isinstance(found, int):
             found = [found]
         if not isinstance(found, Sequence) or not all(isinstance(size, int) for size in found):
-            raise NotToldError
+            raise UnknownSizesError
         if len(found) == 1:
             return tuple(found) * dims
         if len(found) != dims:
-            raise NotToldError
+            raise UnknownSizesError
         return tuple(found)
 
     def result(self, after: int) -> Operand | None:
-        """The result: as known, or the tensor passed as ``out=``, which the profiler writes behind the arguments."""
+        """Returns the result if known, else the tensor passed as ``out=``, which the profiler writes after the arguments."""
         if self.output is not None:
             return self.output
         behind = [one for one in self.inputs[after:] if isinstance(one, Operand)]
@@ -93,7 +105,7 @@ class Call:
 
 
 def _plain(found: Operand) -> Operand:
-    """Strides that are not those of its shape are not known."""
+    """Drops strides that are not as many as the sizes."""
     if found.strides is None or len(found.strides) == len(found.shape):
         return found
     return Operand(found.shape, None, found.dtype, found.offset)
@@ -110,7 +122,7 @@ def _read(text: str) -> object:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element. Names that the table lacks tell their bits themselves ("uint16", "quint8")."""
+    """Returns the bytes of one element; names that the table lacks contain their bits ("uint16", "quint8")."""
     known = ITEM_SIZES.get(dtype)
     if known is not None:
         return known
@@ -119,7 +131,7 @@ def item_size(dtype: str) -> int:
 
 
 def memory(operand: Operand | None) -> int:
-    """Bytes of the elements that are stored: what was expanded (stride 0) counts once."""
+    """Returns the bytes that a tensor occupies: expanded elements (stride 0) count once."""
     if operand is None:
         return 0
     sizes = operand.shape
@@ -129,17 +141,17 @@ def memory(operand: Operand | None) -> int:
 
 
 def traffic(*operands: Operand | None) -> int:
-    """Least memory traffic: every operand read or written once."""
+    """Returns the least memory traffic in bytes: every operand read or written once."""
     return sum(memory(operand) for operand in operands)
 
 
 def fresh(shape: Sequence[int], dtype: str) -> Operand:
-    """A result that torch allocates itself: row-major, at the start of its storage."""
+    """Returns a result as torch allocates it: row-major, at the start of its storage."""
     return Operand(tuple(shape), contiguous_strides(shape), dtype)
 
 
 def transposed(operand: Operand) -> Operand:
-    """The last two dimensions exchanged; the memory stays."""
+    """Exchanges the last two dimensions; the memory stays."""
     shape, strides = operand.shape, operand.strides
     return Operand(
         (*shape[:-2], shape[-1], shape[-2]),
@@ -150,25 +162,25 @@ def transposed(operand: Operand) -> Operand:
 
 
 def column(operand: Operand) -> Operand:
-    """A vector as a matrix of one column."""
+    """Views a vector as a matrix of one column."""
     return _with(operand, (*operand.shape, 1), None if operand.strides is None else (*operand.strides, 1))
 
 
 def row(operand: Operand) -> Operand:
-    """A vector as a matrix of one row."""
+    """Views a vector as a matrix of one row."""
     strides = None if operand.strides is None else (operand.shape[0] * operand.strides[0], *operand.strides)
     return _with(operand, (1, *operand.shape), strides)
 
 
 def folded(operand: Operand, kept: int = 1) -> Operand:
-    """All dimensions but the last ``kept`` made into one, as torch.reshape would: a view if the strides allow it, else a copy.
+    """Merges all dimensions but the last ``kept`` into one, as torch.reshape would: a view if the strides allow it, else a copy.
 
     Raises:
-        NotToldError: it has fewer dimensions than that.
+        UnknownSizesError: it has fewer dimensions than that.
     """
     cut = len(operand.shape) - kept
     if cut < 0:
-        raise NotToldError
+        raise UnknownSizesError
     lead, rest = operand.shape[:cut], operand.shape[cut:]
     shape = (math.prod(lead), *rest)
     if operand.strides is None or 0 in shape:
@@ -182,7 +194,7 @@ def folded(operand: Operand, kept: int = 1) -> Operand:
 
 
 def expanded(operand: Operand, batch: Sequence[int]) -> Operand:
-    """Broadcast to other leading dimensions, those before the last two."""
+    """Broadcasts to other leading dimensions, those before the last two."""
     missing = len(batch) + 2 - len(operand.shape)
     shape = (*batch, *operand.shape[-2:])
     if operand.strides is None:
@@ -208,13 +220,13 @@ def is_channels_last(operand: Operand) -> bool | None:
 
 
 def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor (batch, channels, *positions) that is stored (batch, *positions, channels)."""
+    """Returns the strides of a tensor (batch, channels, *positions) that is stored (batch, *positions, channels)."""
     stored = contiguous_strides((shape[0], *shape[2:], shape[1]))
     return (stored[0], stored[-1], *stored[1:-1])
 
 
 def _merged(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The stride of dimensions made into one; 0 where they have one element in all; None where no stride fits."""
+    """Returns the stride of merged dimensions; 0 where they hold one element in all; None where no stride fits."""
     merged, wanted = 0, 0
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:

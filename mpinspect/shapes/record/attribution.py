@@ -1,4 +1,11 @@
-"""Which module an operator belongs to: in the forward by the calls that are running, in the backward by the autograd node."""
+"""Which module a product belongs to, which parameter it multiplies, and which gradient it computes.
+
+Module: in the forward the innermost running call, in the backward the one whose forward made the autograd node. Parameter: the
+one whose storage the product reads. Gradient: of out = a @ b that of a is grad @ b.T and that of b is a.T @ grad
+(torch/csrc/autograd/FunctionsManual.cpp), so the sizes tell them apart; where those are equal, the parameter that the backward
+reads is not the one whose gradient it makes. Memory addresses cannot tell: checkpointing frees activations, and others take
+their place. The gradient of a parameter is a wgrad, that of an activation a dgrad.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +25,15 @@ from mpinspect.shapes.records import Matmul
 
 
 def plain_path(path: str) -> str:
-    """A dotted path without the steps that torch.compile's wrappers add."""
+    """Removes the steps that torch.compile's wrappers add to a dotted path."""
     return path if "_orig_mod" not in path else ".".join(step for step in path.split(".") if step != "_orig_mod")
 
 
 class ModuleCalls:
-    """The calls of a model's modules while they are followed.
+    """Follows the calls of a model's modules.
 
-    Autograd numbers its nodes in the order of their making (sequence numbers, one count a thread). The number at which each
-    call began and ended tells, for any node, the innermost module whose forward made it.
+    Autograd numbers its nodes in the order in which they are made (sequence numbers, counted by thread). The numbers at which
+    each call began and ended give, for any node, the innermost module whose forward made it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -42,7 +49,7 @@ class ModuleCalls:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Hooks on every module within the block, around the user's own."""
+        """Puts hooks on every module within the block, around the user's own."""
         handles = []
         for module in self._modules.values():
             # What torch.compile's wrapper holds has hooks too; TorchScript's modules take none.
@@ -58,7 +65,7 @@ class ModuleCalls:
 
     @property
     def current(self) -> int:
-        """The innermost module that is running, by id; the model itself if none is."""
+        """The id of the innermost running module; the model's if none runs."""
         return self._running[-1] if self._running else self._root
 
     @property
@@ -67,16 +74,16 @@ class ModuleCalls:
         return bool(self._running)
 
     def of_node(self, number: int) -> int:
-        """The module whose forward made the autograd node of this sequence number."""
+        """Returns the id of the module whose forward made the autograd node of this sequence number."""
         place = bisect_right(self._numbers, number) - 1
         return self._owners[place] if place >= 0 else self._root
 
     def module(self, key: int) -> torch.nn.Module:
-        """The module by its id."""
+        """Returns the module of an id."""
         return self._modules[key]
 
     def where_failed(self, error: BaseException) -> str | None:
-        """Dotted path of the innermost module that an exception left; None where it left none."""
+        """Returns the dotted path of the innermost module that an exception left; None where it left none."""
         seen: BaseException | None = error
         while seen is not None:
             if self._failed is not None and self._failed[0] is seen:
@@ -105,11 +112,11 @@ class ModuleCalls:
 
 
 class Parameters:
-    """The parameters of a model that runs on stand-ins.
+    """Recognises the parameters of a model that runs on stand-ins: as they are, viewed, cast or copied.
 
     Args:
         model: the model itself; its parameters may be tied, so one has several names.
-        stand_ins: by the id of the parameter that they stand for.
+        stand_ins: the tensors that the model runs on, by the id of the parameter they stand for.
     """
 
     def __init__(self, model: torch.nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> None:
@@ -117,7 +124,7 @@ class Parameters:
         self._owned: dict[tuple[int, int], str] = {}
         self._local: dict[tuple[int, str], str] = {}
         self._storages: dict[int, int] = {}
-        #: Storages are known by their address, which is used again once nothing holds them.
+        #: Keeps the addresses of storages, by which they are known, from being used again.
         self._held: list[StorageWeakRef] = []
         by_id = {id(tensor): tensor for tensor in stand_ins.values()}
         for path, module in model.named_modules(remove_duplicate=True):
@@ -131,7 +138,7 @@ class Parameters:
                 self._hold(parameter, id(parameter))
 
     def name(self, tensor: Any, module: int) -> str:
-        """Dotted name of the parameter whose memory a tensor shows, the module's own if it is tied; "" if none."""
+        """Returns the name of the parameter whose memory a tensor shows, that of this module if it is tied; "" if none."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return ""
         key = self._storages.get(tensor.untyped_storage()._cdata)
@@ -140,11 +147,11 @@ class Parameters:
         return self._owned.get((key, module)) or self._names[key][0]
 
     def local(self, module: int, name: str) -> str:
-        """The dotted name of a module's own parameter; "" if it has none of that name."""
+        """Returns the dotted name of a module's own parameter; "" if it has none of that name."""
         return self._local.get((module, name), "")
 
     def derive(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """The result is a cast or a copy of the source: it stands for the same parameter."""
+        """Notes that a result is a cast or copy of the source, so that it counts as the same parameter."""
         if source.layout is not torch.strided:
             return
         key = self._storages.get(source.untyped_storage()._cdata)
@@ -162,13 +169,13 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A product of the forward.
+    """What the backward needs to know about a product of the forward.
 
     Args:
-        module: its id.
+        module: id of its module.
         sizes: m, n and k.
-        a_parameter, b_parameter: names of the parameters that they are, "" for activations.
-        autocast, math_path: as the record has them.
+        a_parameter, b_parameter: names of the parameters that a and b are; "" for activations.
+        autocast, math_path: as in Matmul.
     """
 
     module: int
@@ -180,14 +187,14 @@ class Forward:
 
 
 class Forwards:
-    """The products of the forward by the autograd node that they made, and by module."""
+    """Finds products of the forward by the autograd node that they made, or by module and sizes."""
 
     def __init__(self) -> None:
         self._by_node: dict[int, Forward] = {}
         self._by_module: dict[int, dict[tuple[Any, ...], Forward]] = {}
 
     def add(self, forward: Forward, node: int | None) -> None:
-        """``node``: the number of its autograd node, None if it has none of its own."""
+        """Adds a product; ``node`` is the number of its autograd node, None if it has none of its own."""
         if node is not None:
             self._by_node.setdefault(node, forward)
         self._by_module.setdefault(forward.module, {})[forward.sizes, forward.a_parameter, forward.b_parameter] = (
@@ -195,11 +202,11 @@ class Forwards:
         )
 
     def of_node(self, number: int) -> Forward | None:
-        """The product that made a node."""
+        """Returns the product that made a node; None if none did."""
         return self._by_node.get(number)
 
     def likeliest(self, module: int, record: Matmul, weight: str) -> Forward | None:
-        """For custom Functions, whose forward's products have no nodes: by the parameter that is read, and by the sizes."""
+        """Finds the product of a custom Function, which has no node, by the parameter that is read and by the sizes."""
         wanted = sorted((record.m, record.n, record.k))
         fitting = [one for one in self._by_module.get(module, {}).values() if sorted(one.sizes) == wanted]
         reading = [one for one in fitting if weight and weight in (one.a_parameter, one.b_parameter)]
@@ -207,12 +214,12 @@ class Forwards:
 
 
 def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> tuple[str, str]:
-    """Role and parameter of a product of the backward.
+    """Returns the role and the parameter of a product of the backward.
 
     Args:
-        forward: the product of the forward; None where none is known.
-        record: of the backward.
-        weight: the parameter that one of its factors is, "" if none.
+        forward: the product of the forward that it belongs to; None where it is not known.
+        record: the product of the backward.
+        weight: the parameter that one of its factors is; "" if none.
     """
     if forward is None:
         return "dgrad", weight
