@@ -9,11 +9,12 @@ from typing import Any
 
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
+from mpinspect.shapes.analysis.alignment import up_to
 from mpinspect.shapes.analysis.causes import Cause, is_latent, once_mended
 from mpinspect.shapes.analysis.padding import Parts
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
 from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
-from mpinspect.shapes.analysis.wording import count, grouped, some_modules
+from mpinspect.shapes.analysis.wording import count, dtype_name, grouped, some_modules
 from mpinspect.shapes.records import ITEM_SIZES, MatmulRecording
 
 #: Modules that evidence lists: all groups of a large model fit.
@@ -78,9 +79,10 @@ class Group:
         """The verb after ``products``: "is" or "are"."""
         return "is" if self.calls == 1 else "are"
 
-    def verb(self, plural: str) -> str:
-        """Any other verb after ``products``: "break", or "breaks" for one."""
-        return f"{plural}s" if self.calls == 1 else plural
+    @property
+    def s(self) -> str:
+        """The ending of any other verb after ``products``: "s" for one product."""
+        return "s" if self.calls == 1 else ""
 
     @property
     def is_worth_it(self) -> bool:
@@ -132,12 +134,56 @@ class Group:
             return "the rule of multiples of 8 has nothing against them"
         return f"the rule of multiples of 8 flags {'them too' if broken == self.calls else f'{broken:,} of them too'}"
 
+    @property
+    def reasons(self) -> list[str]:
+        """The different reasons of the products' verdicts."""
+        return list(dict.fromkeys(row.reason for row in self.rows))
+
+    @property
+    def dtypes(self) -> str:
+        return ", ".join(sorted({row.dtype for row in self.rows}))
+
+    @property
+    def autocast(self) -> str:
+        """ "FP16" under float16's autocast."""
+        return dtype_name(self.recording.autocast_dtype or "")
+
+    @property
+    def tf32_switch(self) -> str:
+        """The calls that allow TF32 for these products."""
+        kinds = {row.kind for row in self.rows}
+        switches = []
+        if kinds & {"gemm", "attention"}:
+            switches.append('torch.set_float32_matmul_precision("high")')
+        if kinds & {"convolution", "recurrent"}:
+            switches.append("torch.backends.cudnn.allow_tf32 = True")
+        return " and ".join(switches)
+
+    @property
+    def gpu_name(self) -> str:
+        return self.gpu.name or "this GPU"
+
     # -- sizes -------------------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
         """The size to blame; 0 where none is."""
         return self.cause.size or 0
+
+    @property
+    def next_multiple_of_8(self) -> int:
+        return up_to(self.size, 8)
+
+    @property
+    def plus_one(self) -> str:
+        """What a number of tokens consists of, where it is that of images: " (196 patches and a class token)"."""
+        return plus_one(self.size)
+
+    @property
+    def of_a_group(self) -> str:
+        """ " of a group", of grouped convolutions."""
+        convolutions = [row.matmul.convolution for row in self.rows]
+        return " of a group" if any(found is not None and found.groups > 1 for found in convolutions) else ""
 
     @property
     def to_pad(self) -> Padding:
@@ -147,8 +193,8 @@ class Group:
 
     @property
     def size_name(self) -> str:
-        """The size's first name in the model, "" if it has none."""
-        return next(iter(self.to_pad.names), "")
+        """The size's first name in the model, or "the size"."""
+        return next(iter(self.to_pad.names), "the size")
 
     @property
     def size_names(self) -> str:
@@ -210,7 +256,7 @@ class Group:
     def each_part(self) -> str:
         """How the parts that a layer's output is split into are padded: each, or the split no longer fits."""
         padding, parts = self.to_pad, self.parts
-        least = -(-padding.size // 8) * 8
+        least = self.next_multiple_of_8
         if parts.heads:
             return f"; {least} would mend the layers and not the heads" if least < padding.advised else ""
         if parts.number > 1:
@@ -233,3 +279,9 @@ class Group:
         if not self.recording.compiled:
             return ""
         return ". Inductor may pad this by itself (16-bit dtypes to multiples of 8, FP32 to 4): look at a profile first"
+
+
+def plus_one(tokens: int) -> str:
+    """Returns what 197, 257, 577, ... tokens are: images cut into a square of patches, and a class token; else ""."""
+    root = math.isqrt(max(tokens - 1, 0))
+    return f" ({tokens - 1} patches and a class token)" if root > 1 and root * root == tokens - 1 else ""

@@ -6,7 +6,6 @@ size are one finding. Order: root causes first, which is that of equal severitie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,38 +13,37 @@ from typing import Any
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.alignment import PREFERRED_ALIGNMENT, up_to
 from mpinspect.shapes.analysis.causes import Cause, Symptom
-from mpinspect.shapes.analysis.group import Group
+from mpinspect.shapes.analysis.group import Group, plus_one
 from mpinspect.shapes.analysis.report import CallTime, ShapeRow
 from mpinspect.shapes.analysis.roofline import fused_time, lowered_time, nhwc_time, size_time
 from mpinspect.shapes.analysis.todays_rule import has_flash_attention
 from mpinspect.shapes.analysis.verdict import binding_sizes
 from mpinspect.shapes.analysis.whole_recording import layout_copies, nothing_recorded, recording_incomplete
-from mpinspect.shapes.analysis.wording import count, dtype_name, some_modules
+from mpinspect.shapes.analysis.wording import count, some_modules
 from mpinspect.shapes.records import MatmulRecording
 
-#: A sentence, or what makes it of a group.
+#: A sentence with names of a group's attributes in braces, or what makes it of a group.
 Sentence = str | Callable[[Group], str]
-#: From a product, its time, the GPU and autocast's dtype to the time as far as a cause is to blame.
+#: Returns the time as far as a cause is to blame, from a product, its time, the GPU and autocast's dtype.
 TimeOf = Callable[[ShapeRow, CallTime, Gpu, str | None], CallTime | None]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A finding about products that share a cause.
+    """A finding about all products that share a cause.
 
     Args:
         id: the finding's.
-        on: words of the symptoms that it may explain.
-        message: what was found.
-        fix: what to do.
-        when: whether it explains such a symptom; always, unless given.
-        severity: "info", "warning", "error", or a function of the group; "" follows from the gain.
-        pads: what its size is, where padding mends it: "vocabulary", "size", "channels", "input channels" or "head".
-        time: what a call takes before and after the mending, where the roofline of the call as it is does not tell.
+        on: words of the symptoms that it explains.
+        message: what was found. Names in braces are attributes of Group.
+        fix: what to do, likewise.
+        when: whether it explains such a symptom; by default always.
+        severity: "info", "warning" or "error"; "" where it follows from the gain.
+        pads: what the size is, where padding mends it: "vocabulary", "size", "channels", "input channels" or "head".
+        time: today's time of a call and its time once mended; by default as the roofline has them.
         evidence: figures beside those that every group has.
-        least_share: of the FLOPs, 0..1, below which it is not said.
+        least_share: the share of the FLOPs, 0..1, below which there is no finding.
     """
 
     id: str
@@ -60,14 +58,25 @@ class Rule:
     least_share: float = 0.0
 
     def finding(self, group: Group) -> Finding:
-        """What it says of its products."""
+        """Returns the finding about these products."""
         severity = _said(self.severity, group) or ("warning" if group.is_worth_it else "info")
         evidence = group.evidence() | self.evidence(group)
         return Finding(self.id, severity, group.layer, _said(self.message, group), evidence, _said(self.fix, group))
 
 
+class _Words(dict[str, Any]):
+    """A group's attributes, for the names in a sentence."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
 def _said(sentence: Sentence, group: Group) -> str:
-    return sentence if isinstance(sentence, str) else sentence(group)
+    return sentence.format_map(_Words(group)) if isinstance(sentence, str) else sentence(group)
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,8 @@ class RecordingRule:
 
     Args:
         id: the finding's.
-        finding: makes it of the recording, its products, the GPU and the time of all products (None where unknown); None where
-            the rule does not hold.
+        finding: returns the finding, or None, from the recording, its products, the GPU and the time of all products in
+            microseconds (None where unknown).
     """
 
     id: str
@@ -87,12 +96,8 @@ class RecordingRule:
 # -- longer sentences ------------------------------------------------------------------------------------------------------
 
 
-def _reasons(group: Group) -> list[str]:
-    return list(dict.fromkeys(row.reason for row in group.rows))
-
-
 def _raises(group: Group) -> str:
-    reasons = _reasons(group)
+    reasons = group.reasons
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     return f"{group.products} in {group.where} can't run on {group.gpu.name}: {reasons[0]}{more}"
 
@@ -112,28 +117,10 @@ def _what_torch_takes(row: ShapeRow, autocast_dtype: str | None) -> str:
     return "see that the operands fit as torch's message asks"
 
 
-def _tf32_switch(group: Group) -> str:
-    kinds = {row.kind for row in group.rows}
-    switches = []
-    if kinds & {"gemm", "attention"}:
-        switches.append('torch.set_float32_matmul_precision("high")')
-    if kinds & {"convolution", "recurrent"}:
-        switches.append("torch.backends.cudnn.allow_tf32 = True")
-    return " and ".join(switches)
-
-
-def _autocast(group: Group) -> str:
-    return dtype_name(group.recording.autocast_dtype or "")
-
-
 def _float64(group: Group) -> str:
     native = all(row.verdict == "native" for row in group.rows)
     where = "on Tensor Cores, at a fraction of FP16's rate" if native else "on CUDA cores"
     return f"{group.products} in {group.where} {group.are} FP64, {where}"
-
-
-def _dtypes(group: Group) -> str:
-    return ", ".join(sorted({row.dtype for row in group.rows}))
 
 
 #: Why scaled_dot_product_attention takes its math path, by the recording's word, and what mends that (torch's
@@ -205,19 +192,15 @@ def _channels_last(group: Group) -> str:
 
 
 def _grow_vocabulary(group: Group) -> str:
+    name = group.to_pad.names[0].rsplit(".", 1)[-1] if group.to_pad.names else "vocab_size"
     tables = group.recording.embeddings
     tied = {row.parameter: tables[row.parameter] for row in group.rows if row.parameter in tables}
     together = "".join(f"; {head} is tied to {table}, both grow" for head, table in tied.items() if head != table)
     return (
-        f"pad {group.size_name.rsplit('.', 1)[-1] or 'vocab_size'} {group.pads_to}: "
+        f"pad {name} {group.pads_to}: "
         f"model.resize_token_embeddings(pad_to_multiple_of={group.multiple}) in Transformers{together}; the extra logits must "
         f"be masked or sliced off before sampling and the loss{group.inductor}"
     )
-
-
-def _a_group(group: Group) -> str:
-    convolutions = [row.matmul.convolution for row in group.rows]
-    return " of a group" if any(found is not None and found.groups > 1 for found in convolutions) else ""
 
 
 def _stem(group: Group) -> str:
@@ -262,21 +245,15 @@ def _sizes_of_talk(group: Group) -> dict[str, list[int]]:
 def _talk_only(group: Group) -> str:
     which = "; ".join(f"{letter} {_some(sizes)}" for letter, sizes in _sizes_of_talk(group).items())
     return (
-        f"{group.products} {group.verb('break')} the rule of multiples of 8 and no rule of today ({which}): their strides are "
+        f"{group.products} break{group.s} the rule of multiples of 8 and no rule of today ({which}): their strides are "
         f"aligned, rows and batches are free, no change expected on {group.gpu.name}. Libraries before cuBLAS 11 "
         "and cuDNN 7.6.3 would not have used Tensor Cores for them"
     )
 
 
 def _some(sizes: list[int]) -> str:
-    shown = ", ".join(f"{size:,}{_plus_one(size)}" for size in sizes[:4])
+    shown = ", ".join(f"{size:,}{plus_one(size)}" for size in sizes[:4])
     return shown + (f" and {count(len(sizes) - 4, 'other')}" if len(sizes) > 4 else "")
-
-
-def _plus_one(tokens: int) -> str:
-    """Images cut into a square of patches, and a class token: 197, 257, 577, 1025."""
-    root = math.isqrt(max(tokens - 1, 0))
-    return f" ({tokens - 1} patches and a class token)" if root > 1 and root * root == tokens - 1 else ""
 
 
 # -- the table -------------------------------------------------------------------------------------------------------------
@@ -292,21 +269,19 @@ RULES: tuple[Rule | RecordingRule, ...] = (
             dict.fromkeys(_what_torch_takes(row, group.recording.autocast_dtype) for row in group.rows)
         ),
         severity="error",
-        evidence=lambda group: {"reasons": _reasons(group)},
+        evidence=lambda group: {"reasons": group.reasons},
     ),
     Rule(
         "gpu-without-tensor-cores",
         on=("gpu-without",),
-        message=lambda group: f"{group.gpu.name} has no Tensor Cores: shapes make no difference there",
+        message="{gpu.name} has no Tensor Cores: shapes make no difference there",
         fix="give another GPU if the model is meant for one: volta, turing, ampere, ada, hopper, blackwell",
         severity="info",
     ),
     Rule(
         "gpu-unknown",
         on=("gpu-unknown",),
-        message=lambda group: (
-            f"what the Tensor Cores of {group.gpu.name or 'this GPU'} need is not known here: no verdict"
-        ),
+        message="what the Tensor Cores of {gpu_name} need is not known here: no verdict",
         fix="give the GPU's architecture: volta, turing, ampere, ada, hopper or blackwell",
         severity="info",
     ),
@@ -315,33 +290,24 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "float32-under-autocast",
         on=("tf32-off", "float32"),
         when=lambda symptom: symptom.recording.autocast_dtype is not None,
-        message=lambda group: (
-            f"{group.products} in {group.where} {group.verb('run')} in FP32 under {_autocast(group)} autocast, on CUDA cores: "
-            "autocast is disabled around them, or their operands are made in FP32 by an operation that autocast leaves alone "
-            f"(torch's own math attention computes in FP32 too); {group.gain_words}"
-        ),
-        fix=lambda group: (
-            f"drop autocast(enabled=False) around {group.where} or cast the operands to {_autocast(group)}; where FP32's range "
-            f"is needed: {_tf32_switch(group)}"
-        ),
+        message="{products} in {where} run{s} in FP32 under {autocast} autocast, on CUDA cores: autocast is disabled around "
+        "them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
+        "computes in FP32 too); {gain_words}",
+        fix="drop autocast(enabled=False) around {where} or cast the operands to {autocast}; where FP32's range is needed: "
+        "{tf32_switch}",
         time=lowered_time,
     ),
     Rule(
         "tf32-off",
         on=("tf32-off",),
-        message=lambda group: (
-            f"{group.products} {group.are} FP32 with TF32 off, on CUDA cores; {group.gain_words}. "
-            "Nothing about their shapes matters before that"
-        ),
-        fix=lambda group: f"{_tf32_switch(group)}; or run the model under torch.autocast in bfloat16 or float16",
+        message="{products} {are} FP32 with TF32 off, on CUDA cores; {gain_words}. Nothing about their shapes matters before "
+        "that",
+        fix="{tf32_switch}; or run the model under torch.autocast in bfloat16 or float16",
     ),
     Rule(
         "float32",
         on=("float32",),
-        message=lambda group: (
-            f"{group.products} {group.are} FP32, which {group.gpu.name}'s Tensor Cores do not multiply (no TF32); "
-            f"{group.gain_words} in FP16"
-        ),
+        message="{products} {are} FP32, which {gpu.name}'s Tensor Cores do not multiply (no TF32); {gain_words} in FP16",
         fix='run the model under torch.autocast("cuda", torch.float16) with a loss scaler',
     ),
     Rule(
@@ -354,13 +320,10 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "dtype-not-multiplied",
         on=("dtype",),
-        message=lambda group: (
-            f"{group.products} {group.are} {_dtypes(group)}, which {group.gpu.name}'s Tensor Cores do not multiply; "
-            f"{group.gain_words}"
-        ),
+        message="{products} {are} {dtypes}, which {gpu.name}'s Tensor Cores do not multiply; {gain_words}",
         fix=lambda group: (
             "use float16 with a loss scaler on this GPU: BF16 needs Ampere or later"
-            if group.gpu.architecture in ("volta", "turing") and _dtypes(group) == "bfloat16"
+            if group.gpu.architecture in ("volta", "turing") and group.dtypes == "bfloat16"
             else "convert to float16"
         ),
     ),
@@ -368,10 +331,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "matrix-vector",
         on=("matrix-vector",),
-        message=lambda group: (
-            f"{group.products} in {group.where} {group.are} matrix-vector (or outer): bound by reading or writing the matrix "
-            f"once; no change expected from padding ({group.talk_words})"
-        ),
+        message="{products} in {where} {are} matrix-vector (or outer): bound by reading or writing the matrix once; no change "
+        "expected from padding ({talk_words})",
         fix="give them more rows, where the algorithm allows: a larger batch, several tokens at once",
         severity="info",
     ),
@@ -386,10 +347,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "not-channels-last",
         on=("nchw",),
-        message=lambda group: (
-            f"{group.products} {group.are} in convolutions of NCHW tensors: cuDNN's Tensor Core kernels work on NHWC and "
-            f"convert there and back (nchwToNhwc in a profile); {group.gain_words}"
-        ),
+        message="{products} {are} in convolutions of NCHW tensors: cuDNN's Tensor Core kernels work on NHWC and convert there "
+        "and back (nchwToNhwc in a profile); {gain_words}",
         fix=_channels_last,
         time=nhwc_time,
     ),
@@ -399,24 +358,18 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "odd-tokens",
         on=("size",),
         when=lambda symptom: symptom.is_of_tokens,
-        message=lambda group: (
-            f"{group.size} tokens{_plus_one(group.size)} make the scores' rows odd in {group.products} of {group.where}, whose "
-            f"attention is not fused: {group.binds}"
-        ),
-        fix=lambda group: (
-            "fuse the attention, where the number of tokens is free; else pad or cut the sequence to "
-            f"{up_to(group.size, 8)}{group.inductor}"
-        ),
+        message="{size} tokens{plus_one} make the scores' rows odd in {products} of {where}, whose attention is not fused: "
+        "{binds}",
+        fix="fuse the attention, where the number of tokens is free; else pad or cut the sequence to "
+        "{next_multiple_of_8}{inductor}",
         time=size_time,
     ),
     Rule(
         "odd-vocabulary",
         on=("size",),
         when=lambda symptom: symptom.is_of_vocabulary,
-        message=lambda group: (
-            f"the vocabulary of {group.size:,} gives rows of {group.row_bytes} bytes, no multiple of 16, to {group.products} "
-            f"in {group.where}: {group.binds}"
-        ),
+        message="the vocabulary of {size:,} gives rows of {row_bytes} bytes, no multiple of 16, to {products} in {where}: "
+        "{binds}",
         fix=_grow_vocabulary,
         pads="vocabulary",
         time=size_time,
@@ -424,24 +377,18 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "odd-size",
         on=("size",),
-        message=lambda group: (
-            f"a size of {group.size:,}{group.size_names} gives rows of {group.row_bytes} bytes, no multiple of 16, to "
-            f"{group.products} in {group.where}{group.what_follows}: {group.binds}"
-        ),
-        fix=lambda group: (
-            f"pad {group.size_name or 'the size'} {group.pads_to}{group.makes}{group.each_part}{group.inductor}"
-        ),
+        message="a size of {size:,}{size_names} gives rows of {row_bytes} bytes, no multiple of 16, to {products} in "
+        "{where}{what_follows}: {binds}",
+        fix="pad {size_name} {pads_to}{makes}{each_part}{inductor}",
         pads="size",
         time=size_time,
     ),
     Rule(
         "odd-channels",
         on=("channels",),
-        message=lambda group: (
-            f"{group.size:,} channels{_a_group(group)}{group.size_names} in {group.products} of {group.where} are no multiple "
-            f"of 16 bytes: cuDNN pads them or takes a slower kernel; {group.talk_words}; {group.gain_words}"
-        ),
-        fix=lambda group: f"pad the channels{_a_group(group)} {group.size} -> {group.to_pad.advised}{group.inductor}",
+        message="{size:,} channels{of_a_group}{size_names} in {products} of {where} are no multiple of 16 bytes: cuDNN pads them "
+        "or takes a slower kernel; {talk_words}; {gain_words}",
+        fix="pad the channels{of_a_group} {size} -> {to_pad.advised}{inductor}",
         pads="channels",
         time=size_time,
     ),
@@ -449,48 +396,39 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "few-input-channels",
         on=("stem",),
         message=_stem,
-        fix=lambda group: (
-            f"if a profile shows it: pad the input to {group.to_pad.to} channels with zeros (the weight likewise), or 8 for the "
-            "rule of multiples of 8"
-        ),
+        fix="if a profile shows it: pad the input to {to_pad.to} channels with zeros (the weight likewise), or 8 for the rule of "
+        "multiples of 8",
         severity="info",
         pads="input channels",
     ),
     Rule(
         "misaligned-view",
         on=("view",),
-        message=lambda group: (
-            f"{group.products} in {group.where} {group.verb('read')} or {group.verb('write')} a view that is not aligned to 16 "
-            f"bytes, whatever the sizes: {_reasons(group)[0]}; {group.gain_words}"
-        ),
+        message="{products} in {where} read{s} or write{s} a view that is not aligned to 16 bytes, whatever the sizes: "
+        "{reasons[0]}; {gain_words}",
         fix="slice at multiples of 8 elements, pad the parts (a head, a chunk) to such a multiple, or .contiguous() where the "
         "view is used more than once",
-        evidence=lambda group: {"reasons": _reasons(group)[:10]},
+        evidence=lambda group: {"reasons": group.reasons[:10]},
     ),
     Rule(
         "attention-head-size",
         on=("head-dim",),
         message=_head_size,
-        fix=lambda group: (
-            f"choose a head size of {group.to_pad.to}, or pad the projections' output per head {group.size} -> "
-            f"{group.to_pad.to}"
-        ),
+        fix="choose a head size of {to_pad.to}, or pad the projections' output per head {size} -> {to_pad.to}",
         pads="head",
     ),
     Rule(
         "attention-mask",
         on=("attention-bias",),
         message=_mask,
-        fix="is_causal=True or no mask where that says the same; else make it with rows of a multiple of 8 and slice "
-        "(mask = padded[..., :keys]), which keeps the stride",
+        fix="is_causal=True or no mask where that says the same; else make it with rows of a multiple of 8 and slice (mask = "
+        "padded[..., :keys]), which keeps the stride",
     ),
     Rule(
         "depthwise",
         on=("depthwise",),
-        message=lambda group: (
-            f"{group.products} in {group.where} {group.are} of depthwise convolutions: nothing to multiply for Tensor Cores, "
-            "memory-bound; no change expected from any size"
-        ),
+        message="{products} in {where} {are} of depthwise convolutions: nothing to multiply for Tensor Cores, memory-bound; no "
+        "change expected from any size",
         fix="channels_last and torch.compile (fusion with what surrounds them) are what helps them",
         severity="info",
     ),
@@ -508,10 +446,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "prefers-128-bytes",
         on=("clean",),
         when=lambda symptom: any("prefer" in remark for remark in symptom.row.remarks),
-        message=lambda group: (
-            f"{group.products} in {group.where} {group.are} aligned to 16 bytes and not to {PREFERRED_ALIGNMENT}, "
-            "which A100 and later prefer: full speed by the rule of 16 bytes; a few percent at most, or no change"
-        ),
+        message="{products} in {where} {are} aligned to 16 bytes and not to 128, which A100 and later prefer: full speed by the "
+        "rule of 16 bytes; a few percent at most, or no change",
         fix="where a size is free to choose, take multiples of 64 (FP16, BF16), 32 (TF32), 128 (FP8, INT8)",
         severity="info",
         least_share=0.01,
@@ -525,7 +461,7 @@ BY_ID = {rule.id: rule for rule in RULES if isinstance(rule, Rule)}
 
 
 def cause_of(symptom: Symptom) -> Cause | None:
-    """What explains a symptom; None where no rule does."""
+    """Returns the cause that explains a symptom; None where no rule does."""
     for rule in BY_ID.values():
         if symptom.word in rule.on and rule.when(symptom):
             return Cause(rule.id, symptom.size, rule.pads)
