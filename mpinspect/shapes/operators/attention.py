@@ -97,45 +97,24 @@ def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: 
         causal = call.value(9, 0) != 0  # custom_mask_type: 0 none, 1 and 2 causal from either corner
     elif call.op.endswith("_efficient_attention_backward"):
         causal = call.value(14, 0) != 0
-    starts = call.optional(layout.lengths[0]) if layout.lengths else None
-    if starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3 and layout.lengths:
-        return _packed(call, layout, (query, key, value), starts, causal, bias)
-    if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:
-        raise UnknownSizesError
-    if query.shape[-1] != key.shape[-1]:
-        raise UnknownSizesError
     heads, length = (-2, -3) if layout.heads_last else (-3, -2)
+    starts = call.optional(layout.lengths[0]) if layout.lengths else None
+    if layout.lengths and starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3:
+        # Sequences laid end to end, (tokens, heads, dim): each counts as the longest, an upper bound.
+        batch = max(starts.shape[0] - 1, 1) if starts.shape else 1
+        queries, keys = call.integer(layout.lengths[1]), call.integer(layout.lengths[2])
+    else:
+        if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:
+            raise UnknownSizesError
+        if query.shape[-1] != key.shape[-1]:
+            raise UnknownSizesError
+        batch, queries, keys = math.prod(query.shape[:-3]), query.shape[length], key.shape[length]
     return Attention(
-        batch=math.prod(query.shape[:-3]),
+        batch=batch,
         heads=query.shape[heads],
         kv_heads=key.shape[heads],
-        queries=query.shape[length],
-        keys=key.shape[length],
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
-        backend=layout.backend,
-        is_causal=causal,
-        bias=bias,
-    )
-
-
-def _packed(
-    call: Call,
-    layout: _Layout,
-    operands: tuple[Operand, Operand, Operand],
-    starts: Operand,
-    causal: bool,
-    bias: Operand | None,
-) -> Attention:
-    """Returns the geometry of sequences laid end to end, (tokens, heads, dim): each counts as the longest, an upper bound."""
-    query, key, value = operands
-    assert layout.lengths is not None
-    return Attention(
-        batch=max(starts.shape[0] - 1, 1) if starts.shape else 1,
-        heads=query.shape[-2],
-        kv_heads=key.shape[-2],
-        queries=call.integer(layout.lengths[1]),
-        keys=call.integer(layout.lengths[2]),
+        queries=queries,
+        keys=keys,
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
         backend=layout.backend,
