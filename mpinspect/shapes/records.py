@@ -1,11 +1,12 @@
 """The waist of the shape lint: frozen records of the matrix products that a model computes, or that a trace shows.
 
-``capture`` fills them from a model, ``matmul_ops`` from the shapes of one operator, and ``analysis`` judges them. They hold
+``record`` fills them from a model, ``operators`` from the shapes of one call, and ``analysis`` judges them. They hold
 shapes and strides, never tensors, and no verdict.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: What a product is for. "backward" where one kernel computes all gradients (attention, recurrent networks).
@@ -55,6 +56,16 @@ class Operand:
     offset: int | None = 0
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape, in elements; an empty dimension counts as 1, as torch has it."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tuple(strides)
+
+
 @dataclass(frozen=True, slots=True)
 class Convolution:
     """A convolution's geometry: of the forward, also for its dgrad and wgrad. One entry a spatial dimension.
@@ -81,8 +92,14 @@ class Convolution:
 
     @property
     def is_depthwise(self) -> bool:
-        """Each input channel is a group of its own: no matrix product is left for a Tensor Core to compute."""
+        """Whether each input channel is a group of its own: no matrix product is left for a Tensor Core to compute."""
         return self.groups > 1 and self.groups == self.in_channels
+
+    @property
+    def group_channels(self) -> dict[str, int]:
+        """Input and output channels of one group, as "C_in" and "C_out"."""
+        groups = max(self.groups, 1)
+        return {"C_in": self.in_channels // groups, "C_out": self.out_channels // groups}
 
 
 @dataclass(frozen=True, slots=True)

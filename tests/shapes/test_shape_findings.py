@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from string import Formatter
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,9 @@ from shape_records import attention, convolution, eager_attention, gemm, linear,
 
 from mpinspect.runtime.gpus import Gpu, named, of_device
 from mpinspect.shapes.analysis import FINDING_IDS, analyse_shapes
-from mpinspect.shapes.analysis.group import is_worth_it
-from mpinspect.shapes.analysis.roofline import Gain
-from mpinspect.shapes.analysis.wording import gain_words
+from mpinspect.shapes.analysis.group import Group
+from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
+from mpinspect.shapes.analysis.rules import BY_ID
 from mpinspect.shapes.records import LayoutCopy, Operand
 
 HOPPER = named("hopper")
@@ -29,6 +31,19 @@ def found(record, gpu=HOPPER):
 
 def severities(record, gpu=HOPPER):
     return {id: finding.severity for id, finding in found(record, gpu).items()}
+
+
+def test_every_name_in_a_rules_sentence_is_a_groups_attribute():
+    known = {*vars(Group), *Group.__dataclass_fields__}
+    for rule in BY_ID.values():
+        for sentence in (rule.message, rule.fix, rule.severity):
+            if isinstance(sentence, str):
+                names = {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(sentence) if name}
+                assert names <= known, rule.id
+
+
+def test_rules_have_ids_of_their_own():
+    assert len(set(FINDING_IDS)) == len(FINDING_IDS) == 25
 
 
 def test_a_clean_layer_has_no_finding():

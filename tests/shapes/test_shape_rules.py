@@ -11,8 +11,7 @@ from shape_records import attention, convolution, gemm, linear, recording, row_m
 
 from mpinspect.runtime.gpus import ARCHITECTURES, Gpu, named, of_device
 from mpinspect.shapes.analysis import analyse_shapes, judge
-from mpinspect.shapes.analysis.alignment import layout_of
-from mpinspect.shapes.analysis.raising import up_to
+from mpinspect.shapes.analysis.alignment import layout_of, up_to
 from mpinspect.shapes.records import Operand
 
 HOPPER = named("hopper")

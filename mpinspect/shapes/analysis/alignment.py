@@ -1,9 +1,9 @@
-"""How an operand lies in memory: its row stride in bytes, and the largest power of two that divides all it is addressed by.
+"""How an operand lies in memory: its row stride in bytes, and the largest power of two that divides its addresses.
 
-A Tensor Core kernel loads 16 bytes at a time. It can only do so where the base pointer, the row stride (the leading dimension of
-BLAS) and the batch stride are all multiples of 16 bytes; else it takes a variant with smaller loads, whose name says how many
-*elements* are left (``_align4``, ``_align2``, ``_align1``). Source: NVIDIA's Matrix Multiplication Background guide; CUTLASS'
-alignment constraints; the kernels' names in traces.
+A Tensor Core kernel loads 16 bytes at a time, which needs a base pointer, a row stride (the leading dimension of BLAS) and a
+batch stride in multiples of 16 bytes. Else a variant with smaller loads runs, whose name says how many *elements* each load
+takes (``_align4``, ``_align2``, ``_align1``). Sources: NVIDIA's Matrix Multiplication Background guide; CUTLASS' alignment
+constraints; the kernels' names in traces.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand
+from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand, contiguous_strides
 
 #: Bytes that one load of a full-speed kernel takes.
 FULL_ALIGNMENT = 16
-#: Bytes that A100 and later like best (NVIDIA's guide: 64 FP16, 32 TF32, 128 INT8, 16 FP64).
+#: Bytes whose multiples are fastest on A100 and later (NVIDIA's guide: 64 FP16, 32 TF32, 128 INT8, 16 FP64).
 PREFERRED_ALIGNMENT = 128
 PREFERRING_ARCHITECTURES = ("ampere", "ada", "hopper", "blackwell")
 
@@ -26,13 +26,13 @@ class Layout:
 
     Args:
         name: "A", "B" or "output".
-        row_stride: elements between its rows (or columns, where it is stored transposed); None for a vector, which has none.
+        row_stride: elements between its rows (or columns, where it is stored transposed); None for a vector.
         row_size: elements that a row holds: less than ``row_stride`` in a view.
         stride_bytes: ``row_stride`` in bytes.
-        alignment_bytes: power of two up to 128.
+        alignment_bytes: the power of two, up to 128, that divides all its addresses.
         offset_bytes: of the base pointer; None where unknown, then taken as aligned.
-        is_copied: neither of the last two strides is 1, so torch copies the operand first; the figures are the copy's.
-        is_assumed: the strides are not known; the figures are those of a contiguous tensor.
+        is_copied: whether torch copies the operand first, since neither of the last two strides is 1; the figures are the copy's.
+        is_assumed: whether the strides are unknown; the figures are those of a contiguous tensor.
         item_size: bytes of an element.
         batch_strides: elements between the matrices of a batch, for dimensions larger than 1.
     """
@@ -59,7 +59,7 @@ class Layout:
 
 
 def layouts(matmul: Matmul) -> tuple[Layout, ...]:
-    """The layouts of A, B and output; what is not known of them is taken as contiguous."""
+    """Returns the layouts of A, B and output; an unknown operand is taken as contiguous."""
     shapes = {"A": (matmul.m, matmul.k), "B": (matmul.k, matmul.n), "output": (matmul.m, matmul.n)}
     operands = {"A": matmul.a, "B": matmul.b, "output": matmul.out}
     found = []
@@ -73,7 +73,7 @@ def layouts(matmul: Matmul) -> tuple[Layout, ...]:
 
 
 def layout_of(name: str, operand: Operand) -> Layout | None:
-    """How one operand lies; None where that is no question (a vector's, an empty tensor's, an unknown dtype's)."""
+    """Returns how one operand lies; None for a vector, an empty tensor or an unknown dtype."""
     item = ITEM_SIZES.get(operand.dtype)
     if item is None or len(operand.shape) < 2 or 0 in operand.shape:
         return None
@@ -100,16 +100,6 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
     )
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
-
-
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether BLAS can read the last two dimensions as they are (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
     (rows, columns), (down, right) = shape[-2:], strides[-2:]
@@ -124,3 +114,8 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int | None,
     if rows == 1 or columns == 1:
         return None, max(rows, columns)
     return (down, columns) if right == 1 else (right, rows)
+
+
+def up_to(size: int, multiple: int) -> int:
+    """Rounds ``size`` up to a multiple."""
+    return -(-size // multiple) * multiple

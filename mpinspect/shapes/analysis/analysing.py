@@ -1,4 +1,4 @@
-"""From a recording to its report."""
+"""``analyse_shapes``: judges every product of a recording, groups them by cause and ranks the findings."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mpinspect.reporting.finding import SEVERITIES, Finding
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.attention import taken_on
-from mpinspect.shapes.analysis.copies import layout_copies
-from mpinspect.shapes.analysis.findings import finding_of, groups_of, in_order
-from mpinspect.shapes.analysis.findings_recording import recording_findings
+from mpinspect.shapes.analysis.causes import Cause, Symptom, symptoms_of, unfused_attention
+from mpinspect.shapes.analysis.group import Group
 from mpinspect.shapes.analysis.judging import judge
-from mpinspect.shapes.analysis.report import FINDING_IDS, Padding, ShapeReport, ShapeRow
-from mpinspect.shapes.analysis.roofline import call_time
+from mpinspect.shapes.analysis.padding import consequences_of, following_padding, padding_of, parts_in
+from mpinspect.shapes.analysis.report import CallTime, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.roofline import call_time, gain, is_worth_it
+from mpinspect.shapes.analysis.rules import BY_ID, FINDING_IDS, RULES, RecordingRule, cause_of
+from mpinspect.shapes.analysis.todays_rule import taken_on
 from mpinspect.shapes.analysis.verdict import VERDICTS
 from mpinspect.shapes.records import Matmul, MatmulRecording
 
 
 def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", notes: Sequence[str] = ()) -> ShapeReport:
-    """What the shapes of a recording mean on a GPU. Every recording has a report, an empty one too.
+    """Reports what the shapes of a recording mean on a GPU; an empty recording has a report too.
 
     Args:
         model: its name for the headline.
-        notes: sentences to stand before the recording's own.
+        notes: sentences that precede the recording's own.
     """
     rows = _rows(recording, gpu)
     total_us = _total_us(rows)
-    groups = groups_of(rows, gpu, recording, total_us)
-    findings = [finding_of(group) for group, _ in groups.values()]
-    findings += layout_copies(recording, gpu, total_us)
-    findings += recording_findings(recording, rows)
+    groups = _groups_of(rows, gpu, recording, total_us)
+    findings = [BY_ID[cause.id].finding(group) for cause, (group, _) in groups.items()]
+    for rule in RULES:
+        if isinstance(rule, RecordingRule) and (finding := rule.finding(recording, rows, gpu, total_us)):
+            findings.append(finding)
     paddings = [padding for group, _ in groups.values() for padding in group.paddings]
     flops = sum(row.flops * row.calls for row in rows)
     return ShapeReport(
@@ -41,8 +44,8 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
         device=recording.device,
         backward=recording.backward,
         matmuls=_with_findings(rows, [(group.cause.id, indices) for group, indices in groups.values()]),
-        findings=in_order(findings),
-        padding=_sorted(paddings),
+        findings=tuple(sorted(findings, key=_rank)),
+        padding=tuple(sorted(paddings, key=lambda padding: -padding.share)),
         flops=flops,
         flops_by_verdict=_flops_by_verdict(rows),
         calls=sum(row.calls for row in rows),
@@ -56,7 +59,7 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
 
 
 def tf32_of(matmul: Matmul, recording: MatmulRecording) -> bool | None:
-    """Whether the recording says that TF32 is allowed for a product; recurrent networks follow cuDNN's switch."""
+    """Whether torch allowed TF32 for a product; None where the recording does not tell. Recurrent ones follow cuDNN's switch."""
     return recording.tf32.get("matmul" if matmul.kind in ("gemm", "attention") else "convolution")
 
 
@@ -72,7 +75,7 @@ def _rows(recording: MatmulRecording, gpu: Gpu) -> list[ShapeRow]:
 
 
 def _total_us(rows: Sequence[ShapeRow]) -> float | None:
-    """Least time of all products; None where a substantial part of the FLOPs has no estimate."""
+    """Returns the least time of all products; None where more than a tenth of the FLOPs has no estimate."""
     computed = [row for row in rows if row.judged.cause not in ("raises", "empty")]
     known = [row for row in computed if row.time is not None]
     if not known or sum(row.share for row in known) < 0.9 * sum(row.share for row in computed):
@@ -81,16 +84,12 @@ def _total_us(rows: Sequence[ShapeRow]) -> float | None:
 
 
 def _with_findings(rows: Sequence[ShapeRow], groups: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[ShapeRow, ...]:
-    """The rows, each with the id of the first finding about it: root causes first."""
+    """Returns the rows, each with the id of the first finding about it; root causes come first."""
     by_row: dict[int, str] = {}
     for finding, indices in sorted(groups, key=lambda group: FINDING_IDS.index(group[0])):
         for index in indices:
             by_row.setdefault(index, finding)
     return tuple(replace(row, finding=by_row.get(index, "")) for index, row in enumerate(rows))
-
-
-def _sorted(paddings: Sequence[Padding]) -> tuple[Padding, ...]:
-    return tuple(sorted(paddings, key=lambda padding: -padding.share))
 
 
 def _main_dtype(rows: Sequence[ShapeRow]) -> str:
@@ -112,3 +111,60 @@ def _calls_by_talk(rows: Sequence[ShapeRow]) -> dict[bool | None, int]:
     for row in rows:
         found[row.multiples_of_8] += row.calls
     return found
+
+
+def _groups_of(
+    rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, total_us: float | None
+) -> dict[Cause, tuple[Group, tuple[int, ...]]]:
+    """Returns each cause's products, as a group and as indices into ``rows``."""
+    members = _members(rows, recording)
+    follow = consequences_of(members, rows)
+    alone = {cause: tuple(rows[index] for index in members[cause]) for cause in follow}
+    for cause, base in follow.items():
+        members[base] = sorted({*members[base], *members.pop(cause)})
+    found = {}
+    for cause, indices in members.items():
+        concerned = tuple(rows[index] for index in indices)
+        following = {one: alone[one] for one, base in follow.items() if base == cause}
+        parts = parts_in(cause, tuple(following), concerned, recording)
+        times = ((_mended(cause, row, gpu, recording.autocast_dtype), row.calls) for row in concerned)
+        worth = gain(times, total_us)
+        share = sum(row.share for row in concerned)
+        padding = padding_of(cause, concerned, gpu, recording, is_worth_it(worth, share), parts.number)
+        also = following_padding(following, padding, gpu, recording)
+        found[cause] = (Group(cause, concerned, worth, padding, gpu, recording, also, parts), tuple(indices))
+    return found
+
+
+def _members(rows: Sequence[ShapeRow], recording: MatmulRecording) -> dict[Cause, list[int]]:
+    """Returns the causes that make a finding, with the indices of their products."""
+    unfused = unfused_attention(recording)
+    members: dict[Cause, list[int]] = {}
+    for index, row in enumerate(rows):
+        for cause in _causes_of(row, recording, index in unfused):
+            members.setdefault(cause, []).append(index)
+    return {
+        cause: indices
+        for cause, indices in members.items()
+        if sum(rows[index].share for index in indices) >= BY_ID[cause.id].least_share
+    }
+
+
+def _causes_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> list[Cause]:
+    causes = [cause_of(symptom) for symptom in symptoms_of(row, recording, is_unfused)]
+    if row.verdict == "native":
+        causes.append(cause_of(Symptom("native" if any(causes) else "clean", row, recording)))
+    return list(dict.fromkeys(cause for cause in causes if cause is not None))
+
+
+def _mended(cause: Cause, row: ShapeRow, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
+    """Returns the call's times as far as this cause is to blame for them."""
+    if row.time is None or gpu.bandwidth_gb_s is None:
+        return row.time
+    return BY_ID[cause.id].time(row, row.time, gpu, autocast_dtype)
+
+
+def _rank(finding: Finding) -> tuple[float, ...]:
+    """Sorts by severity, then by share of the FLOPs (1 for errors about the whole recording), then root causes first."""
+    share = finding.evidence.get("flops_fraction", 1.0 if finding.severity == "error" else 0.0)
+    return (-SEVERITIES.index(finding.severity), -round(share, 6), FINDING_IDS.index(finding.id))

@@ -1,88 +1,107 @@
-"""Which cause a product's trouble has: what turns hundreds of flagged calls into a handful of findings.
+"""What keeps a product from full speed, as symptoms; ``rules`` turns each into a cause.
 
-A cause is a finding's id and, where a size of the model is to blame, that size. A product can have several.
+A cause is a finding's id and, where a size of the model is to blame, that size: it is what turns hundreds of flagged calls into a
+handful of findings. A product can have several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, Layout, layouts
-from mpinspect.shapes.analysis.convolution import group_channels, is_nchw, is_stem
-from mpinspect.shapes.analysis.latent import is_latent, once_mended
 from mpinspect.shapes.analysis.report import ShapeRow
-from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording
+from mpinspect.shapes.analysis.todays_rule import is_nchw, is_stem
+from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording, Operand
 
-_BY_WORD = {
-    "raises": "product-raises",
-    "gpu-without": "gpu-without-tensor-cores",
-    "gpu-unknown": "gpu-unknown",
-    "tf32-off": "tf32-off",
-    "float32": "float32",
-    "float64": "float64",
-    "dtype": "dtype-not-multiplied",
-    "matrix-vector": "matrix-vector",
-    "depthwise": "depthwise",
-    "stem": "few-input-channels",
-    "head-dim": "attention-head-size",
-    "attention-bias": "attention-mask",
-}
-#: Causes beside which no other counts.
-_BEFORE_ALL = ("raises", "gpu-without", "gpu-unknown")
+#: Causes of an "off" verdict that say nothing against the shapes: these may bind once the dtype is mended.
+DTYPE_CAUSES = ("tf32-off", "float32")
+#: Causes that hold of torch's unfused attention too: a fused kernel would mend all others.
+_EVEN_UNFUSED = ("raises", "gpu-without", "gpu-unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """``id``: one of FINDING_IDS; ``size``: the size to blame, None where none is."""
+    """Why products fall short.
+
+    Args:
+        id: of the rule, and of its finding.
+        size: the size to blame; None where none is.
+        what: what is padded, "size", "head" and so on; "" where padding mends nothing.
+    """
 
     id: str
     size: int | None = None
+    what: str = ""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What tells causes apart beside the product itself.
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """One thing about a product that a rule may explain.
 
     Args:
-        recording: what was recorded.
-        unfused: indices of the products that make up attention computed without a fused kernel.
+        word: the verdict's cause ("tf32-off", "channels", "head-dim", ...), or "math-path" or "unfused" (attention without a
+            fused kernel), "nchw" (a converted image), "view" or "size" (a misaligned operand), "native" or "clean" (on Tensor
+            Cores, with and without another cause).
+        row: the product.
+        recording: that it is part of.
+        size: the size behind it, None where there is none.
+        is_unfused: whether the product is part of attention in separate products.
     """
 
+    word: str
+    row: ShapeRow
     recording: MatmulRecording
-    unfused: frozenset[int]
+    size: int | None = None
+    is_unfused: bool = False
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the size is a number of tokens: of an unfused attention's sizes only the smallest is a head's."""
+        return self.is_unfused and (self.size or 0) > min(self.row.m, self.row.n, self.row.k)
+
+    @property
+    def is_of_vocabulary(self) -> bool:
+        """Whether the size is a vocabulary's: by its name, or as the outputs of a weight that is tied to an embedding's, whose
+        other size is the embedding's width."""
+        row, recording = self.row, self.recording
+        names = " ".join(recording.sizes.get(self.size or 0, ())).lower()
+        if "vocab" in names or "num_embeddings" in names:
+            return True
+        if row.parameter not in recording.embeddings:
+            return False
+        outputs = {
+            matmul.n for matmul in recording.matmuls if matmul.parameter == row.parameter and matmul.role == "forward"
+        }
+        return self.size in (outputs or {row.matmul.k if row.role == "dgrad" else max(row.m, row.n)})
 
 
-def causes_of(index: int, row: ShapeRow, around: Surroundings) -> tuple[Cause, ...]:
-    """Every cause that a product has, the gravest first; () for a healthy one."""
-    found = dict.fromkeys(_causes(index, row, around))
-    return tuple(found)
+def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
+    """Yields every symptom of a product, the gravest first; some have no rule.
 
-
-def _causes(index: int, row: ShapeRow, around: Surroundings) -> Iterator[Cause]:
+    Args:
+        is_unfused: whether it is part of attention in separate products.
+    """
     word = row.judged.cause
-    if row.matmul.math_path and word not in _BEFORE_ALL:
-        # Its own dtypes and sizes are no matter once a fused kernel takes its place.
-        yield Cause("float64" if row.dtype == "float64" else "unfused-attention")
+    if row.matmul.math_path and word not in _EVEN_UNFUSED:
+        yield Symptom("float64" if row.dtype == "float64" else "math-path", row, recording)
         return
     if row.dtype == "float64":
-        yield Cause("float64")
-    elif is_latent(row) and around.recording.autocast_dtype is not None:
-        yield Cause("float32-under-autocast")
+        yield Symptom("float64", row, recording)
     elif word == "channels":
-        yield from _channel_causes(row.matmul)
-    elif word in _BY_WORD:
-        yield Cause(_BY_WORD[word], _size_of(row))
-    if index in around.unfused:
-        yield Cause("unfused-attention")
+        yield from _odd_channels(row, row.matmul, recording)
+    else:
+        yield Symptom(word, row, recording, _size_of(row))
+    if is_unfused:
+        yield Symptom("unfused", row, recording)
     if _is_converted(row):
-        yield Cause("not-channels-last")
+        yield Symptom("nchw", row, recording)
     if word == "alignment" or (is_latent(row) and row.matmul.attention is None):
-        yield from _size_causes(index, row, around)
+        yield from _misaligned(row, recording, is_unfused)
 
 
 def _size_of(row: ShapeRow) -> int | None:
-    """The size behind a cause that has one at most."""
+    """Returns the size behind the verdict: a head's or an image's channels; None for other causes."""
     attention, convolution = row.matmul.attention, row.matmul.convolution
     if row.judged.cause == "head-dim" and attention is not None:
         return attention.head_dim
@@ -90,7 +109,7 @@ def _size_of(row: ShapeRow) -> int | None:
 
 
 def _is_converted(row: ShapeRow) -> bool:
-    """A convolution on Tensor Cores whose image is NCHW; that of a stem is the network's input and small."""
+    """Whether cuDNN converts a convolution's NCHW image. A stem's is left out: it is the network's input, and small."""
     convolution = row.matmul.convolution
     # Tensors of one spatial dimension have no channels-last format in torch.
     if convolution is None or is_stem(convolution) or len(convolution.kernel_size) < 2 or not is_nchw(row.matmul):
@@ -98,39 +117,30 @@ def _is_converted(row: ShapeRow) -> bool:
     return row.verdict in ("native", "degraded")
 
 
-def _channel_causes(matmul: Matmul) -> Iterator[Cause]:
-    """A cause for each odd number of channels."""
+def _odd_channels(row: ShapeRow, matmul: Matmul, recording: MatmulRecording) -> Iterator[Symptom]:
+    """Yields a symptom for each number of channels that is no multiple of 16 bytes."""
     item = ITEM_SIZES.get(matmul.dtype, 0)
     if matmul.convolution is not None:
-        for size in group_channels(matmul.convolution).values():
+        for size in matmul.convolution.group_channels.values():
             if size * item % FULL_ALIGNMENT:
-                yield Cause("odd-channels", size)
+                yield Symptom("channels", row, recording, size)
 
 
-def _size_causes(index: int, row: ShapeRow, around: Surroundings) -> Iterator[Cause]:
-    """What makes an operand misaligned: the number of tokens, a named size, or that it is a view of something else."""
-    matmul = once_mended(row, around.recording.autocast_dtype)
+def _misaligned(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
+    """Yields what misaligns each operand: a size of the model, or that it is a view of something else."""
+    matmul = once_mended(row, recording.autocast_dtype)
     if matmul.convolution is not None:
         if not is_stem(matmul.convolution):
-            yield from _channel_causes(matmul)
+            yield from _odd_channels(row, matmul, recording)
         return
     for layout in row.judged.layouts or layouts(matmul):
-        if layout.is_aligned:
-            continue
-        size = _binding_size(layout, around.recording)
-        if size is None:
-            yield Cause("misaligned-view")
-        elif index in around.unfused and size > min(matmul.m, matmul.n, matmul.k):
-            # The smallest of the three is a head's size, the others are tokens.
-            yield Cause("odd-tokens", size)
-        elif is_vocabulary(size, row, around.recording):
-            yield Cause("odd-vocabulary", size)
-        else:
-            yield Cause("odd-size", size)
+        if not layout.is_aligned:
+            size = _binding_size(layout, recording)
+            yield Symptom("view" if size is None else "size", row, recording, size, is_unfused)
 
 
 def _binding_size(layout: Layout, recording: MatmulRecording) -> int | None:
-    """The size of the model that makes an operand odd; None where it is a view, whatever the sizes."""
+    """Returns the size of the model that misaligns an operand; None for a view that no size explains."""
     for stride in (layout.row_stride, *layout.batch_strides):
         # Heads side by side are a head's size apart, rows of a fused projection the whole projection's.
         if stride is not None and _is_odd(stride, layout) and (stride == layout.row_size or stride in recording.sizes):
@@ -144,22 +154,32 @@ def _is_odd(elements: int, layout: Layout) -> bool:
     return elements * layout.item_size % FULL_ALIGNMENT != 0
 
 
-def is_vocabulary(size: int, row: ShapeRow, recording: MatmulRecording) -> bool:
-    """Whether a size is a vocabulary's: by its name, or as the rows of a weight that is tied to an embedding's, which are the
-    outputs of its product; the weight's other size is the embedding's width."""
-    names = " ".join(recording.sizes.get(size, ())).lower()
-    if "vocab" in names or "num_embeddings" in names:
-        return True
-    if row.parameter not in recording.embeddings:
-        return False
-    outputs = {
-        matmul.n for matmul in recording.matmuls if matmul.parameter == row.parameter and matmul.role == "forward"
-    }
-    return size in (outputs or {row.matmul.k if row.role == "dgrad" else max(row.m, row.n)})
+def is_latent(row: ShapeRow) -> bool:
+    """Whether a product is off Tensor Cores for its dtype alone, so that its sizes matter only once that is mended."""
+    return row.judged.cause in DTYPE_CAUSES
+
+
+def once_mended(row: ShapeRow, autocast_dtype: str | None) -> Matmul:
+    """Returns the product as Tensor Cores would compute it: in TF32 where a switch is all it lacks, else in 16 bits."""
+    matmul = row.matmul
+    if not is_latent(row) or (row.judged.cause == "tf32-off" and autocast_dtype is None):
+        return matmul
+    return replace(
+        matmul,
+        dtype=autocast_dtype or "float16",
+        bytes=matmul.bytes // 2,
+        a=_halved(matmul.a),
+        b=_halved(matmul.b),
+        out=_halved(matmul.out),
+    )
+
+
+def _halved(operand: Operand | None) -> Operand | None:
+    return None if operand is None else replace(operand, dtype="float16")
 
 
 def unfused_attention(recording: MatmulRecording) -> frozenset[int]:
-    """Indices of batched products that look like attention without a fused kernel: q k^T, then (its result) v, in one module."""
+    """Finds attention in separate products: q k^T, then its result times v, batched, in one module. Returns their indices."""
     by_module: dict[str, list[int]] = {}
     for index, matmul in enumerate(recording.matmuls):
         if matmul.kind == "gemm" and matmul.batch > 1 and matmul.convolution is None:

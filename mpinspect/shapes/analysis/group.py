@@ -1,55 +1,39 @@
-"""All products that one cause concerns, and their figures together: what a finding is made of."""
+"""All products that one cause concerns, and their figures and sizes in words: what a finding's sentences are made of."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.causes import Cause
+from mpinspect.shapes.analysis.alignment import up_to
+from mpinspect.shapes.analysis.causes import Cause, is_latent, once_mended
+from mpinspect.shapes.analysis.padding import Parts
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
-from mpinspect.shapes.analysis.roofline import Gain
-from mpinspect.shapes.analysis.wording import (
-    NEGLIGIBLE,
-    count,
-    gain_words,
-    grouped,
-    promises_nothing,
-    some_modules,
-)
-from mpinspect.shapes.records import MatmulRecording
+from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
+from mpinspect.shapes.analysis.wording import count, dtype_name, grouped, some_modules
+from mpinspect.shapes.records import ITEM_SIZES, MatmulRecording
 
 #: Modules that evidence lists: all groups of a large model fit.
 MAX_MODULES = 50
 
 
-def is_worth_it(gain: Gain | None, share: float) -> bool:
-    """Whether mending may bring something; where that is not known, whether it is about more than a trifle."""
-    return share >= NEGLIGIBLE if gain is None else not promises_nothing(gain)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a size is made of: ``number`` equal parts (``heads``, or parts that the layer's output is split into).
-
-    Args:
-        is_shown: the recording shows it; else a name tells.
-        may_be: nothing tells, and it may yet be split.
-    """
-
-    number: int = 1
-    heads: bool = False
-    is_shown: bool = False
-    may_be: bool = False
-
-
 @dataclass(frozen=True)
 class Group:
-    """``rows`` have ``cause``; ``gain`` is what mending it brings, ``padding`` how its size would be padded, ``also`` how those
-    that follow from it come out."""
+    """All products that one cause concerns.
+
+    Args:
+        cause: why they fall short.
+        rows: the products.
+        gain: what mending brings; None where the GPU's rates are not known.
+        padding: how the cause's size would be padded; None of causes without one.
+        gpu, recording: what was asked about.
+        also: how the sizes that follow from the padded one come out.
+        parts: what the size is made of.
+    """
 
     cause: Cause
     rows: tuple[ShapeRow, ...]
@@ -57,8 +41,8 @@ class Group:
     padding: Padding | None
     gpu: Gpu
     recording: MatmulRecording
-    also: tuple[Padding, ...] = ()
-    parts: Parts = Parts()
+    also: tuple[Padding, ...]
+    parts: Parts
 
     @property
     def paddings(self) -> tuple[Padding, ...]:
@@ -67,6 +51,7 @@ class Group:
 
     @property
     def share(self) -> float:
+        """Share of all FLOPs, 0..1."""
         return sum(row.share for row in self.rows)
 
     @property
@@ -75,12 +60,13 @@ class Group:
 
     @property
     def layer(self) -> str:
-        """The module, if it is one; the parameter's size has a name of its own in the evidence."""
+        """The module, where there is only one; else ""."""
         modules = {row.module for row in self.rows}
         return modules.pop() if len(modules) == 1 else ""
 
     @property
     def where(self) -> str:
+        """ "h.{0..11}.fc, lm_head and 2 more"."""
         return some_modules(row.module for row in self.rows)
 
     @property
@@ -90,28 +76,20 @@ class Group:
 
     @property
     def are(self) -> str:
-        """The verb after ``products``."""
+        """The verb after ``products``: "is" or "are"."""
         return "is" if self.calls == 1 else "are"
 
     @property
-    def have(self) -> str:
-        return "has" if self.calls == 1 else "have"
-
-    def verb(self, plural: str) -> str:
-        """Any other verb after ``products``: "break", or "breaks" of one."""
-        return f"{plural}s" if self.calls == 1 else plural
+    def s(self) -> str:
+        """The ending of any other verb after ``products``: "s" for one product."""
+        return "s" if self.calls == 1 else ""
 
     @property
     def is_worth_it(self) -> bool:
         return is_worth_it(self.gain, self.share)
 
-    def finding(self, message: str, fix: str, severity: str | None = None, **evidence: Any) -> Finding:
-        """A finding with the figures that every finding has; its severity follows from the gain unless given."""
-        if severity is None:
-            severity = "warning" if self.is_worth_it else "info"
-        return Finding(self.cause.id, severity, self.layer, message, self.evidence() | evidence, fix)
-
     def evidence(self) -> dict[str, Any]:
+        """The figures that every finding has."""
         talk = Counter[bool | None]()
         verdicts: Counter[str] = Counter()
         for row in self.rows:
@@ -150,8 +128,160 @@ class Group:
 
     @property
     def talk_words(self) -> str:
-        """What the talk's rule says of these products."""
+        """Whether the talk's rule flags these products."""
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
             return "the rule of multiples of 8 has nothing against them"
         return f"the rule of multiples of 8 flags {'them too' if broken == self.calls else f'{broken:,} of them too'}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """The different reasons of the products' verdicts."""
+        return list(dict.fromkeys(row.reason for row in self.rows))
+
+    @property
+    def dtypes(self) -> str:
+        return ", ".join(sorted({row.dtype for row in self.rows}))
+
+    @property
+    def autocast(self) -> str:
+        """ "FP16" under float16's autocast."""
+        return dtype_name(self.recording.autocast_dtype or "")
+
+    @property
+    def tf32_switch(self) -> str:
+        """The calls that allow TF32 for these products."""
+        kinds = {row.kind for row in self.rows}
+        switches = []
+        if kinds & {"gemm", "attention"}:
+            switches.append('torch.set_float32_matmul_precision("high")')
+        if kinds & {"convolution", "recurrent"}:
+            switches.append("torch.backends.cudnn.allow_tf32 = True")
+        return " and ".join(switches)
+
+    @property
+    def gpu_name(self) -> str:
+        return self.gpu.name or "this GPU"
+
+    # -- sizes -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """The size to blame; 0 where none is."""
+        return self.cause.size or 0
+
+    @property
+    def next_multiple_of_8(self) -> int:
+        return up_to(self.size, 8)
+
+    @property
+    def plus_one(self) -> str:
+        """What a number of tokens consists of, where it is that of images: " (196 patches and a class token)"."""
+        return plus_one(self.size)
+
+    @property
+    def of_a_group(self) -> str:
+        """ " of a group", of grouped convolutions."""
+        convolutions = [row.matmul.convolution for row in self.rows]
+        return " of a group" if any(found is not None and found.groups > 1 for found in convolutions) else ""
+
+    @property
+    def to_pad(self) -> Padding:
+        """``padding``, of a cause that has one."""
+        assert self.padding is not None
+        return self.padding
+
+    @property
+    def size_name(self) -> str:
+        """The size's first name in the model, or "the size"."""
+        return next(iter(self.to_pad.names), "the size")
+
+    @property
+    def size_names(self) -> str:
+        """ " (config.n_embd, h.0.in_features)", or "" where the size has no name."""
+        names = self.to_pad.names
+        return f" ({', '.join(names[:3])})" if names else ""
+
+    @property
+    def pads_to(self) -> str:
+        """ "1023 -> 1024", and why not another size."""
+        padding = self.to_pad
+        least, preferred, advised = padding.to, padding.to_preferred, padding.advised
+        why = ""
+        if least != preferred and advised == preferred:
+            why = f" (a multiple of {self.multiple}, which A100 and later prefer; {least} is the least that helps)"
+        elif least != preferred:
+            why = f" ({preferred} would be the multiple of 64 that A100 and later prefer)"
+        return f"{padding.size} -> {advised}{why}"
+
+    @property
+    def multiple(self) -> int:
+        """What the advised size is a multiple of: the largest power of two that 128 bytes of FP16 ask for."""
+        padding = self.to_pad
+        return math.gcd(64 if padding.advised == padding.to_preferred else 8, padding.advised)
+
+    @property
+    def row_bytes(self) -> str:
+        """Bytes that a row of the odd size takes."""
+        for row in self.rows:
+            for layout in row.judged.layouts:
+                if layout.row_stride == self.cause.size and layout.stride_bytes is not None:
+                    return f"{layout.stride_bytes:,}"
+        dtype = once_mended(self.rows[0], self.recording.autocast_dtype).dtype
+        return f"{self.size * ITEM_SIZES.get(dtype, 2):,}"
+
+    @property
+    def what_follows(self) -> str:
+        """ "; 300 (c_attn.weight) is 3 x 100 and 12 heads of 25 make it up": sizes that are no cause of their own."""
+        words = []
+        for padding in self.also:
+            name = f" ({padding.names[0]})" if padding.names else ""
+            if padding.what == "head":
+                words.append(f"{self.parts.number} heads of {padding.size} make it up")
+            else:
+                words.append(f"{padding.size:,}{name} is {padding.size // (self.size or 1)} x {self.size}")
+        return f"; {' and '.join(words)}" if words else ""
+
+    @property
+    def makes(self) -> str:
+        """What padding makes of the sizes that follow."""
+        words = [
+            f"{'the head' if padding.what == 'head' else padding.names[0] if padding.names else 'the size'} {padding.size} -> "
+            f"{padding.advised}"
+            for padding in self.also
+        ]
+        return f", which makes {' and '.join(words)}" if words else ""
+
+    @property
+    def each_part(self) -> str:
+        """How the parts that a layer's output is split into are padded: each, or the split no longer fits."""
+        padding, parts = self.to_pad, self.parts
+        least = self.next_multiple_of_8
+        if parts.heads:
+            return f"; {least} would mend the layers and not the heads" if least < padding.advised else ""
+        if parts.number > 1:
+            size, to = padding.size // parts.number, padding.advised // parts.number
+            doubt = "" if parts.is_shown else f"; if its output is not split, {least} will do"
+            return f", each of its {parts.number} parts {size} -> {to}{doubt}"
+        return "; if the layer's output is split into equal parts, pad each part" if parts.may_be else ""
+
+    @property
+    def binds(self) -> str:
+        """What both rules think of misaligned rows, and what mending them brings."""
+        latent = sum(row.calls for row in self.rows if is_latent(row))
+        them = "all" if latent == self.calls else f"{latent:,}"
+        when = f", {them} of them once they are on Tensor Cores" if latent else ""
+        return f"loads narrower than 16 bytes{when}; {self.talk_words}; {self.gain_words}"
+
+    @property
+    def inductor(self) -> str:
+        """What torch.compile may do about a size by itself."""
+        if not self.recording.compiled:
+            return ""
+        return ". Inductor may pad this by itself (16-bit dtypes to multiples of 8, FP32 to 4): look at a profile first"
+
+
+def plus_one(tokens: int) -> str:
+    """Returns what 197, 257, 577, ... tokens are: images cut into a square of patches, and a class token; else ""."""
+    root = math.isqrt(max(tokens - 1, 0))
+    return f" ({tokens - 1} patches and a class token)" if root > 1 and root * root == tokens - 1 else ""

@@ -1,29 +1,38 @@
-"""One product, one GPU, two verdicts."""
+"""``judge``: one product, one GPU, two verdicts; and what decides before any stride does: refusals, the GPU, the dtype.
+
+Sources of the refusals: torch's aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp and GroupedBlas.cpp, and their checks in
+torch/_meta_registrations.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.alignment import PREFERRED_ALIGNMENT, PREFERRING_ARCHITECTURES
-from mpinspect.shapes.analysis.attention import attention_reading
-from mpinspect.shapes.analysis.convolution import convolution_reading
-from mpinspect.shapes.analysis.gemm import gemm_reading, nothing_to_multiply
-from mpinspect.shapes.analysis.precision import precision_reading
-from mpinspect.shapes.analysis.raising import raising_reading
-from mpinspect.shapes.analysis.talk import multiples_of_8
-from mpinspect.shapes.analysis.verdict import Reading, ShapeVerdict
-from mpinspect.shapes.records import Matmul
+from mpinspect.shapes.analysis.alignment import (
+    FULL_ALIGNMENT,
+    PREFERRED_ALIGNMENT,
+    PREFERRING_ARCHITECTURES,
+    layouts,
+    up_to,
+)
+from mpinspect.shapes.analysis.todays_rule import attention_reading, convolution_reading, gemm_reading
+from mpinspect.shapes.analysis.verdict import Reading, ShapeVerdict, multiples_of_8
+from mpinspect.shapes.records import Matmul, Operand, contiguous_strides
 
 _BY_KIND = {"convolution": convolution_reading, "attention": attention_reading}
+#: torch's defaults: torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32.
+_TF32_BY_DEFAULT = {"gemm": False, "attention": False, "convolution": True, "recurrent": True}
 
 
 def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict:
-    """Whether a product's shapes and dtype suit the Tensor Cores of a GPU, and what the talk's rule says.
+    """Judges whether a product's shapes and dtype suit a GPU's Tensor Cores, and whether it keeps the talk's rule.
 
     Args:
         tf32: whether torch allows TF32 for FP32 products of this kind; None: torch's defaults are assumed (no for matrix
             products, yes for convolutions and recurrent networks), which the verdict says.
 
-    Strides that are not known are taken as those of contiguous tensors, which the verdict says too. Raises for no product.
+    Unknown strides are taken as those of contiguous tensors, which the verdict says too. No product raises an exception.
     """
     reading = _reading(matmul, gpu, tf32)
     remarks = list(reading.remarks)
@@ -44,16 +53,42 @@ def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict
 
 
 def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
-    """The first rule that decides."""
+    """Returns what the first rule that applies says."""
     return (
-        # What torch refused while it ran has no verdict of a GPU's.
-        (raising_reading(matmul, gpu) if matmul.raises else None)
+        # No GPU computes what torch refused in the run.
+        (_raising_reading(matmul, gpu) if matmul.raises else None)
         or _of_the_gpu(gpu)
-        or raising_reading(matmul, gpu)
-        or nothing_to_multiply(matmul)
-        or precision_reading(matmul, gpu, tf32)
+        or _raising_reading(matmul, gpu)
+        or _nothing_to_multiply(matmul)
+        or _precision_reading(matmul, gpu, tf32)
         or _BY_KIND.get(matmul.kind, gemm_reading)(matmul, gpu)
     )
+
+
+def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
+    """Returns "off" for products that no Tensor Core speeds up, whatever their sizes: empty, matrix-vector, depthwise."""
+    if 0 in (matmul.m, matmul.n, matmul.k, matmul.batch):
+        return Reading("off", "an empty product: nothing is computed", "empty")
+    if matmul.convolution is not None:
+        if matmul.convolution.is_depthwise:
+            return Reading(
+                "off",
+                "a depthwise convolution has no matrix product in it: memory-bound, no change expected",
+                "depthwise",
+            )
+        return None
+    if matmul.attention is None and matmul.k == 1:
+        return Reading(
+            "off", "an outer product (K 1): bound by writing its result, no change expected", "matrix-vector"
+        )
+    if matmul.attention is None and 1 in (matmul.m, matmul.n):
+        return Reading(
+            "off",
+            f"matrix-vector (M {matmul.m:,}, N {matmul.n:,}): memory-bound, a gemv or a Tensor Core kernel takes "
+            "equally long; no change expected",
+            "matrix-vector",
+        )
+    return None
 
 
 def _of_the_gpu(gpu: Gpu) -> Reading | None:
@@ -70,3 +105,84 @@ def _of_the_gpu(gpu: Gpu) -> Reading | None:
 def _wants_more(reading: Reading, gpu: Gpu) -> bool:
     alignment = reading.alignment_bytes
     return gpu.architecture in PREFERRING_ARCHITECTURES and alignment is not None and alignment < PREFERRED_ALIGNMENT
+
+
+def _raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
+    """Returns "off" for a product that torch refuses on this GPU for its sizes, layouts or dtypes; else None."""
+    faults = list(_faults(matmul, gpu))
+    if faults:
+        return Reading("off", f"torch raises: {matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}", "raises")
+    return Reading("off", f"torch raises: {matmul.raises}", "raises") if matmul.raises else None
+
+
+def _faults(matmul: Matmul, gpu: Gpu) -> Iterator[str]:
+    name = matmul.op.removeprefix("aten::").split(".")[0]
+    if name == "_int_mm":
+        yield from _int_mm(matmul)
+    elif name in ("_scaled_mm", "_scaled_mm_v2"):
+        yield from _scaled_mm(matmul, gpu)
+    elif "grouped_mm" in name:
+        yield from _grouped_mm(matmul)
+
+
+def _int_mm(matmul: Matmul) -> Iterator[str]:
+    if matmul.m <= 16:
+        yield f"more than 16 rows ({matmul.m})"
+    for letter, size in (("K", matmul.k), ("N", matmul.n)):
+        if size % 8:
+            yield f"{letter} a multiple of 8 ({size:,} -> {up_to(size, 8):,})"
+
+
+def _scaled_mm(matmul: Matmul, gpu: Gpu) -> Iterator[str]:
+    for letter, size in (("K", matmul.k), ("N", matmul.n)):
+        if size % 16:
+            yield f"{letter} a multiple of 16 ({size:,} -> {up_to(size, 16):,})"
+    if matmul.a is not None and not _has_unit_stride(matmul.a, -1):
+        yield "A row-major"
+    if matmul.b is not None and not _has_unit_stride(matmul.b, -2):
+        yield "B column-major (pass weight.t() of a contiguous weight)"
+    if gpu.multiplies(matmul.dtype) is False:
+        yield f"a GPU that multiplies {matmul.dtype}, which {gpu.name} does not"
+
+
+def _grouped_mm(matmul: Matmul) -> Iterator[str]:
+    for layout in layouts(matmul):
+        if layout.name != "output" and layout.stride_bytes is not None and layout.stride_bytes % FULL_ALIGNMENT:
+            yield f"{layout.name}'s row stride a multiple of 16 bytes ({layout.stride_bytes:,})"
+
+
+def _has_unit_stride(operand: Operand, dimension: int) -> bool:
+    if len(operand.shape) < 2:
+        return True
+    strides = operand.strides or contiguous_strides(operand.shape)
+    return strides[dimension] == 1 or operand.shape[dimension] == 1
+
+
+def _precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading | None:
+    """Returns "off" or "unknown" for a dtype that Tensor Cores do not multiply; None where they do."""
+    if matmul.dtype.startswith("complex"):
+        return Reading("unknown", "complex products: which kernel computes them is not known here", "complex")
+    multiplies = gpu.multiplies(matmul.dtype)
+    name = gpu.name or "this GPU"
+    if multiplies is None:
+        return Reading("unknown", f"what {name}'s Tensor Cores multiply is not known here", "gpu-unknown")
+    if matmul.dtype == "float32":
+        return _float32(matmul, multiplies, name, tf32)
+    if multiplies:
+        return None
+    if matmul.dtype == "float64":
+        return Reading("off", f"{name} multiplies FP64 on CUDA cores", "float64")
+    return Reading("off", f"{name}'s Tensor Cores do not multiply {matmul.dtype}", "dtype")
+
+
+def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> Reading | None:
+    if not multiplies:
+        return Reading("off", f"FP32, and {name} has no TF32", "float32")
+    if matmul.attention is not None and matmul.attention.backend != "math":
+        # torch's memory-efficient kernels compute FP32 attention as 3xTF32 from Ampere on, whatever the TF32 switch says.
+        return None
+    allowed = _TF32_BY_DEFAULT.get(matmul.kind, False) if tf32 is None else tf32
+    if allowed:
+        return None
+    default = " (torch's default)" if tf32 is None else ""
+    return Reading("off", f"FP32, and TF32 is not allowed{default}: CUDA cores", "tf32-off")

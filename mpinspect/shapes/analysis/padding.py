@@ -1,59 +1,78 @@
-"""Sizes to pad: from what, to what, and what that size is called in the model."""
+"""Sizes to pad: from what, to what, what each is called in the model, and which must be padded together.
+
+A fused projection has 3 times the hidden size as its outputs (or 2, or 4 in a recurrent layer's gates and a transformer's
+feed-forward), a head is a fraction of it. Padding each by itself would give sizes that don't fit each other.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT, PREFERRING_ARCHITECTURES
-from mpinspect.shapes.analysis.causes import Cause
-from mpinspect.shapes.analysis.latent import once_mended
-from mpinspect.shapes.analysis.raising import up_to
+from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT, PREFERRING_ARCHITECTURES, up_to
+from mpinspect.shapes.analysis.causes import Cause, once_mended
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
-from mpinspect.shapes.records import ITEM_SIZES, MatmulRecording
+from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording
 
-#: Names of what is counted and not multiplied: equal to a size by chance.
+#: Names of counts, which equal a size by chance.
 _COUNTS = re.compile(r"(^|[._])(groups|heads|layers|blocks|experts|depth|kernel_size|patch_size|stride)$")
-_WHAT = {
-    "odd-vocabulary": "vocabulary",
-    "odd-size": "size",
-    "odd-channels": "channels",
-    "few-input-channels": "input channels",
-    "attention-head-size": "head",
-}
+#: The largest multiple of a hidden size that is taken for one, and the least hidden size: coordinates and classes are fewer.
+_MOST_TIMES, _LEAST_BASE = 8, 16
+#: Layers whose outputs are equal parts, by their names in torch and Transformers.
+_THREE = re.compile(r"(^|[._])(c_attn|in_proj|w?qkv|to_qkv|query_key_value)([._]|$)")
+_TWO = re.compile(r"(^|[._])(kv|kv_proj|to_kv|gate_up|gate_up_proj|w12)([._]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The equal parts of a size.
+
+    Args:
+        number: how many; 1 for a size that is not split.
+        heads: whether they are heads; else the layer's output is split into them.
+        is_shown: whether the recording shows the split; else it is guessed from names and sizes.
+        may_be: whether the size may be split, though nothing shows it.
+    """
+
+    number: int = 1
+    heads: bool = False
+    is_shown: bool = False
+    may_be: bool = False
 
 
 def padding_of(
     cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, worth_it: bool, parts: int = 1
 ) -> Padding | None:
-    """How a cause's size would be padded, each of its equal ``parts`` alike; None where no size of the model is to blame."""
-    if cause.id not in _WHAT or cause.size is None:
+    """Returns how a cause's size is to be padded, each of its equal ``parts`` alike; None where padding mends nothing."""
+    if not cause.what or cause.size is None:
         return None
     dtype = once_mended(rows[0], recording.autocast_dtype).dtype
-    to, to_preferred = padded(cause.size, dtype, gpu, parts)
-    if cause.id == "few-input-channels":
+    to, to_preferred = _padded(cause.size, dtype, gpu, parts)
+    is_stem = cause.what == "input channels"
+    if is_stem:
         # cuDNN's first-layer kernels take 4 channels (8 bytes in FP16): NVIDIA's guide.
         to = to_preferred = up_to(cause.size, 4)
-    elif cause.id == "attention-head-size":
+    elif cause.what == "head":
         to_preferred = to
     return Padding(
         finding=cause.id,
-        what=_WHAT[cause.id],
-        names=names_of(cause.size, rows, recording),
+        what=cause.what,
+        names=_names_of(cause.size, rows, recording),
         size=cause.size,
         to=to,
         to_preferred=to_preferred,
         modules=tuple(dict.fromkeys(row.module for row in rows)),
         share=sum(row.share for row in rows),
-        is_worth_it=worth_it and cause.id != "few-input-channels",
+        is_worth_it=worth_it and not is_stem,
     )
 
 
-def padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
-    """The least size with full alignment, which is a multiple of 8 too, and the least that gives what the GPU prefers; of both
-    each of the equal ``parts`` is fully aligned."""
+def _padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
+    """Returns the least size with full alignment, a multiple of 8 too, and the least with the alignment that the GPU prefers; in
+    both, each of the equal ``parts`` is fully aligned."""
     item = ITEM_SIZES.get(dtype, 2)
     least = max(8, FULL_ALIGNMENT // item)
     # 128 bytes of 16-bit values for FP32 too: the size is the same when the model moves to 16 bits.
@@ -62,8 +81,102 @@ def padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
     return up_to(size, parts * least), up_to(size, math.lcm(parts * least, wanted))
 
 
-def names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:
-    """What a size is called: names of the config first; else the parameters that are multiplied."""
+def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:
+    """Returns the names of a size, the config's first; where it has none, those of the parameters that are multiplied."""
     sizes = [name for name in recording.sizes.get(size, ()) if not _COUNTS.search(name)]
     named = sorted(sizes, key=lambda name: not name.startswith("config."))
     return tuple(named) or tuple(dict.fromkeys(row.parameter for row in rows if row.parameter))
+
+
+def following_padding(
+    following: Mapping[Cause, tuple[ShapeRow, ...]], base: Padding | None, gpu: Gpu, recording: MatmulRecording
+) -> tuple[Padding, ...]:
+    """Returns what padding a size makes of those that follow from it."""
+    found = []
+    for cause, rows in following.items():
+        own = None if base is None else padding_of(cause, rows, gpu, recording, base.is_worth_it)
+        if own is None or base is None:
+            continue
+        to, preferred = (own.size * size // base.size for size in (base.to, base.to_preferred))
+        found.append(replace(own, to=to, to_preferred=preferred))
+    return tuple(found)
+
+
+def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[Cause, Cause]:
+    """Finds odd sizes that follow from another odd size. Returns the cause to blame, by the one that follows from it."""
+    causes = list(causes)
+    odd = {cause.size: cause for cause in causes if cause.what == "size" and cause.size}
+    forward = _forward(rows)
+    found: dict[Cause, Cause] = {}
+    for cause in causes:
+        if cause.what == "head" and cause.size:
+            whole = next((size for size in sorted(odd) if _heads_in(size, cause.size, rows)), None)
+            if whole is not None:
+                found[cause] = odd[whole]
+    # What heads make up is padded by heads, whatever it is a multiple of.
+    of_heads = {base.size for base in found.values()}
+    for size in sorted(odd.keys() - of_heads):
+        for base in sorted((base for base in odd if _LEAST_BASE <= base < size), reverse=True):
+            if size % base == 0 and size // base <= _MOST_TIMES and _follows(size, base, forward):
+                found[odd[size]] = found.get(odd[base], odd[base])
+                break
+    return found
+
+
+def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow], recording: MatmulRecording) -> Parts:
+    """Returns the parts of an odd size that must be padded alike: heads, or what the layer's output is split into."""
+    if cause.what != "size" or cause.size is None:
+        return Parts()
+    for one in following:
+        heads = _heads_in(cause.size, one.size or 0, rows) if one.what == "head" else 0
+        if heads:
+            return Parts(heads, heads=True)
+    if following:
+        return Parts()
+    number, shown = _parts_of(cause.size, rows, recording)
+    return Parts(number, is_shown=shown, may_be=number == 1 and _may_be_split(cause.size, recording))
+
+
+def _heads_in(size: int, head: int, rows: Sequence[ShapeRow]) -> int:
+    """Returns how many heads make up a size: those of query, or of query, key and value; 0 if they do not."""
+    heads = {
+        row.matmul.attention.heads
+        for row in rows
+        if row.matmul.attention is not None and row.matmul.attention.head_dim == head
+    }
+    return next((count * times for count in sorted(heads) for times in (1, 3) if count * times * head == size), 0)
+
+
+def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[int, bool]:
+    """Returns how many equal parts a layer's outputs are split into (1: none, or unknown), and whether the recording shows it."""
+    for row in rows:
+        for layout in row.judged.layouts:
+            if layout.row_stride == size and 1 < layout.row_size < size and size % layout.row_size == 0:
+                return size // layout.row_size, True
+    if not _may_be_split(size, recording):
+        return 1, False
+    names = [name for row in rows if row.matmul.n == size for name in (row.parameter, row.module)]
+    for pattern, parts in ((_THREE, 3), (_TWO, 2)):
+        if size % parts == 0 and any(pattern.search(name) for name in names):
+            return parts, False
+    return (3, False) if size % 3 == 0 and size // 3 in recording.sizes else (1, False)
+
+
+def _may_be_split(size: int, recording: MatmulRecording) -> bool:
+    """Whether a size may have several equal parts: a layer's outputs that no other layer takes whole."""
+    forward = [matmul for matmul in recording.matmuls if matmul.role == "forward" and matmul.attention is None]
+    made = any(matmul.n == size for matmul in forward)
+    divisible = size >= _LEAST_BASE and (size % 2 == 0 or size % 3 == 0)
+    return made and divisible and not any(matmul.k == size for matmul in forward)
+
+
+def _forward(rows: Sequence[ShapeRow]) -> list[Matmul]:
+    return [row.matmul for row in rows if row.role == "forward" and row.matmul.attention is None]
+
+
+def _follows(size: int, base: int, forward: Sequence[Matmul]) -> bool:
+    """Whether a layer maps ``base`` to ``size``, or makes ``size`` for layers that take ``base``; a classifier does neither."""
+    made = [matmul for matmul in forward if matmul.n == size]
+    if any(matmul.k == base for matmul in made):
+        return True
+    return bool(made) and any(one.k == base for one in forward) and not any(one.k == size for one in forward)

@@ -1,4 +1,4 @@
-"""The lint's result as plain data: what every report of shapes renders."""
+"""The result of the shape lint as plain data."""
 
 from __future__ import annotations
 
@@ -8,50 +8,36 @@ from typing import ClassVar
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.roofline import CallTime
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import Matmul
 
-#: Every finding's id; a new finding is listed here. Order: root causes first, which is the order of equal severities.
-FINDING_IDS = (
-    "recording-incomplete",
-    "nothing-recorded",
-    "product-raises",
-    "gpu-without-tensor-cores",
-    "gpu-unknown",
-    "float32-under-autocast",
-    "tf32-off",
-    "float32",
-    "float64",
-    "dtype-not-multiplied",
-    "matrix-vector",
-    "unfused-attention",
-    "not-channels-last",
-    "layout-copies",
-    "odd-tokens",
-    "odd-vocabulary",
-    "odd-size",
-    "odd-channels",
-    "few-input-channels",
-    "misaligned-view",
-    "attention-head-size",
-    "attention-mask",
-    "depthwise",
-    "multiples-of-8-only",
-    "prefers-128-bytes",
-)
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """Estimates for ONE call, in microseconds.
+
+    Args:
+        best_us: the roofline of the call on Tensor Cores, once it is mended.
+        low_us, high_us: the bounds of today's time.
+        bound: "math" or "memory": what limits the call at ``best_us``.
+    """
+
+    best_us: float
+    low_us: float
+    high_us: float
+    bound: str
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeRow:
-    """One product of one module, and what is said of it.
+    """One product of one module, with its verdict.
 
     Args:
         matmul: the record; its fields are attributes of the row too.
         judged: both verdicts.
-        share: of the FLOPs of everything recorded, all calls together; 0..1.
-        time: estimates for one call; None where there are none.
-        finding: id of the finding that covers it, the first if there are several; "" if none does.
+        share: share of all recorded FLOPs, all its calls together; 0..1.
+        time: estimates for one call; None where the GPU's rates are not known.
+        finding: id of the first finding about it; "" if there is none.
     """
 
     matmul: Matmul
@@ -120,12 +106,12 @@ class ShapeRow:
 
     @property
     def multiples_of_8(self) -> bool | None:
-        """The talk's rule."""
+        """Whether it keeps the talk's rule; None where the rule does not apply."""
         return self.judged.multiples_of_8
 
     @property
     def verdict(self) -> str:
-        """Today's rule: "native", "degraded", "off" or "unknown"."""
+        """By today's rule: "native", "degraded", "off" or "unknown"."""
         return self.judged.verdict
 
     @property
@@ -147,19 +133,19 @@ class ShapeRow:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """A size of the model worth padding, or at least thought of.
+    """A size of the model that could be padded.
 
     Args:
-        finding: id of the finding it belongs to.
+        finding: id of its finding.
         what: "vocabulary", "size", "channels", "head" or "input channels".
         names: names of the size in the model ("config.vocab_size"), or of the parameters that have it; may be empty.
         size: today's.
         to: the least size that restores full alignment (and the talk's multiples of 8).
         to_preferred: the least that gives 128 bytes (a multiple of 64, 128 for 8-bit dtypes); ``to`` on GPUs that do not
             prefer that.
-        modules: that compute with it.
-        share: of the model's FLOPs, 0..1.
-        is_worth_it: whether anything is to be expected from it.
+        modules: the modules that compute with it.
+        share: share of the model's FLOPs, 0..1.
+        is_worth_it: whether padding is expected to bring anything.
     """
 
     finding: str
@@ -192,16 +178,16 @@ class ShapeReport(RendersItself):
         device: where the model ran: "meta", "cpu", "cuda".
         backward: whether a backward was recorded.
         matmuls: a row for each product of each module, in the order of their first call.
-        findings: one a cause, the gravest first and then by share.
-        padding: the sizes worth padding, by share.
-        flops: of everything recorded.
+        findings: one for each cause, the gravest first and then by share.
+        padding: the sizes to pad, by share.
+        flops: floating-point operations of everything recorded.
         flops_by_verdict: "native", "degraded", "off", "unknown" -> FLOPs.
         calls: number of products.
-        calls_by_talk: of them those that satisfy the talk's rule (True), break it (False), to which it does not apply (None).
+        calls_by_talk: how many products keep the talk's rule (True), break it (False), or lie outside it (None).
         estimated_us: least time of all products on the GPU, as they are; None where its rates are not known.
-        layout_copy_bytes, dtype_copy_bytes: moved by copies that only change layout or dtype.
-        notes: sentences: what could not be recorded, and what was assumed.
-        complete: whether the model ran to its end, so that the figures are of all of it.
+        layout_copy_bytes, dtype_copy_bytes: bytes moved by copies that only change layout or dtype.
+        notes: sentences on what could not be recorded and what was assumed.
+        complete: whether the model ran to its end, so that the figures cover all of it.
     """
 
     kind: ClassVar[str] = "shapes"

@@ -1,58 +1,31 @@
-"""How long a product takes at least, and at most what a fix can bring: everything here is estimated, nothing measured.
+"""Estimates of how long a product takes at least, and of what a fix can bring at most.
 
 The roofline: a call takes at least max(FLOPs / peak rate, bytes / peak bandwidth). A fix can at best bring the time of today's
-slowest plausible kernel down to that. The figure for what misalignment costs is measured: on one H100, ``_align1`` kernels ran at
-51 TFLOP/s beside siblings of the same model at 520; an ``_align2`` kernel of another model stayed within the same factor.
+slowest plausible kernel down to that. Only the cost of misalignment is measured: on one H100, ``_align1`` kernels ran at 51
+TFLOP/s beside siblings of the same model at 520; an ``_align2`` kernel of another model stayed within the same factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu, rate_key
+from mpinspect.shapes.analysis.causes import is_latent, once_mended
+from mpinspect.shapes.analysis.report import CallTime, ShapeRow
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import ITEM_SIZES, Matmul
 
 #: How many times slower a misaligned kernel computes than an aligned one: 520 / 51 TFLOP/s, as above.
 MISALIGNED_SLOWDOWN = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallTime:
-    """Estimates for ONE call, in microseconds.
-
-    Args:
-        best_us: the roofline of the call on Tensor Cores, as a fix would leave it.
-        low_us, high_us: between which it lies today.
-        bound: "math" or "memory": what the roofline is at ``best_us``.
-    """
-
-    best_us: float
-    low_us: float
-    high_us: float
-    bound: str
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """What a fix can bring, estimated; None where the GPU's rates are not known.
-
-    Args:
-        speedup_low, speedup_high: how many times faster the calls concerned become; 1.0 is no change.
-        saved_fraction_high: share of the time of all products that it saves at most.
-        bound: "math" or "memory", of most of the calls' time after the fix.
-    """
-
-    speedup_low: float
-    speedup_high: float
-    saved_fraction_high: float
-    bound: str
+#: Below this share of all products' estimated time nothing is promised.
+NEGLIGIBLE = 0.01
 
 
 def call_time(matmul: Matmul, verdict: ShapeVerdict, gpu: Gpu) -> CallTime | None:
-    """The estimates for a product; None where the GPU's rates are not known, or it is never computed."""
+    """Estimates the times of one call; None where the GPU's rates are not known, or the product is never computed."""
     if gpu.bandwidth_gb_s is None or verdict.cause in ("raises", "empty"):
         return None
     memory = matmul.bytes / (gpu.bandwidth_gb_s * 1e3)
@@ -95,16 +68,68 @@ def _degraded_us(matmul: Matmul, verdict: ShapeVerdict, math: float, memory: flo
 
 
 def math_us(flops: int, tflops: float | None) -> float | None:
-    """Microseconds at a peak rate in TFLOP/s; None where that is not known."""
+    """Returns microseconds at a peak rate in TFLOP/s; None where the rate is not known."""
     return None if not tflops else flops / (tflops * 1e6)
 
 
-def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -> Gain | None:
-    """What bringing calls from today's time to their roofline is worth.
+def nhwc_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
+    """Returns what a convolution's NCHW image costs: image and result are each read and written once more."""
+    return replace(time, low_us=time.best_us, high_us=time.best_us + 2 * _memory_us(row.bytes, gpu))
+
+
+def lowered_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
+    """Returns what running in FP32 costs: at best the product takes its time in autocast's dtype."""
+    lowered = call_time(once_mended(row, autocast_dtype), ShapeVerdict("native", ""), gpu)
+    return lowered and replace(time, best_us=min(lowered.best_us, time.low_us), bound=lowered.bound)
+
+
+def size_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
+    """Returns what a size costs: of a product in a slow dtype, what it will cost once that is mended."""
+    if not is_latent(row):
+        return time
+    return call_time(once_mended(row, autocast_dtype), ShapeVerdict("degraded", "", cause="alignment"), gpu)
+
+
+def fused_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
+    """Returns what separate products cost: in a fused kernel the scores (tokens x tokens, the largest matrix) stay on chip."""
+    largest = sorted((row.m, row.n, row.k))[1:]
+    scores = row.batch * largest[0] * largest[1]
+    elements = row.batch * (row.m * row.n + row.n * row.k + row.m * row.k)
+    memory = _memory_us(row.bytes * (1 - scores / max(elements, 1)), gpu)
+    math = math_us(row.flops, gpu.tensor_core_tflops.get(rate_key(row.dtype))) or 0.0
+    best = min(max(math, memory), time.low_us)
+    return CallTime(best, time.low_us, time.high_us, "math" if math >= memory else "memory")
+
+
+def _memory_us(size: float, gpu: Gpu) -> float:
+    return size / ((gpu.bandwidth_gb_s or 1.0) * 1e3)
+
+
+# -- gains -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a fix can bring, estimated.
 
     Args:
-        times: of each call, and how often it runs.
-        total_us: of all products together.
+        speedup_low, speedup_high: how many times faster the calls become; 1.0 is no change.
+        saved_fraction_high: the largest share of the time of all products that it saves, 0..1.
+        bound: "math" or "memory": what limits most of the calls' time after the fix.
+    """
+
+    speedup_low: float
+    speedup_high: float
+    saved_fraction_high: float
+    bound: str
+
+
+def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -> Gain | None:
+    """Estimates what bringing calls from today's time to their roofline is worth; None where there are no estimates.
+
+    Args:
+        times: the estimates of each call, and how often it runs.
+        total_us: the time of all products together.
     """
     known = [(time, calls) for time, calls in times if time is not None]
     if not known or not total_us:
@@ -120,4 +145,29 @@ def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -
         speedup_high=high / best,
         saved_fraction_high=max(0.0, (high - best) / max(total_us - low + high, high)),
         bound="memory" if memory > best / 2 else "math",
+    )
+
+
+def is_worth_it(gain: Gain | None, share: float) -> bool:
+    """Whether mending may bring something; where the gain is not known, whether the products are more than 1% of the FLOPs."""
+    return share >= NEGLIGIBLE if gain is None else not promises_nothing(gain)
+
+
+def promises_nothing(gain: Gain) -> bool:
+    """Whether a gain is below 1% of all products' time, or rounds to "x1.0 to x1"."""
+    return gain.saved_fraction_high < NEGLIGIBLE or float(f"{gain.speedup_high:.2g}") <= 1.0
+
+
+def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
+    """Words what a fix brings, always called estimated: a range, or that no change is expected."""
+    if gain is None:
+        return "gain unknown: no rates of this GPU are known"
+    if promises_nothing(gain):
+        saved = percent(gain.saved_fraction_high)
+        slower = "; it may be slower" if by_padding else ""
+        return f"no change expected (estimated: at most {saved} of the products' time{slower})"
+    doubt = "; memory-bound, so padding may be slower" if by_padding and gain.bound == "memory" else ""
+    return (
+        f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most "
+        f"{percent(gain.saved_fraction_high)} of the time of all{doubt}"
     )

@@ -1,14 +1,8 @@
-"""How figures are worded in the lint's messages."""
+"""How dtypes, counts and the names of many modules are worded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from mpinspect.reporting.words import percent
-from mpinspect.shapes.analysis.roofline import Gain
-
-#: Below this share of all products' estimated time nothing is promised.
-NEGLIGIBLE = 0.01
 
 _BRANDS = {
     "float64": "FP64",
@@ -22,37 +16,17 @@ _BRANDS = {
 
 
 def dtype_name(dtype: str) -> str:
-    """ "FP16" for "float16"; others as they are."""
+    """Returns "FP16" for "float16"; unknown names unchanged."""
     return _BRANDS.get(dtype, dtype)
 
 
-def promises_nothing(gain: Gain) -> bool:
-    """Whether it is a trifle of all products' time, or a range that rounds to "x1.0 to x1"."""
-    return gain.saved_fraction_high < NEGLIGIBLE or float(f"{gain.speedup_high:.2g}") <= 1.0
-
-
-def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
-    """What a fix brings, always called estimated: a range, or that nothing or little is to be expected."""
-    if gain is None:
-        return "gain unknown: no rates of this GPU are known"
-    if promises_nothing(gain):
-        saved = percent(gain.saved_fraction_high)
-        slower = "; it may be slower" if by_padding else ""
-        return f"no change expected (estimated: at most {saved} of the products' time{slower})"
-    doubt = "; memory-bound, so padding may be slower" if by_padding and gain.bound == "memory" else ""
-    return (
-        f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most "
-        f"{percent(gain.saved_fraction_high)} of the time of all{doubt}"
-    )
-
-
 def grouped(names: Iterable[str]) -> list[str]:
-    """Dotted paths with the numbers of equal layers joined: "encoder.layer.{0..11}.query", in the order of the first."""
+    """Joins dotted paths that differ in layer numbers only: "encoder.layer.{0..11}.query". Keeps the order of first mention."""
     return list(members(names))
 
 
 def members(names: Iterable[str]) -> dict[str, list[str]]:
-    """The same, and which paths each stands for."""
+    """Joins paths as ``grouped`` does. Returns the paths that each joined one stands for."""
     patterns: dict[tuple[str | None, ...], list[str]] = {}
     for name in dict.fromkeys(names):
         patterns.setdefault(tuple(None if _is_number(part) else part for part in name.split(".")), []).append(name)
@@ -64,7 +38,7 @@ def _is_number(part: str) -> bool:
 
 
 def _filled(names: Sequence[str]) -> str:
-    """Paths that differ in numbers only as one, each number as the span of its values."""
+    """Writes paths that differ in numbers only as one, each number as the span of its values."""
     if len(names) == 1:
         return names[0]
     columns = zip(*(name.split(".") for name in names), strict=True)
@@ -83,11 +57,11 @@ def _span(values: list[int]) -> str:
 
 
 def some_modules(names: Iterable[str], limit: int = 3) -> str:
-    """A few groups of modules, and how many more there are."""
+    """Names the first groups of modules and says how many more there are."""
     found = [name or "the model itself" for name in grouped(names)]
     return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 product", "1,234 products"."""
+    """Returns "1 product" or "1,234 products"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

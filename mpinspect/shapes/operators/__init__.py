@@ -1,6 +1,6 @@
-"""Which matrix products an operator computes, told by the shapes of its arguments alone; no torch.
+"""Finds the matrix products that an operator computes, from the shapes of its arguments alone; without torch.
 
-A new operator is one line of a family's table; a new family one file with a function from a ``Call`` to records.
+A new operator is one line of a family's table; a new family is one file with a function from a ``Call`` to records.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mpinspect.shapes.operators import attention, convolution, gemm, recurrent
-from mpinspect.shapes.operators.call import Call, Input, NotToldError
+from mpinspect.shapes.operators.call import Call, Input, UnknownSizesError
 from mpinspect.shapes.records import Matmul, Operand
 
 __all__ = ["PRODUCT_OPS", "Input", "matmuls_of", "product_name"]
@@ -47,8 +47,8 @@ _GEMMS: dict[str, _Family] = {
     "_mixed_dtypes_linear": gemm.mixed_linear,
 }
 
-#: Arguments an operator has at most, ``out`` included. TorchScript's interpreter (torch/csrc/jit) hands the profiler its whole
-#: stack instead: the operands are not the first of those.
+#: The most arguments that an operator takes, ``out`` included. TorchScript's interpreter (torch/csrc/jit) gives the profiler its
+#: whole stack instead, on which the operands are not first.
 _MOST_ARGUMENTS = {
     "mm": 3,
     "_int_mm": 3,
@@ -89,19 +89,19 @@ PRODUCT_OPS: frozenset[str] = frozenset(f"{_OTHER_NAMESPACES.get(name, 'aten')}:
 def matmuls_of(
     op: str, inputs: Sequence[Input], *, scalars: Sequence[object] = (), output: Operand | None = None
 ) -> tuple[Matmul, ...]:
-    """The products that one call of an operator computes.
+    """Returns the products that one call of an operator computes.
 
     Args:
         op: "aten::mm"; "aten.mm.default", in-place and ``out=`` forms are accepted too.
-        inputs: one entry a positional argument of the operator's schema: the operand, a sequence of them for a list of tensors,
-            None for what is no tensor.
-        scalars: likewise the arguments that are no tensors: Python's values, or the profiler's strings ("[1, 1]", "True", "").
-        output: the first result, where it is known; else it is taken as torch allocates it.
+        inputs: one entry for each positional argument of the operator's schema: the operand, a sequence of them for a list of
+            tensors, None for what is no tensor.
+        scalars: one entry likewise for what is no tensor: Python values, or the profiler's strings ("[1, 1]", "True", "").
+        output: the first result, where it is known; else what torch would allocate.
 
     Returns:
-        No record if the operator is no product or the arguments don't tell its sizes; several for a convolution's backward and
-        for recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Else ``module`` and
-        ``parameter`` are "", and ``role`` is "forward" unless the operator itself is a backward.
+        No record if the operator is no product or its sizes are not known; several for a convolution's backward and for
+        recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Otherwise ``module`` and
+        ``parameter`` are "", and ``role`` is "forward" unless the operator is a backward.
     """
     name = product_name(op)
     bare = name.partition("::")[2]
@@ -109,12 +109,12 @@ def matmuls_of(
         return ()
     try:
         return _FAMILIES[bare](Call(name, inputs, scalars, output))
-    except NotToldError:
+    except UnknownSizesError:
         return ()
 
 
 def product_name(op: str) -> str:
-    """The name in PRODUCT_OPS of an operator, however it is written; "" if it is none."""
+    """Returns an operator's name in PRODUCT_OPS, whichever way it is written; "" if it is no product."""
     if op in PRODUCT_OPS:
         return op
     space, _, rest = op.partition("::") if "::" in op else op.partition(".")

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention that one operator computes, and its backward.
+"""Scaled dot-product attention in one operator, and its backward.
 
 m, n and k are queries, keys and head_dim; ``batch`` is batch x heads. FLOPs are of both products (scores, and
 scores x values) over all scores, masked or not; the backward computes five, the scores once more among them
@@ -7,11 +7,11 @@ scores x values) over all scores, masked or not; the backward computes five, the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import fresh, traffic, transposed
+from mpinspect.shapes.operators.call import Call, UnknownSizesError, fresh, traffic, transposed
 from mpinspect.shapes.records import Attention, Matmul, Operand
 
 
@@ -58,7 +58,7 @@ _LAYOUTS: dict[str, _Layout] = {
 
 
 def attention(call: Call) -> tuple[Matmul, ...]:
-    """Forward or backward of any attention operator: one record."""
+    """Returns the record of any attention operator, forward or backward."""
     layout = _LAYOUTS[call.op.partition("::")[2]]
     first = 1 if layout.backward else 0
     query, key, value = (call.tensor(first + place) for place in range(3))
@@ -97,45 +97,24 @@ def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: 
         causal = call.value(9, 0) != 0  # custom_mask_type: 0 none, 1 and 2 causal from either corner
     elif call.op.endswith("_efficient_attention_backward"):
         causal = call.value(14, 0) != 0
-    starts = call.optional(layout.lengths[0]) if layout.lengths else None
-    if starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3 and layout.lengths:
-        return _packed(call, layout, (query, key, value), starts, causal, bias)
-    if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:
-        raise NotToldError
-    if query.shape[-1] != key.shape[-1]:
-        raise NotToldError
     heads, length = (-2, -3) if layout.heads_last else (-3, -2)
+    starts = call.optional(layout.lengths[0]) if layout.lengths else None
+    if layout.lengths and starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3:
+        # Sequences laid end to end, (tokens, heads, dim): each counts as the longest, an upper bound.
+        batch = max(starts.shape[0] - 1, 1) if starts.shape else 1
+        queries, keys = call.integer(layout.lengths[1]), call.integer(layout.lengths[2])
+    else:
+        if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:
+            raise UnknownSizesError
+        if query.shape[-1] != key.shape[-1]:
+            raise UnknownSizesError
+        batch, queries, keys = math.prod(query.shape[:-3]), query.shape[length], key.shape[length]
     return Attention(
-        batch=_product(query.shape[:-3]),
+        batch=batch,
         heads=query.shape[heads],
         kv_heads=key.shape[heads],
-        queries=query.shape[length],
-        keys=key.shape[length],
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
-        backend=layout.backend,
-        is_causal=causal,
-        bias=bias,
-    )
-
-
-def _packed(
-    call: Call,
-    layout: _Layout,
-    operands: tuple[Operand, Operand, Operand],
-    starts: Operand,
-    causal: bool,
-    bias: Operand | None,
-) -> Attention:
-    """Sequences laid end to end, (tokens, heads, dim): every one counts as the longest, an upper bound."""
-    query, key, value = operands
-    assert layout.lengths is not None
-    return Attention(
-        batch=max(starts.shape[0] - 1, 1) if starts.shape else 1,
-        heads=query.shape[-2],
-        kv_heads=key.shape[-2],
-        queries=call.integer(layout.lengths[1]),
-        keys=call.integer(layout.lengths[2]),
+        queries=queries,
+        keys=keys,
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
         backend=layout.backend,
@@ -152,10 +131,3 @@ def _bytes(
         return read + traffic(out)
     # grad_out and the output are read (one size), three gradients written.
     return read + 2 * traffic(call.tensor(0)) + traffic(*(fresh(one.shape, one.dtype) for one in operands))
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total

@@ -1,19 +1,21 @@
-"""One call of an operator: its tensors and scalars by position, whoever wrote them down."""
+"""One call of an operator: its tensors and scalars by position, and how shapes and strides of tensors change."""
 
 from __future__ import annotations
 
 import ast
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpinspect.shapes.records import Operand
+from mpinspect.shapes.records import ITEM_SIZES, Operand, contiguous_strides
 
-#: What may stand at one position of an operator's arguments.
+#: One argument of an operator: a tensor, a list of them, or neither.
 Input = Operand | Sequence[Operand | None] | None
 
 
-class NotToldError(Exception):
-    """The shapes and scalars at hand don't tell the product."""
+class UnknownSizesError(Exception):
+    """The recorded shapes and scalars do not determine a product's sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,9 @@ class Call:
     """An operator's call.
 
     Args:
-        op: as "aten::mm".
-        inputs: one entry a positional argument, a sequence for a list of tensors.
-        scalars: likewise, Python's values or the strings that the profiler writes.
+        op: the operator, as "aten::mm".
+        inputs: one entry for each positional argument, a sequence for a list of tensors.
+        scalars: likewise, Python values or the strings that the profiler writes.
         output: the (first) result; None where unknown.
     """
 
@@ -33,57 +35,69 @@ class Call:
     output: Operand | None
 
     def tensor(self, place: int, dims: int | None = None) -> Operand:
-        """The tensor at a position, with ``dims`` dimensions if that is given."""
+        """Returns the tensor at a position.
+
+        Raises:
+            UnknownSizesError: there is none, or it has other than ``dims`` dimensions.
+        """
         found = self.optional(place)
         if found is None or (dims is not None and len(found.shape) != dims):
-            raise NotToldError
+            raise UnknownSizesError
         return found
 
     def optional(self, place: int) -> Operand | None:
-        """The tensor at a position, or None."""
+        """Returns the tensor at a position, or None."""
         found = self.inputs[place] if place < len(self.inputs) else None
         return _plain(found) if isinstance(found, Operand) else None
 
     def tensors(self, place: int) -> list[Operand]:
-        """The list of tensors at a position; empty where unknown."""
+        """Returns the list of tensors at a position; empty where unknown."""
         found = self.inputs[place] if place < len(self.inputs) else None
         if found is None or isinstance(found, Operand):
             return []
         return [_plain(one) for one in found if one is not None]
 
     def value(self, place: int, default: object = None) -> object:
-        """The scalar at a position; the default where it was not passed or not written down."""
+        """Returns the scalar at a position; the default where it was not passed or not recorded."""
         found = self.scalars[place] if place < len(self.scalars) else None
         if isinstance(found, str):
             found = _read(found)
         return default if found is None else found
 
     def integer(self, place: int, default: int | None = None) -> int:
-        """An int at a position."""
+        """Returns the int at a position.
+
+        Raises:
+            UnknownSizesError: it is no int.
+        """
         found = self.value(place, default)
         if not isinstance(found, int):
-            raise NotToldError
+            raise UnknownSizesError
         return int(found)
 
     def flag(self, place: int, default: bool = False) -> bool:
-        """A bool at a position."""
+        """Returns the bool at a position."""
         return bool(self.value(place, default))
 
     def sizes(self, place: int, dims: int, default: int | None = None) -> tuple[int, ...]:
-        """Ints at a position, one a spatial dimension; one int stands for all of them."""
+        """Returns the ints at a position, one for each of ``dims`` dimensions; a single int holds for all.
+
+        Raises:
+            UnknownSizesError: there are no ints, or neither 1 nor ``dims`` of them.
+        """
         found = self.value(place, default)
         if isinstance(found, int):
             found = [found]
         if not isinstance(found, Sequence) or not all(isinstance(size, int) for size in found):
-            raise NotToldError
+            raise UnknownSizesError
         if len(found) == 1:
             return tuple(found) * dims
         if len(found) != dims:
-            raise NotToldError
+            raise UnknownSizesError
         return tuple(found)
 
     def result(self, after: int) -> Operand | None:
-        """The result: as known, or the tensor passed as ``out=``, which the profiler writes behind the arguments."""
+        """Returns the result if known, else the tensor passed as ``out=``, which the profiler writes after the arguments."""
         if self.output is not None:
             return self.output
         behind = [one for one in self.inputs[after:] if isinstance(one, Operand)]
@@ -91,7 +105,7 @@ class Call:
 
 
 def _plain(found: Operand) -> Operand:
-    """Strides that are not those of its shape are not known."""
+    """Drops strides that are not as many as the sizes."""
     if found.strides is None or len(found.strides) == len(found.shape):
         return found
     return Operand(found.shape, None, found.dtype, found.offset)
@@ -105,3 +119,125 @@ def _read(text: str) -> object:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
     return value
+
+
+def item_size(dtype: str) -> int:
+    """Returns the bytes of one element; names that the table lacks contain their bits ("uint16", "quint8")."""
+    known = ITEM_SIZES.get(dtype)
+    if known is not None:
+        return known
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits.group()) // 8, 1) if bits else 1
+
+
+def memory(operand: Operand | None) -> int:
+    """Returns the bytes that a tensor occupies: expanded elements (stride 0) count once."""
+    if operand is None:
+        return 0
+    sizes = operand.shape
+    if operand.strides is not None:
+        sizes = tuple(size for size, stride in zip(operand.shape, operand.strides, strict=False) if stride or not size)
+    return math.prod(sizes) * item_size(operand.dtype)
+
+
+def traffic(*operands: Operand | None) -> int:
+    """Returns the least memory traffic in bytes: every operand read or written once."""
+    return sum(memory(operand) for operand in operands)
+
+
+def fresh(shape: Sequence[int], dtype: str) -> Operand:
+    """Returns a result as torch allocates it: row-major, at the start of its storage."""
+    return Operand(tuple(shape), contiguous_strides(shape), dtype)
+
+
+def transposed(operand: Operand) -> Operand:
+    """Exchanges the last two dimensions; the memory stays."""
+    shape, strides = operand.shape, operand.strides
+    return Operand(
+        (*shape[:-2], shape[-1], shape[-2]),
+        None if strides is None else (*strides[:-2], strides[-1], strides[-2]),
+        operand.dtype,
+        operand.offset,
+    )
+
+
+def column(operand: Operand) -> Operand:
+    """Views a vector as a matrix of one column."""
+    return _with(operand, (*operand.shape, 1), None if operand.strides is None else (*operand.strides, 1))
+
+
+def row(operand: Operand) -> Operand:
+    """Views a vector as a matrix of one row."""
+    strides = None if operand.strides is None else (operand.shape[0] * operand.strides[0], *operand.strides)
+    return _with(operand, (1, *operand.shape), strides)
+
+
+def folded(operand: Operand, kept: int = 1) -> Operand:
+    """Merges all dimensions but the last ``kept`` into one, as torch.reshape would: a view if the strides allow it, else a copy.
+
+    Raises:
+        UnknownSizesError: it has fewer dimensions than that.
+    """
+    cut = len(operand.shape) - kept
+    if cut < 0:
+        raise UnknownSizesError
+    lead, rest = operand.shape[:cut], operand.shape[cut:]
+    shape = (math.prod(lead), *rest)
+    if operand.strides is None or 0 in shape:
+        return _with(operand, shape, None if operand.strides is None else contiguous_strides(shape))
+    stride = _merged(lead, operand.strides[:cut])
+    if stride is None:
+        return Operand(shape, contiguous_strides(shape), operand.dtype)
+    # A single row: no stride leads to a next one, so torch's view takes that of contiguous memory.
+    lone = shape[1] if len(shape) > 1 else 1
+    return _with(operand, shape, (stride or lone, *operand.strides[cut:]))
+
+
+def expanded(operand: Operand, batch: Sequence[int]) -> Operand:
+    """Broadcasts to other leading dimensions, those before the last two."""
+    missing = len(batch) + 2 - len(operand.shape)
+    shape = (*batch, *operand.shape[-2:])
+    if operand.strides is None:
+        return _with(operand, shape, None)
+    old = zip(operand.shape[:-2], operand.strides[:-2], strict=False)
+    kept = [
+        0 if size == 1 and wanted != 1 else stride for (size, stride), wanted in zip(old, batch[missing:], strict=False)
+    ]
+    return _with(operand, shape, (*[0] * missing, *kept, *operand.strides[-2:]))
+
+
+def is_channels_last(operand: Operand) -> bool | None:
+    """Whether an image tensor is stored NHWC or NDHWC; None where strides are unknown or both layouts are the same."""
+    strides = operand.strides
+    if strides is None or len(operand.shape) < 3 or len(strides) != len(operand.shape):
+        return None
+    last = channels_last(operand.shape)
+    if all(a == b or size <= 1 for size, a, b in zip(operand.shape, strides, last, strict=True)):
+        row_major = contiguous_strides(operand.shape)
+        same = all(a == b or size <= 1 for size, a, b in zip(operand.shape, strides, row_major, strict=True))
+        return None if same else True
+    return strides[1] == 1 and operand.shape[1] > 1
+
+
+def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a tensor (batch, channels, *positions) that is stored (batch, *positions, channels)."""
+    stored = contiguous_strides((shape[0], *shape[2:], shape[1]))
+    return (stored[0], stored[-1], *stored[1:-1])
+
+
+def _merged(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Returns the stride of merged dimensions; 0 where they hold one element in all; None where no stride fits."""
+    merged, wanted = 0, 0
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if merged == 0 and wanted == 0:
+            merged = stride
+        elif stride != wanted:
+            return None
+        wanted = stride * size
+    return merged
+
+
+def _with(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Operand:
+    return Operand(shape, strides, operand.dtype, operand.offset)

@@ -17,14 +17,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import channels_last, fresh, is_channels_last, traffic
+from mpinspect.shapes.operators.call import Call, UnknownSizesError, channels_last, fresh, is_channels_last, traffic
 from mpinspect.shapes.records import Convolution, Matmul, Operand
 
 
 @dataclass(frozen=True, slots=True)
 class _Scalars:
-    """Where an operator's scalars stand among its positional arguments; None: it has none, and torch's default holds."""
+    """The places of an operator's scalars among its positional arguments; None where it has none, and torch's default holds."""
 
     stride: int | None = None
     padding: int | None = None
@@ -102,7 +101,7 @@ FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = {
 
 
 def convolution(call: Call, scalars: _Scalars) -> tuple[Matmul, ...]:
-    """The forward of any convolution operator."""
+    """Returns the record of any convolution operator's forward."""
     image, weight = call.tensor(0), call.tensor(1)
     batched = image
     if len(image.shape) == len(weight.shape) - 1:  # conv1d to 3d take an image without a batch
@@ -123,7 +122,7 @@ def convolution(call: Call, scalars: _Scalars) -> tuple[Matmul, ...]:
 
 
 def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matmul, ...]:
-    """The gradients that the operator was asked for; both where the mask is unknown."""
+    """Returns the records of the gradients that a backward was asked for; both where the mask is unknown."""
     grad, image, weight = call.tensor(0), call.tensor(1), call.tensor(2)
     geometry = _geometry(call, scalars, image, weight, grad)
     wanted = call.value(mask, (True, True, True))
@@ -152,7 +151,7 @@ def time_convolution(call: Call) -> tuple[Matmul, ...]:
     kernel, weight_ins, outs = weight.shape
     length = time + 2 * pad - kernel + 1
     if weight_ins != ins or length < 1:
-        raise NotToldError
+        raise UnknownSizesError
     geometry = Convolution(batch, ins, outs, 1, (time,), (length,), (kernel,), (1,), (pad,), (1,), False, True)
     out = call.output or fresh((length, batch, outs), image.dtype)
     return (_record(call, "forward", (batch * length, outs, ins * kernel), geometry, (image, weight, out)),)
@@ -161,7 +160,7 @@ def time_convolution(call: Call) -> tuple[Matmul, ...]:
 def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, output: Operand | None) -> Convolution:
     dims = len(weight.shape) - 2
     if dims < 1 or len(image.shape) != dims + 2:
-        raise NotToldError
+        raise UnknownSizesError
     transposed = scalars.transposed if isinstance(scalars.transposed, bool) else call.flag(scalars.transposed)
     in_channels = image.shape[1]
     groups = _groups(call, scalars, in_channels, weight, transposed)
@@ -172,13 +171,13 @@ def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, ou
     padding = _padding(call, scalars.padding, kernel, dilation, output)
     if output is not None:
         if len(output.shape) != dims + 2:
-            raise NotToldError
+            raise UnknownSizesError
         positions = output.shape[2:]
     else:
         extra = _spatial(call, scalars.output_padding, dims, 0, None)
         positions = _output_size(size, kernel, stride, padding, dilation, extra if transposed else None)
     if min(positions) < 0 or groups < 1:
-        raise NotToldError
+        raise UnknownSizesError
     return Convolution(
         batch=image.shape[0],
         in_channels=in_channels,
@@ -196,7 +195,7 @@ def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, ou
 
 
 def _groups(call: Call, scalars: _Scalars, in_channels: int, weight: Operand, transposed: bool) -> int:
-    """As passed; else from the weight, which holds the channels of one group (of a transposed one it does not tell)."""
+    """Returns the groups: as passed, else from the weight, which holds one group's channels unless it is transposed."""
     told = None if scalars.groups is None else call.value(scalars.groups)
     if isinstance(told, int):
         groups = int(told)
@@ -205,12 +204,12 @@ def _groups(call: Call, scalars: _Scalars, in_channels: int, weight: Operand, tr
     else:
         groups = in_channels // weight.shape[1]
     if groups < 1 or (weight.shape[0] != in_channels if transposed else weight.shape[1] * groups != in_channels):
-        raise NotToldError
+        raise UnknownSizesError
     return groups
 
 
 def _spatial(call: Call, place: int | None, dims: int, default: int, output: Operand | None) -> tuple[int, ...]:
-    """As passed, the default where it was left out; () where it was not written down and the result's size is known."""
+    """Returns the sizes as passed, or the default where they were left out; () where they are unknown and not needed."""
     if place is None or 0 < len(call.scalars) <= place:
         return (default,) * dims
     if output is not None and call.value(place) is None:
@@ -237,9 +236,9 @@ def _output_size(
     dilation: tuple[int, ...],
     output_padding: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
-    """The formulas of torch.nn.Conv2d and, with ``output_padding``, torch.nn.ConvTranspose2d."""
+    """Returns the result's positions, as in torch.nn.Conv2d and, with ``output_padding``, torch.nn.ConvTranspose2d."""
     if 0 in stride:
-        raise NotToldError
+        raise UnknownSizesError
     axes = zip(size, kernel, stride, padding, dilation, strict=True)
     if output_padding is None:
         return tuple((i + 2 * p - d * (k - 1) - 1) // s + 1 for i, k, s, p, d in axes)
@@ -248,7 +247,7 @@ def _output_size(
 
 
 def _image(shape: tuple[int, ...], dtype: str, *deciding: Operand) -> Operand:
-    """A result as cuDNN's functions allocate it: NHWC if any operand is (cudnn_conv_suggest_memory_format, ConvUtils.h)."""
+    """Returns a result as cuDNN allocates it: NHWC if any operand is (cudnn_conv_suggest_memory_format, ConvUtils.h)."""
     strides = channels_last(shape) if any(is_channels_last(one) for one in deciding) else None
     return Operand(shape, strides, dtype) if strides else fresh(shape, dtype)
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import column, expanded, folded, fresh, row, traffic, transposed
+from mpinspect.shapes.operators.call import (
+    Call,
+    UnknownSizesError,
+    column,
+    expanded,
+    folded,
+    fresh,
+    row,
+    traffic,
+    transposed,
+)
 from mpinspect.shapes.records import Matmul, Operand
 
 #: Two of it lie in one byte, along the dimension that is summed over (torch/_meta_registrations.py, meta_scaled_mm).
@@ -22,7 +31,7 @@ def gemm(
     dtype: str = "",
     sizes: tuple[int, int, int, int] | None = None,
 ) -> tuple[Matmul, ...]:
-    """One record of a @ b, both of 2 or both of 3 dimensions.
+    """Returns the record of a @ b, both of 2 or both of 3 dimensions.
 
     Args:
         call: the operator's call.
@@ -34,7 +43,7 @@ def gemm(
     """
     if sizes is None:
         if len(a.shape) != len(b.shape) or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
-            raise NotToldError
+            raise UnknownSizesError
         sizes = (a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]))
     m, n, k, batch = sizes
     if out is None:
@@ -113,7 +122,7 @@ def matmul(call: Call) -> tuple[Matmul, ...]:
     """matmul(self, other) by numbers of dimensions, as torch.matmul documents it."""
     a, b = call.tensor(0), call.tensor(1)
     if not a.shape or not b.shape:
-        raise NotToldError
+        raise UnknownSizesError
     if len(a.shape) == len(b.shape) == 1:
         return dot(call)
     if len(b.shape) == 1:
@@ -132,7 +141,7 @@ def scaled_mm(call: Call) -> tuple[Matmul, ...]:
     dtype = _dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
     k = a.shape[1] * (2 if a.dtype == _PACKED else 1)
     if a.shape[1] != b.shape[0]:
-        raise NotToldError
+        raise UnknownSizesError
     return gemm(call, a, b, call.output, dtype=dtype, sizes=(a.shape[0], b.shape[1], k, 1))
 
 
@@ -154,7 +163,7 @@ def grouped_mm(call: Call) -> tuple[Matmul, ...]:
     elif dims == (2, 2):
         sizes = (a.shape[0], b.shape[1], a.shape[1] * packed, 1)
     else:
-        raise NotToldError
+        raise UnknownSizesError
     return gemm(call, a, b, call.output, sizes=sizes)
 
 
@@ -181,7 +190,7 @@ def packed_weight(call: Call) -> tuple[Matmul, ...]:
     """_weight_int8pack_mm(self, mat2) with an (n, k) weight, _weight_int4pack_mm with (n / 8, ...): weights only are small."""
     a, weight = call.tensor(0, 2), call.tensor(1)
     if not weight.shape:
-        raise NotToldError
+        raise UnknownSizesError
     n = weight.shape[0] * (8 if "int4" in call.op and len(weight.shape) == 4 else 1)
     return gemm(call, a, weight, call.output, sizes=(a.shape[0], n, a.shape[1], 1))
 
@@ -195,11 +204,11 @@ def mixed_linear(call: Call) -> tuple[Matmul, ...]:
 
 def _linear(call: Call, x: Operand, weight: Operand, bias: Operand | None) -> tuple[Matmul, ...]:
     if not x.shape:
-        raise NotToldError
+        raise UnknownSizesError
     if len(weight.shape) == 1:
         return _matrix_vector(call, folded(x), weight, None, bias)
     if len(weight.shape) != 2:
-        raise NotToldError
+        raise UnknownSizesError
     a = row(x) if len(x.shape) == 1 else folded(x)
     return gemm(call, a, transposed(weight), addend=bias)
 
@@ -217,7 +226,7 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
     sizes = []
     for one, other in pairs:
         if one != other and 1 not in (one, other):
-            raise NotToldError
+            raise UnknownSizesError
         sizes.append(other if one == 1 else one)
     return tuple(sizes)
 

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, NotToldError
-from mpinspect.shapes.operators.operands import fresh, traffic, transposed
+from mpinspect.shapes.operators.call import Call, UnknownSizesError, fresh, traffic, transposed
 from mpinspect.shapes.records import Matmul, Operand
 
 #: Gates by cudnnRNNMode_t: ReLU, tanh, LSTM, GRU (ATen/native/cudnn/RNN.cpp).
@@ -21,7 +20,7 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """``rows``: of the steps' batches, one a step; packed sequences shrink."""
+    """A recurrent network's sizes; ``rows`` is the batch of each step, which shrinks in packed sequences."""
 
     gates: int
     hidden: int
@@ -35,15 +34,15 @@ class _Network:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What gradients a backward is asked for."""
+    """The gradients that a backward is asked for."""
 
     input: bool
     state: bool
     weights: bool
 
     @classmethod
-    def told(cls, mask: object) -> _Wanted:
-        """From cuDNN's output_mask (input, hx, cx, weights); everything where it was not written down."""
+    def from_mask(cls, mask: object) -> _Wanted:
+        """Reads cuDNN's output_mask (input, hx, cx, weights); all gradients where it was not recorded."""
         if not isinstance(mask, (list, tuple)) or len(mask) < 4:
             return cls(True, True, True)
         # cx meets no product.
@@ -57,7 +56,7 @@ def cudnn_rnn(call: Call) -> tuple[Matmul, ...]:
 
 def cudnn_rnn_backward(call: Call) -> tuple[Matmul, ...]:
     """_cudnn_rnn_backward(input, weight, ..., mode at 10, ..., output_mask at 21): dgrad of all steps, then wgrad."""
-    return tuple(_backward(call.op, _of_cudnn(call, first=10), _Wanted.told(call.value(21))))
+    return tuple(_backward(call.op, _of_cudnn(call, first=10), _Wanted.from_mask(call.value(21))))
 
 
 def miopen_rnn(call: Call) -> tuple[Matmul, ...]:
@@ -77,7 +76,7 @@ def mkldnn_layer(call: Call) -> tuple[Matmul, ...]:
 def mkldnn_layer_backward(call: Call) -> tuple[Matmul, ...]:
     """mkldnn_rnn_layer_backward(input, weight1, weight2, ..., reverse at 13, ...), without a mask of its own: a recorder that
     knows what requires a gradient puts one of cuDNN's kind behind the arguments."""
-    wanted = _Wanted.told(call.value(23))
+    wanted = _Wanted.from_mask(call.value(23))
     return tuple(_backward(call.op, _of_mkldnn(call), wanted, reverse=call.flag(13)))
 
 
@@ -89,7 +88,7 @@ def layers(call: Call) -> tuple[Matmul, ...]:
     shift = 1 if packed else 0
     states, weights = call.tensors(1 + shift) or [call.tensor(1 + shift)], call.tensors(2 + shift)
     if len(weights) < 2 or not states:
-        raise NotToldError
+        raise UnknownSizesError
     hidden = weights[1].shape[-1]
     gates_hidden = weights[0].shape[0]
     cell = _cell_size(call.op, gates_hidden)
@@ -136,7 +135,7 @@ def _of_mkldnn(call: Call) -> _Network:
     hidden = hidden_weight.shape[1]
     gates = hidden_weight.shape[0] // hidden if hidden else 0
     if weight.shape[0] != hidden_weight.shape[0]:
-        raise NotToldError
+        raise UnknownSizesError
     return _Network(gates, hidden, 0, weight.shape[1], 1, 1, _rows(x, False), x.dtype)
 
 
@@ -152,7 +151,7 @@ def _network(
 ) -> _Network:
     x = call.tensor(0)
     if mode not in _GATES or not x.shape:
-        raise NotToldError
+        raise UnknownSizesError
     packed = isinstance(batch_sizes, (list, tuple)) and batch_sizes and all(isinstance(n, int) for n in batch_sizes)
     rows = tuple(batch_sizes) if packed and isinstance(batch_sizes, (list, tuple)) else _rows(x, batch_first)
     directions = 2 if bidirectional else 1
@@ -163,7 +162,7 @@ def _rows(x: Operand, batch_first: bool) -> tuple[int, ...]:
     if len(x.shape) == 2:
         return (1,) * x.shape[0]
     if len(x.shape) != 3:
-        raise NotToldError
+        raise UnknownSizesError
     steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
     return (batch,) * steps
 
@@ -171,7 +170,7 @@ def _rows(x: Operand, batch_first: bool) -> tuple[int, ...]:
 def _cell_size(op: str, gates_hidden: int) -> int:
     gates = 4 if op.endswith("::lstm") else 3 if op.endswith("::gru") else 1
     if not gates_hidden or gates_hidden % gates:
-        raise NotToldError
+        raise UnknownSizesError
     return gates_hidden // gates
 
 
@@ -186,10 +185,10 @@ def _forward(op: str, net: _Network) -> Iterator[Matmul]:
 
 
 def _backward(op: str, net: _Network, wanted: _Wanted, reverse: bool = False) -> Iterator[Matmul]:
-    """The gradients of each step's state one by one, those of the inputs and of the weights over all steps at once.
+    """Yields the gradients of each step's state one by one, those of the inputs and of the weights over all steps at once.
 
     Args:
-        reverse: whether a single direction is the one that begins with the last step.
+        reverse: whether the only direction begins with the last step.
     """
     width, state, total = net.gates * net.hidden, net.projection or net.hidden, sum(net.rows)
     for inputs, place in _layers(net, state):
@@ -213,14 +212,14 @@ def _backward(op: str, net: _Network, wanted: _Wanted, reverse: bool = False) ->
 
 
 def _layers(net: _Network, state: int) -> Iterator[tuple[int, str]]:
-    """The input's width and the end of the weights' names, as torch.nn.LSTM has them, once a layer and direction."""
+    """Yields the input's width and the end of the weights' names, as in torch.nn.LSTM, for each layer and direction."""
     for layer in range(net.layers):
         for ending in ("", "_reverse")[: net.directions]:
             yield net.inputs if layer == 0 else state * net.directions, f"l{layer}{ending}"
 
 
 def _product(op: str, net: _Network, role: str, sizes: tuple[int, int, int], weight: str, calls: int = 1) -> Matmul:
-    """cuDNN's own memory: the weights lie (outputs, inputs), everything else row-major, aligned."""
+    """Returns a product on cuDNN's own memory: weights stored (outputs, inputs), everything else row-major, all aligned."""
     m, n, k = sizes
     a, out = fresh((m, k), net.dtype), fresh((m, n), net.dtype)
     b = transposed(fresh((n, k), net.dtype)) if role == "forward" else fresh((k, n), net.dtype)

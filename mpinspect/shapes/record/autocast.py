@@ -1,9 +1,9 @@
-"""CUDA's autocast for tensors that are on no GPU: the model's operators get the dtypes that they would get there.
+"""CUDA's autocast for tensors on other devices: operators run in the dtypes that they would have on a GPU.
 
-Autocast acts in the dispatcher and looks at the device of each tensor, so CUDA's kernels leave meta tensors alone. This module
-registers kernels with the same lists ("Autocast Op Reference" in torch's documentation, ``ATen/autocast_mode.h``) under a
-key of the dispatcher that no device here uses. They act only in a thread that is inside ``as_on_cuda()``, and only
-while CUDA's own autocast flag is set, so a model's nested ``torch.autocast("cuda", enabled=False)`` works as it does on a GPU.
+Autocast acts in the dispatcher by each tensor's device, so CUDA's kernels skip meta tensors. This module registers kernels with
+the same lists ("Autocast Op Reference" in torch's documentation, ``ATen/autocast_mode.h``) under a dispatch key that no device
+here uses. They act only in a thread that is inside ``as_on_cuda()``, and only while CUDA's own autocast flag is set, so a
+model's nested ``torch.autocast("cuda", enabled=False)`` works as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mpinspect.shapes.record.fused import FUSED
 _KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _THIS = torch._C.DispatchKeySet(_KEY)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
-#: CUDA's autocast refuses it; in FP32 it would run, and the refusal is not for us to make.
-_AS_THEY_COME = ("aten::binary_cross_entropy",)
+#: Operators that are not cast: CUDA's autocast refuses this one, and a recording must not.
+_NOT_CAST = ("aten::binary_cross_entropy",)
 
-#: torch's own, which know devices apart even while contexts for another count as CUDA's.
+#: torch's own functions, which tell devices apart even while contexts for another device count as CUDA's.
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
-#: What libraries ask about a device's autocast; checkpointing, for one, to run its recomputation alike.
+#: Functions by which libraries ask about a device's autocast; checkpointing does, to run its recomputation alike.
 _ASKED = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
 _AVAILABLE = "is_autocast_available"
 
@@ -48,10 +48,10 @@ _registering = threading.Lock()
 
 @contextmanager
 def as_on_cuda(also: str) -> Iterator[None]:
-    """Within the block this thread's operators are cast, and fused, as they would be on a GPU.
+    """Casts and fuses this thread's operators within the block as on a GPU.
 
     Args:
-        also: type of the device that the model runs on here ("meta"): autocast contexts for it count as CUDA's.
+        also: type of the device that the model runs on ("meta"); autocast contexts for it count as CUDA's.
     """
     with _registering:
         _register()
@@ -69,11 +69,11 @@ def as_on_cuda(also: str) -> Iterator[None]:
 
 @contextmanager
 def autocast_around(dtype: torch.dtype | None, *others: str) -> Iterator[None]:
-    """CUDA's autocast as ``torch.autocast("cuda", dtype)`` sets it, on any machine; None: off, whatever is around.
+    """Sets CUDA's autocast within the block as ``torch.autocast("cuda", dtype)`` does, on any machine.
 
     Args:
-        dtype: float16, bfloat16 or None.
-        others: other types of devices whose autocast is off within the block.
+        dtype: float16 or bfloat16; None switches autocast off.
+        others: types of other devices whose autocast is switched off.
     """
     before = {device: _is_enabled(device) for device in ("cuda", *others)}
     before_dtype, before_cache = torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
@@ -101,11 +101,11 @@ def autocast_around(dtype: torch.dtype | None, *others: str) -> Iterator[None]:
 
 
 class _Region(threading.local):
-    """A thread's autocast.
+    """A thread's state of autocast.
 
     Args:
-        casts: of weights, kept as autocast keeps them: once a region, by the weight's id; None outside.
-        lowering: how many operators are running that were cast to 16 bits.
+        casts: the weights' casts by the weight's id, each made once in a region, as autocast does; None outside a region.
+        lowering: how many of the running operators were cast to 16 bits.
     """
 
     casts: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -116,7 +116,7 @@ _region = _Region()
 
 
 def lowering() -> bool:
-    """Whether an operator is running that autocast casts to 16 bits. Autocast's flag itself is off below autograd."""
+    """Whether a running operator was cast to 16 bits. Autocast's own flag does not tell: it is off below autograd."""
     return _region.lowering > 0
 
 
@@ -158,7 +158,7 @@ def _is_eligible(value: Any) -> bool:
 
 @cache
 def _register() -> tuple[torch.library.Library, torch.library.Library]:
-    """Once a process, at the first use and until it ends. The libraries are kept alive by the cache."""
+    """Registers the kernels, once in a process, at the first use. The cache keeps the libraries alive."""
     rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
     for name, policy in _policies().items():
@@ -171,7 +171,7 @@ def _register() -> tuple[torch.library.Library, torch.library.Library]:
 
 
 def _policies() -> dict[str, Policy]:
-    """By operator of CUDA's autocast, as this version of torch has it. What is on no other list runs in 16 bits."""
+    """Returns the policy of each operator that this version of torch autocasts on CUDA; 16 bits for those on no other list."""
     listed: dict[str, Policy] = {}
     for names, policy in (
         (FLOAT32, float32(_cast_one)),
@@ -181,7 +181,7 @@ def _policies() -> dict[str, Policy]:
         listed.update(dict.fromkeys((f"aten::{name}" for name in names.split()), policy))
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     policies = {
-        name: listed.get(name, _lower) for name in registered if name.startswith("aten::") and name not in _AS_THEY_COME
+        name: listed.get(name, _lower) for name in registered if name.startswith("aten::") and name not in _NOT_CAST
     }
     # On a GPU it is cuDNN's operation, inside these, that casts.
     return {**policies, **dict.fromkeys((f"aten::{name}" for name in FUSED), _lower)}
@@ -198,7 +198,7 @@ def _casting(operation: Any, policy: Policy) -> Callable[..., Any]:
 
 
 def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
-    """For what a GPU computes in one operator that other devices take apart."""
+    """Makes the kernel of an operator that a GPU computes whole and other devices take apart."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_THIS):
@@ -214,7 +214,7 @@ def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callab
 
 @contextmanager
 def _contexts_for(also: str) -> Iterator[None]:
-    """``torch.autocast`` neither looks for a GPU nor warns that there is none; contexts for ``also`` are CUDA's."""
+    """Makes ``torch.autocast`` work without a GPU and without a warning; contexts for ``also`` count as CUDA's."""
     original = autocast_mode.autocast.__init__
 
     def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:

@@ -1,11 +1,17 @@
-"""What stopped a recording and why that may be, in one sentence."""
+"""What stopped a recording, and products that torch refuses for their operands: the sentence, and a result to go on with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
 from mpinspect.shapes.record.values import Lack
+from mpinspect.shapes.records import Matmul
 
 _NO_KERNEL = "the operator has no meta kernel, as custom C++ and CUDA operators often do not"
-#: Parts of torch's messages, in small letters, and what they mean on meta tensors, which have no values.
+#: Parts of torch's messages, in lower case, and what they mean on meta tensors.
 _CAUSES = (
     (
         (
@@ -35,11 +41,11 @@ _CAUSES = (
 
 
 class RecordingError(ValueError):
-    """Nothing could be recorded, and not for lack of values: most often wrong arguments."""
+    """Nothing could be recorded, most often because of wrong arguments; missing values are never the reason."""
 
 
 def meta_cause(error: BaseException, operator: str = "") -> str:
-    """Why an exception is one that meta tensors bring about; "" if it is not.
+    """Returns why meta tensors caused an exception; "" if they did not.
 
     Args:
         error: what was raised.
@@ -52,7 +58,7 @@ def meta_cause(error: BaseException, operator: str = "") -> str:
 def reason(
     error: BaseException, phase: str, where: str | None, operator: str, device: str, lack: Lack | None = None
 ) -> str:
-    """Where a run stopped and why, without a full stop.
+    """Says where a run stopped and why, without a full stop.
 
     Args:
         lack: why the tensor has no values that the operator needs; None where that is not known.
@@ -67,7 +73,44 @@ def reason(
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message, shortened and without a full stop: sentences go on after it."""
+    """Returns an exception's type and the first line of its message, at most 200 characters, without a full stop."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}".rstrip(". :") if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197].rstrip(". ") + " [...]"
+
+
+#: Operators that, where their sizes fit each other, fail only for a rule of their own; by name without the namespace. Those that
+#: add something can also fail for what they add, which is a mistake on any device.
+_OWN_RULES = ("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2")
+#: Operators whose factors must have one dtype: TORCH_CHECKs of ATen/native/cuda/Blas.cpp that meta kernels lack.
+_ONE_DTYPE = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
+
+
+def mixed_dtypes(record: Matmul) -> str:
+    """Returns torch's message for two factors of different dtypes; "" where the operator takes them."""
+    a, b = record.a, record.b
+    if a is None or b is None or a.dtype == b.dtype:
+        return ""
+    if record.op.partition("::")[2] in _ONE_DTYPE:
+        return f"mat1 and mat2 must have the same dtype, but got {a.dtype} and {b.dtype}"
+    if record.convolution is not None and record.role == "forward":
+        return f"Input type ({a.dtype}) and weight type ({b.dtype}) should be the same"
+    return ""
+
+
+def result_of_refused(func: Any, records: Sequence[Matmul], error: Exception) -> torch.Tensor | None:
+    """Makes the result, on the meta device, of a product that torch refused for its operands.
+
+    Returns:
+        None where the result is not known, or where missing values were the cause.
+    """
+    name = func._schema.name
+    if len(records) != 1 or func._overloadname != "default":
+        return None
+    if name.partition("::")[2] not in _OWN_RULES and not (records[0].convolution and mixed_dtypes(records[0])):
+        return None
+    out = records[0].out
+    if out is None or meta_cause(error, str(func)):
+        return None
+    dtype = torch.int32 if name == "aten::_int_mm" else getattr(torch, out.dtype, None)
+    return None if dtype is None else torch.empty(out.shape, dtype=dtype, device="meta")

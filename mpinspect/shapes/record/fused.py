@@ -1,6 +1,6 @@
-"""What a GPU computes in one operator and a meta tensor's device would take apart: attention and recurrent layers.
+"""Attention and recurrent layers as a GPU computes them, in one operator, where the meta device would take them apart.
 
-Which attention kernel CUDA takes is ``_fused_sdp_choice_cuda`` in ``ATen/native/transformers/cuda/sdp_utils.cpp``: flash
+Which attention kernel CUDA takes follows ``_fused_sdp_choice_cuda`` in ``ATen/native/transformers/cuda/sdp_utils.cpp``: flash
 before memory-efficient before math, each if its conditions hold and its flag in ``torch.backends.cuda`` is set, as
 ``torch.nn.attention.sdpa_kernel`` sets it. The conditions here are those of Ampere and later.
 """
@@ -34,7 +34,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention of meta tensors by the operator that CUDA would take; of others as it comes."""
+    """Runs scaled_dot_product_attention: on meta tensors by the operator that CUDA would take, on others as it is."""
     backend = sdpa_backend(query, key, value, attn_mask, enable_gqa)
     why = why_math(query, key, value, attn_mask, enable_gqa) if backend == "math" else ""
     if not query.is_meta:
@@ -59,7 +59,7 @@ def attention(
 def sdpa_backend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
 ) -> str:
-    """ "flash", "efficient", "cudnn" or "math": what CUDA takes for these."""
+    """Returns the backend that CUDA takes for these operands: "flash", "efficient", "cudnn" or "math"."""
     if not _fusible(query, key, value, grouped):
         return "math"
     allowed: Any = torch.backends.cuda
@@ -81,7 +81,7 @@ def sdpa_backend(
 def why_math(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
 ) -> str:
-    """Of what CUDA computes by the math path: why, one of MATH_PATHS."""
+    """Returns why CUDA computes these operands by the math path, one of MATH_PATHS."""
     if not (query.dim() == key.dim() == value.dim() == 4):
         return "dimensions"
     if any(one.stride(-1) != 1 for one in (query, key, value)):
@@ -90,7 +90,7 @@ def why_math(
         return "shapes"
     if query.dtype not in (*_HALF, torch.float32):
         return "dtype"
-    # With every switch on, other sizes of a head would do, or else keys of as many heads.
+    # With every switch on, another head size would be fused, or keys with as many heads.
     alignment = 8 if query.dtype in _HALF else 4
     heads_fit = query.shape[1] == key.shape[1]
     if heads_fit and (query.shape[-1] % alignment or value.shape[-1] % alignment):
@@ -102,7 +102,7 @@ def why_math(
 
 
 class _MathPath(threading.local):
-    """``why``: this thread computes attention by the math path, and why; "" while it does not."""
+    """Why this thread computes attention by the math path; "" while it does not."""
 
     why: str = ""
 
@@ -111,7 +111,7 @@ _math_path = _MathPath()
 
 
 def math_path() -> str:
-    """Why the operator that runs is part of torch's unfused attention, one of MATH_PATHS; "" if it is not."""
+    """Returns why the running operator is part of torch's unfused attention, one of MATH_PATHS; "" if it is not."""
     return _math_path.why
 
 
@@ -134,7 +134,7 @@ def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groupe
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Added to the scores: a bool mask becomes zeros and infinities of the query's dtype."""
+    """Returns the mask as it is added to the scores: a bool mask in the query's dtype."""
     added = mask.to(query.dtype) if mask.dtype == torch.bool else mask
     return added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
@@ -179,7 +179,7 @@ def _cudnn_rnn(
     return (output, hy) if cx is None else (output, hy, cy)
 
 
-#: By overload: called with the operator itself and its arguments.
+#: The functions that replace an operator, by overload; called with the operator itself and its arguments.
 FUSED: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     **{

@@ -1,7 +1,7 @@
-"""The matrix products of a step that runs anyway: the script's own, on its own tensors, as it really computes them.
+"""Records the matrix products of a running script's step, on the script's own tensors.
 
-The recorder's mode stands below autograd and passes every operator on as it came, so results are bit-identical. It is entered
-between two steps and left between two others, not around a block: whatever modes the script enters meanwhile are its own.
+The recorder's mode stands below autograd and passes every operator on unchanged, so results are bit-identical. It is entered
+between two steps and left between two others, not around a block, so the script can enter modes of its own meanwhile.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.runtime import own_code
 from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.mode import MatmulMode
-from mpinspect.shapes.record.modules import ModuleCalls
-from mpinspect.shapes.record.parameters import Parameters
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.shapes.records import Matmul, MatmulRecording
 
-#: The way of an operator through the mode.
-_OURS = (*own_code.RECORDING_PRODUCTS, "torch.utils._python_dispatch", "torch._ops", "torch._compile", "torch._dynamo")
-#: How far up the stack the code that copies a tensor is looked for.
+#: Modules whose frames stand between an operator's caller and the mode.
+_ON_THE_WAY = (
+    *own_code.RECORDING_PRODUCTS,
+    "torch.utils._python_dispatch",
+    "torch._ops",
+    "torch._compile",
+    "torch._dynamo",
+)
+#: How many frames up the stack the code that copies a tensor is searched.
 _FRAMES = 12
 
 
 def obstacle(models: Iterable[torch.nn.Module]) -> str:
-    """Why a step can't be recorded now; "" where it can."""
+    """Returns why a step can't be recorded now; "" where it can."""
     if torch._C._len_torch_dispatch_stack():
         return "the script has entered a torch dispatch mode of its own"
     dynamo = sys.modules.get("torch._dynamo.utils")
@@ -48,7 +53,7 @@ class LiveMatmuls:
     """Records from ``begin`` to ``end``, on the calling thread and on autograd's.
 
     Args:
-        models: by name; of several the names lead the paths.
+        models: the models by name; where there are several, the names begin the modules' paths.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
@@ -61,7 +66,7 @@ class LiveMatmuls:
 
     @property
     def in_optimizer(self) -> bool:
-        """Whether an optimizer steps: what it multiplies outside of modules is not the model's."""
+        """Whether an optimizer is stepping: its products outside of modules are not recorded."""
         return self._mode.in_optimizer
 
     @in_optimizer.setter
@@ -69,14 +74,14 @@ class LiveMatmuls:
         self._mode.in_optimizer = value
 
     def begin(self) -> None:
-        """Enter the mode and hook the modules."""
+        """Enters the mode and hooks the modules."""
         self._thread = threading.get_ident()
         self._calls.follow()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._mode.recording = True
 
     def end(self, stopped: str = "") -> MatmulRecording | None:
-        """Leave the mode and take the hooks off; None where no product ran.
+        """Leaves the mode, removes the hooks and returns the recording; None where no product ran.
 
         Args:
             stopped: why the step did not come to its end, "" if it did.
@@ -101,17 +106,17 @@ class LiveMatmuls:
         )
 
     def abandon(self) -> None:
-        """Record no more, and leave if that is possible now."""
+        """Stops recording, and leaves the mode if that is possible now."""
         self._mode.recording = False
         self._calls.unfollow()
-        # Modes are a thread's own: where that has ended, so has its mode.
+        # Modes belong to a thread and end with it.
         if not self.leave() and self._thread == threading.get_ident():
             self._mode.notes.append(
                 "the script entered a torch dispatch mode of its own while its step was recorded: some of it may be missing"
             )
 
     def leave(self) -> bool:
-        """Leave the mode; False while one that the script entered stands above it: until then ours passes everything on."""
+        """Leaves the mode. Returns False while a mode of the script's stands above it; this one then passes everything on."""
         if not self._left and _get_current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._left = True
@@ -121,11 +126,11 @@ class LiveMatmuls:
 class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     """Passes every operator on; a fault of its own ends the recording and nothing else."""
 
-    #: Or torch would refuse them where a mode is on.
+    #: Without it torch refuses higher-order operators while the mode is on.
     supports_higher_order_operators = True
 
     def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
-        # A device's own autocast says nothing of the single call: 16-bit products are taken as its work.
+        # A device's own autocast does not show in a single call: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
         self.in_optimizer = False
@@ -134,14 +139,14 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs as compiled, unseen, instead of falling back to other kernels."""
+        """Lets compiled code run as compiled, unseen, instead of falling back to other kernels."""
         return True
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward runs something of Python: a forward within it is a recomputation.
+        """Whether a backward runs Python code, so that a forward within it is a recomputation.
 
-        What the engine calls itself is none, though gradients are on where a graph of the backward is made.
+        Calls made by the autograd engine are none, even with gradients enabled (create_graph).
         """
         return torch._C._current_graph_task_id() != -1 and not _called_by_the_engine()
 
@@ -149,7 +154,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     def in_backward(self, value: bool) -> None: ...
 
     def sentences(self) -> list[str]:
-        """What could not be recorded, and why."""
+        """Says what could not be recorded, and why."""
         unreadable = [
             f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes"
             for op, times in self.unreadable.items()
@@ -186,7 +191,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self._fault(error)
 
     def _is_beside_the_step(self) -> bool:
-        """The optimizer's own arithmetic, and validation."""
+        """Whether an operator is the optimizer's own arithmetic, or part of a validation."""
         if torch._C._current_autograd_node() is not None:
             return False
         return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
@@ -199,19 +204,19 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveCalls(ModuleCalls):
-    """Module calls followed by hooks that copies and pickles of the model made meanwhile do not take along."""
+    """Follows module calls by hooks that copies and pickles of the model, made meanwhile, do not inherit."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self._handles = HandleList()
         self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._dtypes: Counter[torch.dtype | None] = Counter()
-        #: Depth at which a forward of evaluation runs, 0 for none.
+        #: Depth of the module at which an evaluation's forward began; 0 while none runs.
         self._evaluates_from = 0
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """That of the autocast around most calls of modules; None where there was none."""
+        """The dtype of the autocast around most module calls; None where there was none."""
         known = [(times, str(dtype), dtype) for dtype, times in self._dtypes.items() if dtype is not None]
         return max(known)[2] if known else None
 
@@ -221,7 +226,7 @@ class _LiveCalls(ModuleCalls):
         return self._evaluates_from > 0
 
     def follow(self) -> None:
-        """Put the hooks on, around the script's own."""
+        """Puts the hooks on, around the script's own."""
         for module in self._modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -231,7 +236,7 @@ class _LiveCalls(ModuleCalls):
             self._handles.add(module.register_forward_hook(leave, always_call=True))
 
     def unfollow(self) -> None:
-        """Take them off."""
+        """Removes the hooks."""
         self._handles.remove_all()
 
     def _enter_live(self, module: torch.nn.Module, args: Any) -> None:
@@ -251,21 +256,21 @@ class _LiveCalls(ModuleCalls):
 def _called_by_the_engine() -> bool:
     """Whether no Python function stands between autograd's engine and the operator."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_OURS):
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_ON_THE_WAY):
         frame = frame.f_back
     # On a GPU the engine has threads of its own.
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """A holder of several, that nobody calls: their paths begin with their names."""
+    """Returns a module, never called, that holds several models, so that their paths begin with their names."""
     holder = torch.nn.Module()
     holder._modules.update(models)
     return holder
 
 
 def _copied_by_us() -> bool:
-    """Whether the counting copies, which goes on meanwhile."""
+    """Whether mpinspect's own counting makes a copy."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame.f_back is None:

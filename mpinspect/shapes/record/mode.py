@@ -1,4 +1,4 @@
-"""The dispatch mode that sees every operator below autograd, and makes records of matrix products and copies."""
+"""The dispatch mode below autograd that records every matrix product and copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.shapes.operators import matmuls_of, product_name
-from mpinspect.shapes.record.failures import first_line
+from mpinspect.shapes.record.attribution import Forward, Forwards, ModuleCalls, Parameters, role_and_parameter
+from mpinspect.shapes.record.failures import first_line, mixed_dtypes, result_of_refused
 from mpinspect.shapes.record.fused import math_path, sdpa_backend
 from mpinspect.shapes.record.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise
-from mpinspect.shapes.record.modules import ModuleCalls
-from mpinspect.shapes.record.parameters import Parameters
-from mpinspect.shapes.record.refused import mixed_dtypes, result_of_refused
-from mpinspect.shapes.record.roles import Forward, Forwards, role_and_parameter
 from mpinspect.shapes.record.values import Values, targets
 from mpinspect.shapes.records import ITEM_SIZES, LayoutCopy, Matmul, Operand
 
@@ -27,7 +24,7 @@ aten = torch.ops.aten
 
 _PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
 _COPIES = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
-#: What is done with an operator: run it, record it, note the copy, take it apart, or remember its result.
+#: What the mode does with an operator: run it, record the product, record the copy, decompose it, or cache its result.
 _PLAIN, _PRODUCT, _COPY, _COMPOSITE, _POINTWISE = range(5)
 #: Bytes: the alignment of base pointers that decides between kernels (NVIDIA, "Matrix Multiplication Background").
 _LINE = 16
@@ -35,15 +32,15 @@ _SIXTEEN_BIT = ("float16", "bfloat16")
 
 
 class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records while it is entered.
+    """Records products and copies while it is entered.
 
     Args:
-        calls: the module calls, followed beside.
-        parameters: what storage belongs to which parameter.
+        calls: tells the running module.
+        parameters: tells the parameter behind a storage.
         autocast: whether autocast is around the model.
-        lowers: tells whether autocast applies to the operator that is running.
-        meta: whether the model runs on meta tensors, so that others are taken along as such.
-        values: those that are kept beside meta tensors; None: none are.
+        lowers: returns whether autocast applies to the running operator.
+        meta: whether the model runs on meta tensors, so that tensors of other devices are replaced by meta tensors.
+        values: the values kept beside meta tensors; None where none are kept.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what was recorded -------------------------------------------------------------------------------------------
 
     def matmuls(self) -> tuple[Matmul, ...]:
-        """In the order of their first call."""
+        """Returns the products, in the order of their first call."""
         return tuple(
             replace(
                 record,
@@ -89,7 +86,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def copies(self) -> tuple[LayoutCopy, ...]:
-        """In the order of their first call; bytes of all calls, read and written."""
+        """Returns the copies, in the order of their first call; bytes are those of all calls, read and written."""
         return tuple(
             LayoutCopy(self.calls.paths[module], kind, moved, times)
             for (module, kind), (moved, times) in self._copies.items()
@@ -101,7 +98,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(one.__torch_dispatch__ is not _PLAIN_TENSOR for one in types):
-            # A subclass (nested, sharded, quantised): it comes back with the operators that it is made of.
+            # A subclass (nested, sharded, quantised) calls again, with the operators that it is made of.
             return NotImplemented
         kind = self._kinds.get(func)
         if kind is None:
@@ -113,7 +110,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = self._run(func, args, kwargs or {}, kind)
         except Exception as error:
-            # The run goes on where the result is known without the operator: what comes after is recorded too.
+            # Where the result is known without the operator the run goes on, and later products are recorded too.
             result = result_of_refused(func, self._records(func, args, None), error) if kind == _PRODUCT else None
             if result is None or not self.meta:
                 raise
@@ -137,7 +134,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
 
     def _run_bare(self, kind: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Whatever values are known; meta tensors beside others are enough."""
+        """Runs an operator without values; where it fails on meta tensors, replaces the result or the other devices' tensors."""
         try:
             if kind == _POINTWISE and self.meta:
                 return self._pointwise.run(func, args, kwargs)
@@ -240,14 +237,14 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record.dtype in _SIXTEEN_BIT and (forward is None or bool(forward.autocast))
 
     def _in_cell(self, module: int, record: Matmul) -> Matmul:
-        """Products of recurrent cells, and of layers that a CPU takes apart."""
+        """Marks products of recurrent cells, and of recurrent layers that a CPU takes apart, as recurrent."""
         recurrent = isinstance(self.calls.module(module), (torch.nn.RNNBase, torch.nn.RNNCellBase))
         return replace(record, kind="recurrent") if recurrent and record.kind == "gemm" else record
 
     def _add_recurrent(
         self, module: int, args: tuple[Any, ...], records: tuple[Matmul, ...], applied: bool | None
     ) -> None:
-        """Their ``parameter`` is the weight's name within its layer. Of frozen weights there is no wgrad."""
+        """Adds the products of a recurrent layer, under the weights' full names; frozen weights have no wgrad."""
         for record in records:
             if record.op.startswith("aten::mkldnn"):  # of one layer and direction, which its weights tell
                 weight = args[1 if record.parameter.startswith("weight_ih") else 2]
@@ -286,7 +283,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operand(tensor: torch.Tensor) -> Operand | None:
-    """A tensor's shape, strides, dtype and offset; None for those that have no strides (sparse, nested)."""
+    """Returns a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested)."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return Operand(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype], int(tensor.storage_offset()))
@@ -315,14 +312,14 @@ def _kind(func: Any) -> int:
 
 
 def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor with values is to be changed by one without: what is asked of it later would be what it held before."""
+    """Whether a meta tensor is written to a tensor with values, which would later be read as if nothing had been written."""
     if all(one.is_meta for one in targets(func, args, kwargs)):
         return False
     return any(isinstance(one, torch.Tensor) and one.is_meta for one in (*args, *kwargs.values()))
 
 
 def _is_composite(func: Any) -> bool:
-    """Only in inference mode do these come here whole."""
+    """Whether an operator is made of others; such operators reach a mode only in inference mode."""
     keys = torch._C.DispatchKey
     return bool(func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd))
 
@@ -346,7 +343,7 @@ def _scalar(value: Any) -> object:
 
 
 def _factors(record: Matmul, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The two tensors that are multiplied: behind what is added, in the operators named add..."""
+    """Returns the two tensors that are multiplied; operators named add... take what they add first."""
     start = 1 if "add" in record.op else 0
     tensors = [value for value in args[start:] if isinstance(value, torch.Tensor)]
     return (*tensors[:2], None, None)[:2]  # type: ignore[return-value]
@@ -359,7 +356,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _aligned(record: Matmul) -> Matmul:
-    """Offsets only as far as a kernel could tell them apart: slices of a step loop are equal calls."""
+    """Reduces offsets to their place within 16 bytes, all that kernels distinguish, so that slices of a loop are equal calls."""
     a, b, out = record.a, record.b, record.out
     if not ((a and a.offset) or (b and b.offset) or (out and out.offset)):
         return record
@@ -373,7 +370,7 @@ def _within_line(one: Operand | None) -> Operand | None:
 
 
 def _with_backend(record: Matmul, args: tuple[Any, ...]) -> Matmul:
-    """A CPU's attention kernel, by the name of the one that a GPU would take."""
+    """Names the backend that a GPU would take, in the record of a CPU's attention kernel."""
     if record.attention is None or not record.op.partition("::")[2].startswith(
         "_scaled_dot_product_flash_attention_for_cpu"
     ):

@@ -1,4 +1,4 @@
-"""``record_matmuls``: every matrix product that a model computes in one forward and backward, seen at the dispatcher."""
+"""``record_matmuls``: runs a model once and records every matrix product of its forward and backward."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ import torch
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.runtime.emulation import half_arithmetic
+from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.autocast import as_on_cuda, autocast_around, lowering
 from mpinspect.shapes.record.failures import RecordingError, first_line, meta_cause, reason
-from mpinspect.shapes.record.inputs import losses, on_meta, own_copy, replaced
 from mpinspect.shapes.record.mode import MatmulMode
-from mpinspect.shapes.record.modules import ModuleCalls
-from mpinspect.shapes.record.parameters import Parameters
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
-from mpinspect.shapes.record.state import LazyModelError, standing_in
+from mpinspect.shapes.record.stand_ins import LazyModelError, losses, on_meta, own_copy, replaced, standing_in
 from mpinspect.shapes.record.values import (
     COMPUTED,
+    FunctionValues,
     Lack,
-    Spoken,
     Values,
     argument_without_values,
     buffer_without_values,
     forget,
-    of,
     stand_in,
+    values_of,
 )
 from mpinspect.shapes.records import MatmulRecording
 
@@ -48,11 +46,11 @@ def record_matmuls(
     backward: bool = True,
     device: str = "meta",
 ) -> MatmulRecording:
-    """Run a model once and record its matrix products; the model, its gradients and random states are left as they were.
+    """Runs a model once and records its matrix products; restores the model, its gradients and the random states.
 
     Args:
-        model: any module, in train or eval mode as it is to be judged. Compiled ones run eagerly; of a DataParallel or
-            DistributedDataParallel wrapper the module inside is run.
+        model: any module, in the train or eval mode to be judged. Compiled modules run eagerly; of a DataParallel or
+            DistributedDataParallel wrapper the module inside runs.
         args: positional arguments of its forward, or the only one; tensors may be nested in tuples, lists, mappings and
             dataclasses.
         kwargs: named arguments likewise.
@@ -83,7 +81,7 @@ def record_matmuls(
     try:
         attempt = run.attempt()
         if attempt.lacks_values and run.device == "meta":
-            # Keeping values takes time: few models ask for any.
+            # Keeping values takes time, and few models read any: only where the first attempt lacked one.
             second = run.attempt(Values())
             attempt = second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
     except LazyModelError as error:
@@ -110,7 +108,16 @@ def record_matmuls(
 
 @dataclass
 class _Attempt:
-    """What one run gave. ``lacks_values``: it stopped where a meta tensor has no values; ``stopped``: where and why."""
+    """The outcome of one run.
+
+    Args:
+        mode: what it recorded.
+        notes: sentences on what could not be recorded.
+        error: what stopped it, None if nothing did.
+        lacks_values: whether it stopped for the value of a meta tensor.
+        backward: whether a backward was begun.
+        stopped: where and why it stopped, "" if it did not.
+    """
 
     mode: MatmulMode
     notes: list[str]
@@ -130,10 +137,10 @@ class _Run:
     device: str
 
     def attempt(self, values: Values | None = None) -> _Attempt:
-        """Run the model on stand-ins: of its parameters, its buffers and its arguments.
+        """Runs the model on stand-ins of its parameters, buffers and arguments.
 
         Args:
-            values: keeps values beside meta tensors; None: none are kept.
+            values: keeps values beside meta tensors; None keeps none.
         """
         calls = ModuleCalls(self.model)
 
@@ -151,13 +158,13 @@ class _Run:
             parameters = Parameters(self.model, stand_ins)
             if values is not None:
                 for name, buffer in self.model.named_buffers():
-                    if of(buffer) is None:
+                    if values_of(buffer) is None:
                         forget(buffer, buffer_without_values(name))
             mode = MatmulMode(
                 calls,
                 parameters,
                 autocast=self.dtype is not None,
-                # A GPU's own autocast says nothing of the single call: 16-bit products are taken as its work.
+                # A GPU's own autocast does not show in a single call: 16-bit products count as cast.
                 lowers=_always if self.device == "cuda" else lowering,
                 meta=self.device == "meta",
                 values=values,
@@ -171,7 +178,7 @@ class _Run:
         return attempt
 
     def _given(self, change: Callable[[torch.Tensor, Lack], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of the forward, changed; each by its name."""
+        """Returns the forward's arguments with their tensors changed."""
         names = _names(self.model, len(self.args))
 
         def changed(name: str, value: Any) -> Any:
@@ -183,7 +190,7 @@ class _Run:
     @contextmanager
     def _surroundings(self, calls: ModuleCalls, mode: MatmulMode) -> Iterator[None]:
         with ExitStack() as stack:
-            # On this thread, whose modes and calls are followed.
+            # The backward stays on this thread, whose modes and calls are followed.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(calls.followed())
             if self.device != "cuda":
@@ -192,7 +199,7 @@ class _Run:
                 stack.enter_context(half_arithmetic())
             stack.enter_context(mode)
             if mode.values is not None:
-                stack.enter_context(Spoken())
+                stack.enter_context(FunctionValues())
             yield
 
     def _forward(self, attempt: _Attempt, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -250,7 +257,7 @@ def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, 
 
 
 def _names(model: torch.nn.Module, count: int) -> list[str]:
-    """Of a forward's first positional arguments; their places, from 1, where it does not name them."""
+    """Returns the names of a forward's first positional arguments, or their places, from 1, where they have no names."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -312,7 +319,7 @@ def _parameter_on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled modules run as plain Python."""
+    """Runs compiled modules eagerly within the block."""
     if "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -322,7 +329,7 @@ def _eager() -> Iterator[None]:
 
 @contextmanager
 def _grad_mode(wanted: bool) -> Iterator[None]:
-    """Whatever mode the caller is in."""
+    """Switches gradients on or off within the block, whatever the caller's mode."""
     with torch.inference_mode(False), torch.set_grad_enabled(wanted):
         yield
 

@@ -1,4 +1,4 @@
-"""What of a model's sizes a user can change, under the names that the user gave them."""
+"""The sizes of a model that a user can change, under the user's names; tied embeddings; and torch's TF32 switches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mpinspect.shapes.record.modules import plain_path
+from mpinspect.shapes.record.attribution import plain_path
 
-#: Names that one value gets at most.
+#: The most names that are kept for one value.
 _MOST_NAMES = 6
 #: A module's sizes, as torch's layers and Transformers' models call them.
 _ATTRIBUTES = (
@@ -35,7 +35,7 @@ _ATTRIBUTES = (
 
 
 def named_sizes(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
-    """Names of integer sizes of a model by value, a configuration's first: {30522: ("config.vocab_size",)}. 0 and 1 are none."""
+    """Returns the names of a model's sizes above 1 by value, the configuration's first: {30522: ("config.vocab_size",)}."""
     names: dict[int, list[str]] = {}
     for name, value in (*_of_config(model), *_of_modules(model)):
         known = names.setdefault(value, [])
@@ -45,7 +45,7 @@ def named_sizes(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
-    """Weights of other modules that are an embedding's too, by their names: {"lm_head.weight": "wte.weight"}."""
+    """Returns the weights of other modules that are an embedding's too: {"lm_head.weight": "wte.weight"}."""
     tables: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding):
@@ -60,7 +60,7 @@ def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
 
 
 def allowed_tf32() -> dict[str, bool]:
-    """Whether torch lets FP32 products be computed in TF32, by its settings: "matmul" (cuBLAS) and "convolution" (cuDNN)."""
+    """Returns whether torch may compute FP32 products in TF32, by its switches: "matmul" (cuBLAS) and "convolution" (cuDNN)."""
     backends: Any = torch.backends
     if hasattr(backends.cudnn, "conv"):  # torch.backends.cudnn.conv.fp32_precision, since torch 2.9
         matmul, convolution = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
@@ -75,7 +75,7 @@ def _of_config(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _integers(config: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    """A configuration's own, then those of configurations within it (text_config, vision_config)."""
+    """Yields a configuration's sizes, then those of configurations within it (text_config, vision_config)."""
     entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     public = [(name, value) for name, value in entries.items() if isinstance(name, str) and not name.startswith("_")]
     yield from ((f"{path}.{name}", value) for name, value in public if _is_size(value) and not name.endswith("_id"))

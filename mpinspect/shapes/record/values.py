@@ -1,9 +1,9 @@
-"""Values beside meta tensors, for models that ask for one on the way: of the arguments, and of what a model makes itself.
+"""Keeps values beside meta tensors, for models whose forward reads a value of a tensor.
 
 A meta tensor has a storage without memory. Where its values follow from what is given (arguments, buffers, ``ones``, ``arange``,
-...) this module keeps real memory beside that storage, so that every view of it shows the same values and a change in place is
-seen by all of them. An operator whose operands all have values is computed on the CPU too; the result of any other has none.
-Nothing is guessed of what a model computes from its weights, by a matrix product or at random, but that it is finite.
+...) this module keeps real memory beside that storage, so that all views show the same values and see changes in place. An
+operator whose operands all have values is computed on the CPU too; the result of any other has none. What a model computes from
+its weights, by a matrix product or at random, has no values and is assumed to be finite.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpinspect.shapes.operators import product_name
-from mpinspect.shapes.record.inputs import on_meta
+from mpinspect.shapes.record.stand_ins import on_meta
 
 aten = torch.ops.aten
 
-#: Of the largest tensor whose values are kept: 2^21 elements of int64, 2^24 of bool, some 5 ms of a pointwise operator.
+#: Size of the largest tensor whose values are kept: 2^21 elements of int64, 2^24 of bool, some 5 ms of a pointwise operator.
 MOST_BYTES = 1 << 24
-#: On the storage of a meta tensor: its values, or why it has none. Storages keep their attributes as long as they live.
+#: Attribute of a meta tensor's storage that holds its values, or why it has none. Storages keep attributes while they live.
 _BESIDE = "_mpinspect_values"
-#: Leave memory as they find it. Nobody may rely on what is there, so that zeros are as good as anything.
+#: Operators that leave memory uninitialised, which no model may read: zeros will do.
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-#: Functions of a shape alone, though they may take a tensor: how the value is found among the arguments.
+#: How the value of each operator's result, which depends on a shape alone, is found among the arguments.
 _FILLED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("zeros_like", "new_zeros", *_EMPTY), lambda args: 0),
     **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1),
     "full_like": lambda args: args[1],
     "new_full": lambda args: args[2],
 }
-#: Some of whose results are on the CPU, wherever the operands are.
+#: Operators with results on the CPU, wherever the operands are.
 _PARTLY_ON_HOST = (aten._pack_padded_sequence.default,)
-#: Functions that build a tensor on the meta device without telling any dispatcher of its values.
-_SILENT = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
-#: Functions that make an index of a list of numbers likewise.
+#: Functions that build a tensor from numbers on the meta device without a dispatched operator.
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+#: Functions that make an index from a list of numbers likewise.
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-#: Functions that read a tensor on the CPU without telling any dispatcher.
+#: Functions that read a tensor on the CPU without a dispatched operator.
 _HOST_ONLY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
-#: What they say of a finite number.
+#: Functions that test for finite numbers, and their answer for one.
 _FINITE: dict[Any, bool] = {
     **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
     **dict.fromkeys((torch.isinf, torch.Tensor.isinf, torch.isnan, torch.Tensor.isnan), False),
@@ -56,7 +56,7 @@ class Lack:
     """Why a tensor has no values.
 
     Args:
-        why: said of the tensor, as "follows from ...".
+        why: completes "that tensor ...", as "follows from ...".
         give: what to do about it.
     """
 
@@ -64,7 +64,7 @@ class Lack:
     give: str
 
 
-#: Of what nothing more is known.
+#: Why a tensor has no values that the model computes.
 COMPUTED = Lack(
     "is computed by the model from its weights, by a matrix product or at random",
     "record a real run, with device='real', mpinspect lint --real or mpinspect run --lint",
@@ -73,7 +73,7 @@ TOO_LARGE = Lack(f"is larger than {MOST_BYTES >> 20} MiB, the most whose values 
 
 
 def argument_without_values(name: str) -> Lack:
-    """Of an argument of the forward that was given on the meta device."""
+    """Explains the missing values of an argument of the forward that was given on the meta device."""
     return Lack(
         f"follows from the argument {name!r}, which was given without values",
         f"give {name!r} as a tensor with values, on the CPU",
@@ -81,7 +81,7 @@ def argument_without_values(name: str) -> Lack:
 
 
 def buffer_without_values(name: str) -> Lack:
-    """Of a buffer of a model that was built on the meta device."""
+    """Explains the missing values of a buffer of a model that was built on the meta device."""
     return Lack(
         f"follows from the buffer {name!r}, which has no values on the meta device",
         "build the model on the CPU (mpinspect lint --real does)",
@@ -91,15 +91,15 @@ def buffer_without_values(name: str) -> Lack:
 # -- what is kept --------------------------------------------------------------------------------------------------------
 
 
-def of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor, in memory that they share with those of its views; None where they are not known."""
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the values of a tensor, in memory shared with its views' values; None where they are not known."""
     if _lack(tensor) is not None:
         return None
     return _shown(_beside(tensor), tensor) if tensor.is_meta else tensor
 
 
-def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Keep the values of a new meta tensor, unless they are too many."""
+def keep(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Keeps the values of a new meta tensor, unless it is too large."""
     storage = tensor.untyped_storage()
     if storage.nbytes() > MOST_BYTES:
         forget(tensor, TOO_LARGE)
@@ -110,13 +110,13 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def forget(tensor: torch.Tensor, lack: Lack = COMPUTED) -> None:
-    """The values of a tensor's storage, and so of all its views, are not known (any more)."""
+    """Notes that the values of a tensor's storage, and so of all its views, are not known (any more)."""
     if _is_plain(tensor):
         setattr(tensor.untyped_storage(), _BESIDE, lack)
 
 
 def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
-    """``on_meta`` with the tensor's values; where it has none itself, with why."""
+    """Makes a meta tensor with the tensor's values, or with the reason why it has none."""
     made = on_meta(tensor)
     if made is tensor or not _is_plain(tensor):
         return made
@@ -127,14 +127,14 @@ def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
     elif length > MOST_BYTES:
         forget(made, TOO_LARGE)
     elif beside.nbytes() >= length:
-        # With what lies between the elements of a slice, which a view can reach.
+        # Includes what lies between the elements of a slice: a view can reach it.
         stored = torch.empty(0, dtype=torch.uint8, device=beside.device).set_(beside, 0, (length,), (1,))
         setattr(made.untyped_storage(), _BESIDE, stored.cpu().clone().untyped_storage())
     return made
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether memory, sizes and strides tell all of a tensor."""
+    """Whether memory, sizes and strides determine a tensor's values."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and not tensor.is_conj() and not tensor.is_neg()
 
@@ -144,7 +144,7 @@ def _beside(tensor: torch.Tensor) -> Any:
 
 
 def _lack(tensor: torch.Tensor) -> Lack | None:
-    """Why a tensor has no values; None where it has."""
+    """Returns why a tensor has no values; None where it has."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return COMPUTED
     storage = tensor.untyped_storage()
@@ -153,7 +153,7 @@ def _lack(tensor: torch.Tensor) -> Lack | None:
         return COMPUTED if tensor.is_meta else None
     if isinstance(beside, Lack):
         return beside
-    # A storage that was made larger meanwhile shows more than is known.
+    # A storage that was resized holds more than is known.
     return None if beside.nbytes() >= storage.nbytes() and _is_plain(tensor) else COMPUTED
 
 
@@ -167,14 +167,14 @@ def _shown(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What an operator does.
+    """How an operator treats values.
 
     Args:
         name: without the namespace.
         lack: why its results never have values; None where they follow from its operands.
-        writes: whether it changes values in place; what only changes sizes and strides (squeeze_) does not.
-        shows: whether its results show its operands' memory.
-        asks: whether its results, or their shapes, tell values to the host.
+        writes: whether it changes values in place, and not only sizes and strides as squeeze_ does.
+        shows: whether its results are views of its operands.
+        asks: whether the host learns values from its results or their shapes.
     """
 
     name: str
@@ -199,7 +199,7 @@ class _Rule:
 
 
 def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes to."""
+    """Returns the tensors that an operator writes to."""
     found = [
         args[place] if place < len(args) else kwargs.get(one.name)
         for place, one in enumerate(func._schema.arguments)
@@ -209,18 +209,20 @@ def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
 
 
 class Values:
-    """Carries values on from operator to operator."""
+    """Computes the values of each operator's results from those of its operands."""
 
     def __init__(self) -> None:
-        #: The last error for want of a value, and of what tensor.
+        #: The last error caused by a missing value, and why that is missing.
         self.lacked: tuple[BaseException, Lack] | None = None
         self._rules: dict[Any, _Rule] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
-        """What ``run(func, args, kwargs)`` gives, with values where they are known, or what the values alone tell.
+        """Returns the result of ``run(func, args, kwargs)``, with values where they are known.
+
+        Where ``run`` fails and all values are known, they alone give the result.
 
         Raises:
-            Exception: whatever ``run`` raises, where the values are not known that it would take.
+            Exception: what ``run`` raises, where a value that it needs is not known.
         """
         rule = self._rules.get(func)
         if rule is None:
@@ -229,8 +231,8 @@ class Values:
         here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
         written = targets(func, args, kwargs) if rule.writes else []
         if here:
-            return self._here(rule, func, args, kwargs, _worst(tensors))
-        lack = rule.lack or _worst(tensors)
+            return self._run_on_cpu(rule, func, args, kwargs, _deciding_lack(tensors))
+        lack = rule.lack or _deciding_lack(tensors)
         if lack is None and any(not one.is_meta for one in written):
             return _computed(func, args, kwargs)
         try:
@@ -250,11 +252,11 @@ class Values:
         if written:
             _write(func, args, kwargs, written, lack)
         elif not rule.shows and not _in_engine():
-            _carry(rule, func, args, kwargs, result, lack)
+            _keep_results(rule, func, args, kwargs, result, lack)
         return result
 
-    def _here(self, rule: _Rule, func: Any, args: Any, kwargs: Any, lack: Lack | None) -> Any:
-        """On the CPU, where a tensor's memory is its values unless something unknown was to be written to it."""
+    def _run_on_cpu(self, rule: _Rule, func: Any, args: Any, kwargs: Any, lack: Lack | None) -> Any:
+        """Runs an operator on CPU tensors, whose memory is their values unless unknown ones were to be written to it."""
         if lack is not None and rule.asks:
             error = RuntimeError("the tensor holds a result of meta tensors, which have no data")
             self.lacked = (error, lack)
@@ -267,12 +269,12 @@ class Values:
 
 
 def _in_engine() -> bool:
-    """Whether a function of autograd's engine runs: no model asks for gradients' values. A recomputation has grad mode on."""
+    """Whether the autograd engine runs, whose values no model reads. A recomputation within it has grad mode on."""
     return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
-def _worst(tensors: Iterable[torch.Tensor]) -> Lack | None:
-    """The lack that no other mends: of what is computed nothing can be given."""
+def _deciding_lack(tensors: Iterable[torch.Tensor]) -> Lack | None:
+    """Returns the lack that decides for a result: a computed operand before a too large one before others; None without any."""
     worst = None
     for one in tensors:
         lack = _lack(one)
@@ -286,7 +288,7 @@ def _worst(tensors: Iterable[torch.Tensor]) -> Lack | None:
 def _write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor], lack: Lack | None
 ) -> None:
-    """To the values of what an operator writes to; they are forgotten where what is written is not known."""
+    """Updates the values of the tensors that an operator writes to; forgets them where what is written is not known."""
     if lack is None:
         try:
             _computed(func, args, kwargs)
@@ -297,10 +299,10 @@ def _write(
             forget(one, lack)
 
 
-def _carry(
+def _keep_results(
     rule: _Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lack: Lack | None
 ) -> None:
-    """The values of new tensors, or why they have none."""
+    """Keeps the values of new tensors, or why they have none."""
     if rule.name in _FILLED:
         lack = None
     if lack is COMPUTED:
@@ -314,22 +316,22 @@ def _carry(
         except Exception:
             return
         for one, value in zip(made, values, strict=False):
-            # _unsafe_view shows its operand, whose values are known.
+            # The result of _unsafe_view is a view, and has its operand's values already.
             if one.is_meta and _beside(one) is None and (one.shape, one.dtype) == (value.shape, value.dtype):
-                give(one, value)
+                keep(one, value)
     if lack is not None:
         for one in made:
             forget(one, lack)
 
 
 def _filled(rule: _Rule, like: torch.Tensor, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The result of an operator that reads no more than the shape of a tensor; nothing of any other."""
+    """Returns the result of an operator that depends on a shape alone, in a list; an empty list for any other."""
     fill = _FILLED.get(rule.name)
     return [] if fill is None else [torch.full(like.shape, fill(args), dtype=like.dtype)]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives for the values of its operands."""
+    """Runs an operator on the values of its operands."""
     named = {name: _valued(one) for name, one in kwargs.items()}
     if _on_meta(kwargs):
         named["device"] = torch.device("cpu")
@@ -338,12 +340,12 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _valued(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return of(value)
+        return values_of(value)
     return type(value)(map(_valued, value)) if type(value) in (list, tuple) else value
 
 
 def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
-    """What an operator gives for indices, masks and lengths on the CPU, those of them whose values are known."""
+    """Runs an operator with indices, masks and lengths replaced by their values, where these are known."""
     if func is aten.masked_select.default:
         source, mask = args
         shape = torch.broadcast_shapes(source.shape, mask.shape)  # type: ignore[no-untyped-call]
@@ -354,18 +356,18 @@ def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run:
 def _as_index(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         whole = not value.is_floating_point() and not value.is_complex()
-        return of(value) if whole and value.is_meta and _lack(value) is None else value
+        return values_of(value) if whole and value.is_meta and _lack(value) is None else value
     return type(value)(map(_as_index, value)) if type(value) in (list, tuple) else value
 
 
 def _placed(result: Any, kwargs: dict[str, Any]) -> Any:
-    """What was computed on the CPU, on the meta device unless the operator was to bring it to the CPU."""
+    """Moves results from the CPU to the meta device, unless the operator itself moves to the CPU."""
     device = kwargs.get("device")
     if device is not None and device.type == "cpu":
         return result
     if isinstance(result, torch.Tensor):
         made = on_meta(result.detach())
-        give(made, result)
+        keep(made, result)
         return made
     return type(result)(_placed(one, kwargs) for one in result) if type(result) in (list, tuple) else result
 
@@ -385,20 +387,20 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 # -- tensors made without an operator --------------------------------------------------------------------------------------
 
 
-class Spoken(TorchFunctionMode):
-    """Tensors that Python's numbers are made into on the meta device reach the dispatcher, with the numbers.
+class FunctionValues(TorchFunctionMode):
+    """Keeps or answers with values in functions that dispatch no operator: tensors from numbers, indexing, ``numpy()``.
 
-    What has no values is taken as finite: models ask for that (``torch.isfinite(x).all()``) before they clamp in FP16.
+    Tensors without values count as finite: models check that (``torch.isfinite(x).all()``) before they clamp in FP16.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SILENT:
-            made = _spoken(func, args, kwargs)
+        if func in _FROM_NUMBERS:
+            made = _from_numbers(func, args, kwargs)
             if made is not None:
                 return made
         elif func in _INDEXING and args[0].is_meta:
-            args = (args[0], _listed(args[1]), *args[2:])
+            args = (args[0], _with_tensors(args[1]), *args[2:])
         elif func in _FINITE and _is_computed(args):
             known = torch.full((), _FINITE[func], dtype=torch.bool).to("meta")
             return known.expand(func(*args, **kwargs).shape)
@@ -407,10 +409,10 @@ class Spoken(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _listed(index: Any) -> Any:
-    """An index whose lists of numbers are tensors on the CPU, where their values are known."""
+def _with_tensors(index: Any) -> Any:
+    """Replaces lists of numbers in an index by tensors on the CPU, whose values are known."""
     if isinstance(index, tuple):
-        return tuple(map(_listed, index))
+        return tuple(map(_with_tensors, index))
     return torch.tensor(index) if isinstance(index, list) and index and _is_numbers(index) else index
 
 
@@ -419,12 +421,12 @@ def _is_numbers(index: list[Any]) -> bool:
 
 
 def _is_computed(args: tuple[Any, ...]) -> bool:
-    """Whether a function's one argument is a meta tensor without values."""
+    """Whether a function's only argument is a meta tensor without values."""
     return len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].is_meta and _lack(args[0]) is not None
 
 
-def _spoken(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """A tensor made of numbers for the meta device, by way of the CPU; None for any other, or where that fails."""
+def _from_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Makes a tensor of numbers on the CPU and moves it to the meta device; None for other data, or where that fails."""
     data = args[1:] if func is torch.Tensor.new_tensor else args
     owner = args[0] if func is torch.Tensor.new_tensor else None
     device = kwargs.get("device")

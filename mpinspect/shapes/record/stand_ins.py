@@ -1,21 +1,25 @@
-"""A model run on stand-ins of its tensors, so that nothing of its own is touched: meta tensors, or leaves of the same memory.
+"""Runs a model on stand-ins of its tensors and arguments, meta tensors or leaves of the same memory, and restores it afterwards.
 
 Everything that a forward may change in a module is an entry of its ``__dict__``: parameters, buffers, hooks, train/eval flag,
-what it keeps for later. A shallow copy of these entries and of the containers among them is put back afterwards.
+what it keeps for later. A shallow copy of these entries and of the containers among them is put back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 
+from mpinspect.runtime.outputs import tensors_in
 from mpinspect.runtime.untouched import RandomState
 
-#: Hooks that act on the very parameters they were made for, or on what they see, and would see stand-ins: ours, and sharding's.
+#: Modules whose hooks are taken off because stand-ins would mislead them: mpinspect's own, and those of sharding.
 _INERT = ("mpinspect.", "torch.distributed.")
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -27,15 +31,15 @@ class LazyModelError(ValueError):
 
 @contextmanager
 def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTensor) -> Iterator[dict[int, torch.Tensor]]:
-    """Within the block parameters and buffers are other tensors (tied ones once); afterwards all is as before.
+    """Replaces parameters and buffers within the block (tied ones once), and restores everything afterwards.
 
     Args:
         model: any module.
-        parameter: from a parameter, detached, to the tensor of its stand-in.
-        buffer: likewise for buffers.
+        parameter: makes the tensor of a stand-in from a detached parameter.
+        buffer: likewise from a buffer.
 
     Yields:
-        stand-ins by the id of the tensor that they stand for.
+        The stand-ins, by the id of the tensor that they stand for.
 
     Raises:
         LazyModelError: a lazy module that has not run yet.
@@ -58,7 +62,7 @@ def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTenso
         for module in modules:
             _replace(module.__dict__, stand_ins)
             _silence(module)
-        # Code may hold a parameter in some other way: its gradient must not be added to the user's.
+        # The model may hold a parameter outside its modules: its gradient must not be added to the user's.
         for tensor, _ in gradients:
             tensor.grad = None
         yield stand_ins
@@ -74,7 +78,7 @@ def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTenso
 
 
 class _Entries:
-    """A ``__dict__`` and the containers in it."""
+    """Remembers a ``__dict__`` and the containers in it."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         self.entries = entries
@@ -128,7 +132,7 @@ def _stand_in(tensor: torch.Tensor, parameter: MakeTensor, buffer: MakeTensor) -
 
 
 def _replace(entries: dict[str, Any], stand_ins: dict[int, torch.Tensor]) -> None:
-    """In the entries and in containers among them: ``_parameters``, ``_buffers``, a list that an RNN keeps of its weights."""
+    """Replaces tensors in a ``__dict__`` and in its containers: ``_parameters``, ``_buffers``, the list of an RNN's weights."""
     for name, value in entries.items():
         if isinstance(value, torch.Tensor):
             entries[name] = stand_ins.get(id(value), value)
@@ -157,3 +161,93 @@ def _silence(module: torch.nn.Module) -> None:
 def _origin(hook: Any) -> str:
     inner = getattr(hook, "func", hook)  # functools.partial
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
+
+
+#: Deeper nesting belongs to some object's internals.
+_MAX_DEPTH = 8
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def replaced(value: Any, change: Change, depth: int = 0) -> Any:
+    """Returns a copy of nested tuples, lists, mappings and dataclasses with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if depth > _MAX_DEPTH or value is None or isinstance(value, (str, bytes, int, float)):
+        return value
+    if isinstance(value, PackedSequence):
+        # The host reads the batch sizes, on whatever device the data is.
+        order = [None if one is None else change(one) for one in (value.sorted_indices, value.unsorted_indices)]
+        made: Any = PackedSequence
+        return made(change(value.data), value.batch_sizes, *order)
+    if isinstance(value, tuple):
+        items = [replaced(item, change, depth + 1) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [replaced(item, change, depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        return _mapping(value, change, depth)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _dataclass(value, change, depth)
+    return value
+
+
+def _mapping(value: Mapping[Any, Any], change: Change, depth: int) -> Any:
+    items = {key: replaced(item, change, depth + 1) for key, item in value.items()}
+    if type(value) is dict:
+        return items
+    try:
+        made = copy.copy(value)
+        if hasattr(made, "data") and isinstance(made.data, dict):  # UserDict, Transformers' BatchEncoding
+            made.data = dict(made.data)
+        made.update(items)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return items
+    return made
+
+
+def _dataclass(value: Any, change: Change, depth: int) -> Any:
+    made = copy.copy(value)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            object.__setattr__(made, field.name, replaced(getattr(value, field.name), change, depth + 1))
+    return made
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes a meta tensor of the same shape, strides, offset and dtype, a leaf that requires a gradient if this one does."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    if offset and tensor.numel():
+        length = offset + 1 + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
+        made = torch.empty(length, dtype=tensor.dtype, device="meta").as_strided(size, stride, offset)
+    else:
+        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies an argument on its device, since a model may change its input in place."""
+    made = tensor.detach().clone()
+    return made.requires_grad_() if tensor.requires_grad and _differentiable(made) else made
+
+
+def losses(output: Any) -> list[torch.Tensor]:
+    """Returns what a backward starts from: the output's loss, or else all its tensors that require a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return [loss]
+    return list(_once(tensor for tensor in tensors_in(output) if tensor.requires_grad))
+
+
+def _once(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

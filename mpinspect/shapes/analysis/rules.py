@@ -1,0 +1,468 @@
+"""Every shape finding, as data: what it is about, when it holds, what it says and what mends it.
+
+The first rule that takes a symptom's word (``causes``) and agrees explains it; all products that one rule explains with one
+size are one finding. Order: root causes first, which is that of equal severities. A new finding is a new rule here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import percent
+from mpinspect.runtime.gpus import Gpu
+from mpinspect.shapes.analysis.causes import Cause, Symptom
+from mpinspect.shapes.analysis.group import Group, plus_one
+from mpinspect.shapes.analysis.report import CallTime, ShapeRow
+from mpinspect.shapes.analysis.roofline import fused_time, lowered_time, nhwc_time, size_time
+from mpinspect.shapes.analysis.todays_rule import has_flash_attention
+from mpinspect.shapes.analysis.verdict import binding_sizes
+from mpinspect.shapes.analysis.whole_recording import layout_copies, nothing_recorded, recording_incomplete
+from mpinspect.shapes.analysis.wording import count, some_modules
+from mpinspect.shapes.records import MatmulRecording
+
+#: A sentence with names of a group's attributes in braces, or what makes it of a group.
+Sentence = str | Callable[[Group], str]
+#: Returns the time as far as a cause is to blame, from a product, its time, the GPU and autocast's dtype.
+TimeOf = Callable[[ShapeRow, CallTime, Gpu, str | None], CallTime | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A finding about all products that share a cause.
+
+    Args:
+        id: the finding's.
+        on: words of the symptoms that it explains.
+        message: what was found. Names in braces are attributes of Group.
+        fix: what to do, likewise.
+        when: whether it explains such a symptom; by default always.
+        severity: "info", "warning" or "error"; "" where it follows from the gain.
+        pads: what the size is, where padding mends it: "vocabulary", "size", "channels", "input channels" or "head".
+        time: today's time of a call and its time once mended; by default as the roofline has them.
+        evidence: figures beside those that every group has.
+        least_share: the share of the FLOPs, 0..1, below which there is no finding.
+    """
+
+    id: str
+    on: tuple[str, ...]
+    message: Sentence
+    fix: Sentence
+    when: Callable[[Symptom], bool] = lambda symptom: True
+    severity: Sentence = ""
+    pads: str = ""
+    time: TimeOf = lambda row, time, gpu, autocast_dtype: time
+    evidence: Callable[[Group], dict[str, Any]] = lambda group: {}
+    least_share: float = 0.0
+
+    def finding(self, group: Group) -> Finding:
+        """Returns the finding about these products."""
+        severity = _said(self.severity, group) or ("warning" if group.is_worth_it else "info")
+        evidence = group.evidence() | self.evidence(group)
+        return Finding(self.id, severity, group.layer, _said(self.message, group), evidence, _said(self.fix, group))
+
+
+class _Words(dict[str, Any]):
+    """A group's attributes, for the names in a sentence."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def _said(sentence: Sentence, group: Group) -> str:
+    return sentence.format_map(_Words(group)) if isinstance(sentence, str) else sentence(group)
+
+
+@dataclass(frozen=True)
+class RecordingRule:
+    """A finding about a whole recording.
+
+    Args:
+        id: the finding's.
+        finding: returns the finding, or None, from the recording, its products, the GPU and the time of all products in
+            microseconds (None where unknown).
+    """
+
+    id: str
+    finding: Callable[[MatmulRecording, Sequence[ShapeRow], Gpu, float | None], Finding | None]
+
+
+# -- longer sentences ------------------------------------------------------------------------------------------------------
+
+
+def _raises(group: Group) -> str:
+    reasons = group.reasons
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return f"{group.products} in {group.where} can't run on {group.gpu.name}: {reasons[0]}{more}"
+
+
+def _what_torch_takes(row: ShapeRow, autocast_dtype: str | None) -> str:
+    a, b = row.matmul.a, row.matmul.b
+    if " needs " in row.reason:
+        return (
+            "pad the sizes with zeros before the product and slice the result, or leave these layers in a 16-bit dtype"
+        )
+    if row.matmul.raises and a is not None and b is not None and a.dtype != b.dtype:
+        autocast = (
+            "" if autocast_dtype else ", or run the model under torch.autocast, which casts floating-point operands"
+        )
+        dtypes = " and ".join(sorted((a.dtype, b.dtype)))
+        return f"give both the same dtype (here {dtypes}): cast the input to the weight's dtype{autocast}"
+    return "see that the operands fit as torch's message asks"
+
+
+def _float64(group: Group) -> str:
+    native = all(row.verdict == "native" for row in group.rows)
+    where = "on Tensor Cores, at a fraction of FP16's rate" if native else "on CUDA cores"
+    return f"{group.products} in {group.where} {group.are} FP64, {where}"
+
+
+#: Why scaled_dot_product_attention takes its math path, by the recording's word, and what mends that (torch's
+#: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+_MATH_PATH = {
+    "dimensions": (
+        "torch's fused kernels need 4 dimensions (batch, heads, length, head_dim), and these have another number",
+        "give query, key and value a head dimension, as query.unsqueeze(1), and take it off the result: .squeeze(1)",
+    ),
+    "shapes": (
+        "batch sizes or heads of query, key and value differ in a way that no fused kernel takes",
+        "expand key and value to query's batch and heads (repeat_interleave for grouped heads)",
+    ),
+    "strides": (
+        "the last dimension of query, key or value has no stride 1",
+        "make the head's dimension the innermost: .contiguous() on what is transposed",
+    ),
+    "dtype": ("torch's fused kernels take 16-bit dtypes and FP32 only", "cast query, key and value"),
+    "head-size": (
+        "with a mask, in FP32 or with value heads of another size only the memory-efficient kernel could take these, and its "
+        "heads are multiples of 8 (FP32: 4)",
+        "make the head's size a multiple of 8, or is_causal=True in place of a mask that says the same",
+    ),
+    "disabled": (
+        "the fused kernels that could take these are switched off",
+        "allow them: torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_flash_sdp, enable_mem_efficient_sdp",
+    ),
+}
+
+
+def _math_paths(group: Group) -> list[str]:
+    return list(dict.fromkeys(row.matmul.math_path for row in group.rows if row.matmul.math_path))
+
+
+def _unfused(group: Group) -> str:
+    if not (paths := _math_paths(group)):
+        # The first product of attention has a head's size to sum over; its result are the scores.
+        scores = sorted({(row.m, row.n) for row in group.rows if row.role == "forward" and row.k <= row.n})
+        sizes = f" of {scores[-1][0]} x {scores[-1][1]}" if scores else ""
+        return (
+            f"{group.products} in {group.where} look like attention in separate products: the scores{sizes} are written to "
+            f"memory and read again several times; {group.gain_words}, the softmax between them not counted"
+        )
+    rest = ""
+    if not all(row.matmul.math_path for row in group.rows):
+        rest = "; others look like attention in separate products, and scaled_dot_product_attention would fuse them"
+    precision = ", in FP32" if any(row.dtype == "float32" for row in group.rows) else ""
+    reasons = "; ".join(_MATH_PATH.get(path, ("torch chose it", ""))[0] for path in paths)
+    return (
+        f"{group.products} in {group.where} are scaled_dot_product_attention's math path, separate products{precision}: "
+        f"{reasons}{rest}; {group.gain_words}, the softmax between them not counted"
+    )
+
+
+def _fuse(group: Group) -> str:
+    if paths := _math_paths(group):
+        return "; ".join(_MATH_PATH.get(path, ("", "see why"))[1] for path in paths)
+    return (
+        'torch.nn.functional.scaled_dot_product_attention, or attn_implementation="sdpa" for a Transformers model: '
+        "the number of tokens is free in fused kernels; where that is what it calls, torch took its math path: make the head's "
+        "size a multiple of 8 and drop what fused kernels don't take"
+    )
+
+
+def _channels_last(group: Group) -> str:
+    sizes = {len(row.matmul.convolution.kernel_size) for row in group.rows if row.matmul.convolution is not None}
+    layout = "channels_last_3d" if sizes == {3} else "channels_last"
+    return f"model = model.to(memory_format=torch.{layout}) and the input likewise"
+
+
+def _grow_vocabulary(group: Group) -> str:
+    name = group.to_pad.names[0].rsplit(".", 1)[-1] if group.to_pad.names else "vocab_size"
+    tables = group.recording.embeddings
+    tied = {row.parameter: tables[row.parameter] for row in group.rows if row.parameter in tables}
+    together = "".join(f"; {head} is tied to {table}, both grow" for head, table in tied.items() if head != table)
+    return (
+        f"pad {name} {group.pads_to}: "
+        f"model.resize_token_embeddings(pad_to_multiple_of={group.multiple}) in Transformers{together}; the extra logits must "
+        f"be masked or sliced off before sampling and the loss{group.inductor}"
+    )
+
+
+def _stem(group: Group) -> str:
+    share = f"{percent(group.share)} of the FLOPs"
+    share = f"a small share ({share})" if group.share < 0.1 else share
+    saved = ""
+    if group.gain is not None:
+        saved = f", at most {percent(group.gain.saved_fraction_high)} of the time of all (estimated)"
+    return (
+        f"{some_modules(row.module for row in group.rows)} reads {count(group.size, 'input channel')}, no multiple of 8: "
+        f"{share}{saved}, and cuDNN has kernels made for first layers; usually no change ({group.talk_words})"
+    )
+
+
+def _head_size(group: Group) -> str:
+    what = "torch pads copies of query, key and value"
+    if not has_flash_attention(group.gpu):
+        what = (
+            "torch's memory-efficient kernel does not take them, and without flash attention separate products remain"
+        )
+    share = percent(group.share)
+    return f"heads of {group.size} in {group.where} ({share} of the FLOPs) are no multiple of 8: {what}; {group.gain_words}"
+
+
+def _mask(group: Group) -> str:
+    keys = sorted({row.matmul.attention.keys for row in group.rows if row.matmul.attention is not None})
+    return (
+        f"the additive mask of {group.products} in {group.where} has rows of {', '.join(map(str, keys[:3]))} elements, no "
+        f"multiple of 16 bytes: torch copies it padded at each call; {group.gain_words}"
+    )
+
+
+def _sizes_of_talk(group: Group) -> dict[str, list[int]]:
+    """The sizes that break the talk's rule, by letter."""
+    by_letter: dict[str, set[int]] = {}
+    for row in group.rows:
+        for letter, size in binding_sizes(row.matmul).items():
+            by_letter.setdefault(letter, set()).add(size)
+    return {letter: sorted(sizes) for letter, sizes in by_letter.items()}
+
+
+def _talk_only(group: Group) -> str:
+    which = "; ".join(f"{letter} {_some(sizes)}" for letter, sizes in _sizes_of_talk(group).items())
+    return (
+        f"{group.products} break{group.s} the rule of multiples of 8 and no rule of today ({which}): their strides are "
+        f"aligned, rows and batches are free, no change expected on {group.gpu.name}. Libraries before cuBLAS 11 "
+        "and cuDNN 7.6.3 would not have used Tensor Cores for them"
+    )
+
+
+def _some(sizes: list[int]) -> str:
+    shown = ", ".join(f"{size:,}{plus_one(size)}" for size in sizes[:4])
+    return shown + (f" and {count(len(sizes) - 4, 'other')}" if len(sizes) > 4 else "")
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------
+
+RULES: tuple[Rule | RecordingRule, ...] = (
+    RecordingRule("recording-incomplete", recording_incomplete),
+    RecordingRule("nothing-recorded", nothing_recorded),
+    Rule(
+        "product-raises",
+        on=("raises",),
+        message=_raises,
+        fix=lambda group: "; ".join(
+            dict.fromkeys(_what_torch_takes(row, group.recording.autocast_dtype) for row in group.rows)
+        ),
+        severity="error",
+        evidence=lambda group: {"reasons": group.reasons},
+    ),
+    Rule(
+        "gpu-without-tensor-cores",
+        on=("gpu-without",),
+        message="{gpu.name} has no Tensor Cores: shapes make no difference there",
+        fix="give another GPU if the model is meant for one: volta, turing, ampere, ada, hopper, blackwell",
+        severity="info",
+    ),
+    Rule(
+        "gpu-unknown",
+        on=("gpu-unknown",),
+        message="what the Tensor Cores of {gpu_name} need is not known here: no verdict",
+        fix="give the GPU's architecture: volta, turing, ampere, ada, hopper or blackwell",
+        severity="info",
+    ),
+    # -- dtypes and switches: to be mended before any padding
+    Rule(
+        "float32-under-autocast",
+        on=("tf32-off", "float32"),
+        when=lambda symptom: symptom.recording.autocast_dtype is not None,
+        message="{products} in {where} run{s} in FP32 under {autocast} autocast, on CUDA cores: autocast is disabled around "
+        "them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
+        "computes in FP32 too); {gain_words}",
+        fix="drop autocast(enabled=False) around {where} or cast the operands to {autocast}; where FP32's range is needed: "
+        "{tf32_switch}",
+        time=lowered_time,
+    ),
+    Rule(
+        "tf32-off",
+        on=("tf32-off",),
+        message="{products} {are} FP32 with TF32 off, on CUDA cores; {gain_words}. Nothing about their shapes matters before "
+        "that",
+        fix="{tf32_switch}; or run the model under torch.autocast in bfloat16 or float16",
+    ),
+    Rule(
+        "float32",
+        on=("float32",),
+        message="{products} {are} FP32, which {gpu.name}'s Tensor Cores do not multiply (no TF32); {gain_words} in FP16",
+        fix='run the model under torch.autocast("cuda", torch.float16) with a loss scaler',
+    ),
+    Rule(
+        "float64",
+        on=("float64",),
+        message=_float64,
+        fix="cast to float32 before them, unless FP64 is meant; often one float64 constant or NumPy array is enough to cause it",
+        severity=lambda group: "warning" if group.share >= 0.01 else "info",
+    ),
+    Rule(
+        "dtype-not-multiplied",
+        on=("dtype",),
+        message="{products} {are} {dtypes}, which {gpu.name}'s Tensor Cores do not multiply; {gain_words}",
+        fix=lambda group: (
+            "use float16 with a loss scaler on this GPU: BF16 needs Ampere or later"
+            if group.gpu.architecture in ("volta", "turing") and group.dtypes == "bfloat16"
+            else "convert to float16"
+        ),
+    ),
+    # -- how the model computes
+    Rule(
+        "matrix-vector",
+        on=("matrix-vector",),
+        message="{products} in {where} {are} matrix-vector (or outer): bound by reading or writing the matrix once; no change "
+        "expected from padding ({talk_words})",
+        fix="give them more rows, where the algorithm allows: a larger batch, several tokens at once",
+        severity="info",
+    ),
+    Rule(
+        "unfused-attention",
+        on=("math-path", "unfused"),
+        message=_unfused,
+        fix=_fuse,
+        time=fused_time,
+        evidence=lambda group: {"math_path": paths} if (paths := _math_paths(group)) else {},
+    ),
+    Rule(
+        "not-channels-last",
+        on=("nchw",),
+        message="{products} {are} in convolutions of NCHW tensors: cuDNN's Tensor Core kernels work on NHWC and convert there "
+        "and back (nchwToNhwc in a profile); {gain_words}",
+        fix=_channels_last,
+        time=nhwc_time,
+    ),
+    RecordingRule("layout-copies", layout_copies),
+    # -- sizes
+    Rule(
+        "odd-tokens",
+        on=("size",),
+        when=lambda symptom: symptom.is_of_tokens,
+        message="{size} tokens{plus_one} make the scores' rows odd in {products} of {where}, whose attention is not fused: "
+        "{binds}",
+        fix="fuse the attention, where the number of tokens is free; else pad or cut the sequence to "
+        "{next_multiple_of_8}{inductor}",
+        time=size_time,
+    ),
+    Rule(
+        "odd-vocabulary",
+        on=("size",),
+        when=lambda symptom: symptom.is_of_vocabulary,
+        message="the vocabulary of {size:,} gives rows of {row_bytes} bytes, no multiple of 16, to {products} in {where}: "
+        "{binds}",
+        fix=_grow_vocabulary,
+        pads="vocabulary",
+        time=size_time,
+    ),
+    Rule(
+        "odd-size",
+        on=("size",),
+        message="a size of {size:,}{size_names} gives rows of {row_bytes} bytes, no multiple of 16, to {products} in "
+        "{where}{what_follows}: {binds}",
+        fix="pad {size_name} {pads_to}{makes}{each_part}{inductor}",
+        pads="size",
+        time=size_time,
+    ),
+    Rule(
+        "odd-channels",
+        on=("channels",),
+        message="{size:,} channels{of_a_group}{size_names} in {products} of {where} are no multiple of 16 bytes: cuDNN pads them "
+        "or takes a slower kernel; {talk_words}; {gain_words}",
+        fix="pad the channels{of_a_group} {size} -> {to_pad.advised}{inductor}",
+        pads="channels",
+        time=size_time,
+    ),
+    Rule(
+        "few-input-channels",
+        on=("stem",),
+        message=_stem,
+        fix="if a profile shows it: pad the input to {to_pad.to} channels with zeros (the weight likewise), or 8 for the rule of "
+        "multiples of 8",
+        severity="info",
+        pads="input channels",
+    ),
+    Rule(
+        "misaligned-view",
+        on=("view",),
+        message="{products} in {where} read{s} or write{s} a view that is not aligned to 16 bytes, whatever the sizes: "
+        "{reasons[0]}; {gain_words}",
+        fix="slice at multiples of 8 elements, pad the parts (a head, a chunk) to such a multiple, or .contiguous() where the "
+        "view is used more than once",
+        evidence=lambda group: {"reasons": group.reasons[:10]},
+    ),
+    Rule(
+        "attention-head-size",
+        on=("head-dim",),
+        message=_head_size,
+        fix="choose a head size of {to_pad.to}, or pad the projections' output per head {size} -> {to_pad.to}",
+        pads="head",
+    ),
+    Rule(
+        "attention-mask",
+        on=("attention-bias",),
+        message=_mask,
+        fix="is_causal=True or no mask where that says the same; else make it with rows of a multiple of 8 and slice (mask = "
+        "padded[..., :keys]), which keeps the stride",
+    ),
+    Rule(
+        "depthwise",
+        on=("depthwise",),
+        message="{products} in {where} {are} of depthwise convolutions: nothing to multiply for Tensor Cores, memory-bound; no "
+        "change expected from any size",
+        fix="channels_last and torch.compile (fusion with what surrounds them) are what helps them",
+        severity="info",
+    ),
+    # -- what no longer matters
+    Rule(
+        "multiples-of-8-only",
+        on=("native", "clean"),
+        when=lambda symptom: symptom.row.multiples_of_8 is False,
+        message=_talk_only,
+        fix="nothing, with today's libraries; for older ones make batch (and tokens) a multiple of 8",
+        severity="info",
+        evidence=lambda group: {"sizes": _sizes_of_talk(group)},
+    ),
+    Rule(
+        "prefers-128-bytes",
+        on=("clean",),
+        when=lambda symptom: any("prefer" in remark for remark in symptom.row.remarks),
+        message="{products} in {where} {are} aligned to 16 bytes and not to 128, which A100 and later prefer: full speed by the "
+        "rule of 16 bytes; a few percent at most, or no change",
+        fix="where a size is free to choose, take multiples of 64 (FP16, BF16), 32 (TF32), 128 (FP8, INT8)",
+        severity="info",
+        least_share=0.01,
+    ),
+)
+
+#: Every finding's id, root causes first: the order of equal severities.
+FINDING_IDS = tuple(rule.id for rule in RULES)
+#: The rules about products, by id.
+BY_ID = {rule.id: rule for rule in RULES if isinstance(rule, Rule)}
+
+
+def cause_of(symptom: Symptom) -> Cause | None:
+    """Returns the cause that explains a symptom; None where no rule does."""
+    for rule in BY_ID.values():
+        if symptom.word in rule.on and rule.when(symptom):
+            return Cause(rule.id, symptom.size, rule.pads)
+    return None

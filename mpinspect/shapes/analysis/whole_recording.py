@@ -1,0 +1,114 @@
+"""Findings about a whole recording: it stopped before its end, it has nothing to judge, or copies take much of the time.
+
+What is not in a recording has not been judged, so the first two are errors: a report without them would look healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import percent
+from mpinspect.runtime.gpus import Gpu
+from mpinspect.shapes.analysis.causes import unfused_attention
+from mpinspect.shapes.analysis.report import ShapeRow
+from mpinspect.shapes.analysis.wording import count, some_modules
+from mpinspect.shapes.records import LayoutCopy, MatmulRecording
+
+#: Least share of the products' estimated time of copies that are mentioned, and of copies that are a warning.
+_WORTH_MENTIONING, _WORTH_MENDING = 0.05, 0.2
+#: Least share of the FLOPs for channels_last to be the fix, and least share of the copied bytes for any fix.
+_OF_CONVOLUTIONS, _OF_BYTES = 0.2, 0.2
+
+
+def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
+    """Returns the finding that the model did not run to its end; None where it did."""
+    if not recording.stopped:
+        return None
+    then = "no matrix product had run until then, so nothing can be said of its shapes"
+    if rows:
+        products = count(sum(row.calls for row in rows), "product")
+        then = f"every figure here is of the {products} that ran until then"
+    fix = "see that the model runs by itself with these arguments, forward and backward"
+    if recording.device == "meta":
+        fix = (
+            "record it on the tensors themselves: lint_shapes(..., device='real'), or --real for mpinspect lint (ids and masks "
+            "that are not on meta themselves may be enough); if it stops there too, the model does not run with these arguments"
+        )
+    return _of_recording("recording-incomplete", f"{recording.stopped}; {then}", rows, fix)
+
+
+def nothing_recorded(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
+    """Returns the finding that a model which ran to its end multiplied nothing; None where it did multiply."""
+    if recording.stopped or any(row.flops for row in rows):
+        return None
+    if rows:
+        message = (
+            f"the {count(len(rows), 'product')} recorded multiply nothing (0 FLOP): no shape can be judged by them"
+        )
+        fix = "give inputs without a size of 0"
+    else:
+        message = "the model ran to its end and no matrix product was recorded: nothing can be said of its shapes"
+        fix = "see that the inputs reach the layers that multiply; the notes, if there are any, tell what can't be recorded"
+    return _of_recording("nothing-recorded", message, rows, fix)
+
+
+def _of_recording(id: str, message: str, rows: Sequence[ShapeRow], fix: str) -> Finding:
+    evidence = {"calls": sum(row.calls for row in rows), "flops": sum(row.flops * row.calls for row in rows)}
+    return Finding(id, "error", "", message, evidence, fix)
+
+
+def layout_copies(
+    recording: MatmulRecording, rows: Sequence[ShapeRow], gpu: Gpu, total_us: float | None
+) -> Finding | None:
+    """Returns the finding that layout copies take at least 5% of the products' time, estimated from their bytes; else None."""
+    copies = [copy for copy in recording.copies if copy.kind == "layout"]
+    moved = sum(copy.bytes for copy in copies)
+    if not moved or gpu.bandwidth_gb_s is None or not total_us:
+        return None
+    fraction = moved / (gpu.bandwidth_gb_s * 1e3) / total_us
+    if fraction < _WORTH_MENTIONING:
+        return None
+    copies.sort(key=lambda copy: -copy.bytes)
+    evidence: dict[str, Any] = {
+        "bytes": moved,
+        "calls": sum(copy.calls for copy in copies),
+        "estimated_time_against_products": fraction,
+        "modules": [copy.module for copy in copies[:10]],
+    }
+    fix = _fix(recording, copies, moved)
+    message = (
+        f"copies that only change a layout ({count(evidence['calls'], 'call')}) move {moved / 1e6:,.0f} MB, most in "
+        f"{some_modules(copy.module for copy in copies)}: estimated at {percent(fraction)} of the products' own time"
+    )
+    if not fix:
+        message += "; they split and merge heads around fused attention, no change expected"
+    severity = "warning" if fix and fraction >= _WORTH_MENDING else "info"
+    return Finding("layout-copies", severity, "", message, evidence, fix)
+
+
+def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> str:
+    """Returns what avoids the copies, by the modules that make them; "" where nothing simple does."""
+    unfused = {recording.matmuls[index].module for index in unfused_attention(recording)}
+    attention = unfused | {matmul.module for matmul in recording.matmuls if matmul.kind == "attention"}
+    flops = sum(matmul.flops * matmul.calls for matmul in recording.matmuls)
+    convolved = sum(matmul.flops * matmul.calls for matmul in recording.matmuls if matmul.kind == "convolution")
+    elsewhere = moved - _bytes_within(copies, attention)
+    fixes = []
+    if _bytes_within(copies, unfused) >= _OF_BYTES * moved:
+        fixes.append("fused attention (torch.nn.functional.scaled_dot_product_attention)")
+    if elsewhere >= _OF_BYTES * moved:
+        if convolved >= _OF_CONVOLUTIONS * flops:
+            fixes.append("channels_last throughout, the model and its input")
+        fixes.append("view or reshape instead of transpose().contiguous(), where the layout behind it allows")
+    return "; ".join(fixes)
+
+
+def _bytes_within(copies: list[LayoutCopy], modules: set[str]) -> int:
+    """Sums the copies of these modules and their children; the model itself, "", does not count as everyone's parent."""
+    return sum(
+        copy.bytes
+        for copy in copies
+        if copy.module in modules or any(name and copy.module.startswith(f"{name}.") for name in modules)
+    )

@@ -1,0 +1,237 @@
+"""Which module a product belongs to, which parameter it multiplies, and which gradient it computes.
+
+Module: in the forward the innermost running call, in the backward the one whose forward made the autograd node. Parameter: the
+one whose storage the product reads. Gradient: of out = a @ b that of a is grad @ b.T and that of b is a.T @ grad
+(torch/csrc/autograd/FunctionsManual.cpp), so the sizes tell them apart; where those are equal, the parameter that the backward
+reads is not the one whose gradient it makes. Memory addresses cannot tell: checkpointing frees activations, and others take
+their place. The gradient of a parameter is a wgrad, that of an activation a dgrad.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mpinspect.shapes.records import Matmul
+
+
+def plain_path(path: str) -> str:
+    """Removes the steps that torch.compile's wrappers add to a dotted path."""
+    return path if "_orig_mod" not in path else ".".join(step for step in path.split(".") if step != "_orig_mod")
+
+
+class ModuleCalls:
+    """Follows the calls of a model's modules.
+
+    Autograd numbers its nodes in the order in which they are made (sequence numbers, counted by thread). The numbers at which
+    each call began and ended give, for any node, the innermost module whose forward made it.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.paths = {id(module): plain_path(path) for path, module in model.named_modules()}
+        self.types = {id(module): type(module).__name__ for module in model.modules()}
+        self._modules = {id(module): module for module in model.modules()}
+        self._root = id(model)
+        self._running: list[int] = []
+        self._numbers: list[int] = []
+        self._owners: list[int] = []
+        self._thread = threading.get_ident()
+        self._failed: tuple[BaseException, str] | None = None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Puts hooks on every module within the block, around the user's own."""
+        handles = []
+        for module in self._modules.values():
+            # What torch.compile's wrapper holds has hooks too; TorchScript's modules take none.
+            if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
+                continue
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def current(self) -> int:
+        """The id of the innermost running module; the model's if none runs."""
+        return self._running[-1] if self._running else self._root
+
+    @property
+    def any_running(self) -> bool:
+        """Whether a module's forward is running."""
+        return bool(self._running)
+
+    def of_node(self, number: int) -> int:
+        """Returns the id of the module whose forward made the autograd node of this sequence number."""
+        place = bisect_right(self._numbers, number) - 1
+        return self._owners[place] if place >= 0 else self._root
+
+    def module(self, key: int) -> torch.nn.Module:
+        """Returns the module of an id."""
+        return self._modules[key]
+
+    def where_failed(self, error: BaseException) -> str | None:
+        """Returns the dotted path of the innermost module that an exception left; None where it left none."""
+        seen: BaseException | None = error
+        while seen is not None:
+            if self._failed is not None and self._failed[0] is seen:
+                return self._failed[1]
+            seen = seen.__cause__ or seen.__context__
+        return None
+
+    def _enter(self, module: torch.nn.Module, _args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._running.append(id(module))
+        self._mark()
+
+    def _leave(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        if threading.get_ident() != self._thread or not self._running:
+            return
+        error = sys.exc_info()[1]
+        if error is not None and (self._failed is None or self._failed[0] is not error):
+            self._failed = (error, self.paths[self._running[-1]])
+        self._running.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._numbers.append(_get_sequence_nr())
+        self._owners.append(self._running[-1] if self._running else self._root)
+
+
+class Parameters:
+    """Recognises the parameters of a model that runs on stand-ins: as they are, viewed, cast or copied.
+
+    Args:
+        model: the model itself; its parameters may be tied, so one has several names.
+        stand_ins: the tensors that the model runs on, by the id of the parameter they stand for.
+    """
+
+    def __init__(self, model: torch.nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        self._names: dict[int, list[str]] = {}
+        self._owned: dict[tuple[int, int], str] = {}
+        self._local: dict[tuple[int, str], str] = {}
+        self._storages: dict[int, int] = {}
+        #: Keeps the addresses of storages, by which they are known, from being used again.
+        self._held: list[StorageWeakRef] = []
+        by_id = {id(tensor): tensor for tensor in stand_ins.values()}
+        for path, module in model.named_modules(remove_duplicate=True):
+            for local, parameter in module._parameters.items():
+                if parameter is None or id(parameter) not in by_id:
+                    continue
+                name = plain_path(f"{path}.{local}" if path else local)
+                self._names.setdefault(id(parameter), []).append(name)
+                self._owned[id(parameter), id(module)] = name
+                self._local[id(module), local] = name
+                self._hold(parameter, id(parameter))
+
+    def name(self, tensor: Any, module: int) -> str:
+        """Returns the name of the parameter whose memory a tensor shows, that of this module if it is tied; "" if none."""
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return ""
+        key = self._storages.get(tensor.untyped_storage()._cdata)
+        if key is None:
+            return ""
+        return self._owned.get((key, module)) or self._names[key][0]
+
+    def local(self, module: int, name: str) -> str:
+        """Returns the dotted name of a module's own parameter; "" if it has none of that name."""
+        return self._local.get((module, name), "")
+
+    def derive(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Notes that a result is a cast or copy of the source, so that it counts as the same parameter."""
+        if source.layout is not torch.strided:
+            return
+        key = self._storages.get(source.untyped_storage()._cdata)
+        if key is not None and result.layout is torch.strided:
+            self._hold(result, key)
+
+    def _hold(self, tensor: torch.Tensor, key: int) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        # A weak reference keeps the address without the memory.
+        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        self._storages[storage._cdata] = key
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What the backward needs to know about a product of the forward.
+
+    Args:
+        module: id of its module.
+        sizes: m, n and k.
+        a_parameter, b_parameter: names of the parameters that a and b are; "" for activations.
+        autocast, math_path: as in Matmul.
+    """
+
+    module: int
+    sizes: tuple[int, int, int]
+    a_parameter: str
+    b_parameter: str
+    autocast: bool | None
+    math_path: str = ""
+
+
+class Forwards:
+    """Finds products of the forward by the autograd node that they made, or by module and sizes."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[int, Forward] = {}
+        self._by_module: dict[int, dict[tuple[Any, ...], Forward]] = {}
+
+    def add(self, forward: Forward, node: int | None) -> None:
+        """Adds a product; ``node`` is the number of its autograd node, None if it has none of its own."""
+        if node is not None:
+            self._by_node.setdefault(node, forward)
+        self._by_module.setdefault(forward.module, {})[forward.sizes, forward.a_parameter, forward.b_parameter] = (
+            forward
+        )
+
+    def of_node(self, number: int) -> Forward | None:
+        """Returns the product that made a node; None if none did."""
+        return self._by_node.get(number)
+
+    def likeliest(self, module: int, record: Matmul, weight: str) -> Forward | None:
+        """Finds the product of a custom Function, which has no node, by the parameter that is read and by the sizes."""
+        wanted = sorted((record.m, record.n, record.k))
+        fitting = [one for one in self._by_module.get(module, {}).values() if sorted(one.sizes) == wanted]
+        reading = [one for one in fitting if weight and weight in (one.a_parameter, one.b_parameter)]
+        return next(iter(reading or fitting), None)
+
+
+def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> tuple[str, str]:
+    """Returns the role and the parameter of a product of the backward.
+
+    Args:
+        forward: the product of the forward that it belongs to; None where it is not known.
+        record: the product of the backward.
+        weight: the parameter that one of its factors is; "" if none.
+    """
+    if forward is None:
+        return "dgrad", weight
+    parameter = forward.a_parameter if _is_gradient_of_a(forward, record, weight) else forward.b_parameter
+    return ("wgrad" if parameter else "dgrad"), parameter or forward.a_parameter or forward.b_parameter
+
+
+def _is_gradient_of_a(forward: Forward, record: Matmul, weight: str) -> bool:
+    # The gradient of a sums over n and is m by k, that of b sums over m and is k by n.
+    m, n, k = forward.sizes
+    could_be_a = record.k == n and {record.m, record.n} == {m, k}
+    could_be_b = record.k == m and {record.m, record.n} == {k, n}
+    if could_be_a != could_be_b:
+        return could_be_a
+    return weight == forward.b_parameter if weight else bool(forward.a_parameter)
