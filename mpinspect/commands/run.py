@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mpinspect.commands.outcome import OK, UnusableError, status
-from mpinspect.commands.output import gpu_name, positive
+from mpinspect.commands.output import OK, UnusableError, gpu_name, positive, status
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.run.options import LaunchOptions
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mpinspect.run import leaving, processes, script
 from mpinspect.run.directory import UnusableDirectoryError, claim, shown
 from mpinspect.run.ending import Ending
-from mpinspect.run.imports import when_imported
+from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import brief
 from mpinspect.run.rank import Rank

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpinspect.run import spawned
-from mpinspect.run.imports import when_imported
+from mpinspect.run.import_hook import when_imported
 from mpinspect.run.outcome import Outcome
 
 if TYPE_CHECKING:

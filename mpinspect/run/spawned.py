@@ -54,7 +54,7 @@ def begin(options: LaunchOptions, directory: str, speaks: bool) -> None:
     from multiprocessing import util
 
     from mpinspect.run.ending import Ending
-    from mpinspect.run.imports import when_imported
+    from mpinspect.run.import_hook import when_imported
     from mpinspect.run.processes import follow
     from mpinspect.run.rank import Rank
     from mpinspect.run.record import first_record

@@ -20,7 +20,7 @@ from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.session import Session
 from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, read_session
-from mpinspect.run.run_directory import is_run_directory, read_run
+from mpinspect.run.reading import is_run_directory, read_run
 
 
 def make_run(place, *models: str, **record):

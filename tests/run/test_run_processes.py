@@ -14,7 +14,7 @@ from launched import RUN_DIR, bare, silent, watched, write
 from mpinspect.run import spawned
 from mpinspect.run.elsewhere import others_of, with_others
 from mpinspect.run.ending import Ending
-from mpinspect.run.imports import when_imported
+from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import outcome_of
 

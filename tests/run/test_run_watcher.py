@@ -16,7 +16,8 @@ from torch import nn
 from watched_training import train, watched
 
 import mpinspect
-from mpinspect.run.models import inspecting, owners, watching
+from mpinspect.run.models import inspector as inspecting
+from mpinspect.run.models import owners, watching
 
 NO_BACKWARD = (
     "no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func are not seen)"

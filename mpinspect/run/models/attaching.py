@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from mpinspect.run.models import variables
+from mpinspect.run.models.attach_lock import Turns
 from mpinspect.run.models.compiled import Compiled
-from mpinspect.run.models.inspected import InspectedModels
+from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.models.naming import Label, label
 from mpinspect.run.models.owners import Holders, living_modules
 from mpinspect.run.models.pending import PendingOptimizer, weakly
-from mpinspect.run.models.turns import Turns
 from mpinspect.run.seen import Seen
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import ModelHook

@@ -15,7 +15,7 @@ import torch
 
 from mpinspect.run.models import graph
 from mpinspect.run.models.attaching import Attaching, script_names
-from mpinspect.run.models.inspecting import LaunchedInspector
+from mpinspect.run.models.inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, label
 from mpinspect.run.models.owners import Holders, Parameters, living_modules
 from mpinspect.run.seen import Seen

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from mpinspect.run.models.inspecting import LaunchedInspector
+from mpinspect.run.models.inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label
 from mpinspect.run.models.owners import parameter_ids
 from mpinspect.run.seen import RecordedModel

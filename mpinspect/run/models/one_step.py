@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpinspect.run.models.compiled import Compiled
-from mpinspect.run.models.inspected import InspectedModels
+from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.models.owners import submodules
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.record import TRACE

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpinspect.run.models.attach_lock import Turns
 from mpinspect.run.models.compiled import Compiled
-from mpinspect.run.models.noticing import Noticing
-from mpinspect.run.models.turns import Turns
+from mpinspect.run.models.torch_patches import Noticing
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.seen import Parts, Seen
 from mpinspect.runtime.guard import Guarded, guarded
@@ -19,7 +19,7 @@ from mpinspect.runtime.guard import Guarded, guarded
 if TYPE_CHECKING:
     from mpinspect.run.models.attaching import Attaching
     from mpinspect.run.models.backwards import Backwards
-    from mpinspect.run.models.inspected import InspectedModels
+    from mpinspect.run.models.inspected_models import InspectedModels
     from mpinspect.run.models.one_step import OneStep
 
 
@@ -194,7 +194,7 @@ class _Finding:
     ) -> None:
         from mpinspect.run.models.attaching import Attaching
         from mpinspect.run.models.backwards import Backwards
-        from mpinspect.run.models.inspected import InspectedModels
+        from mpinspect.run.models.inspected_models import InspectedModels
         from mpinspect.run.models.one_step import OneStep
 
         turns, compiled = watching._turns, watching._compiled

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from mpinspect.run.models.attach_lock import Turns
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_model import InspectedModel
-from mpinspect.run.models.inspecting import LaunchedInspector
+from mpinspect.run.models.inspector import LaunchedInspector
 from mpinspect.run.models.moments import inside_ours
 from mpinspect.run.models.naming import Label, free_name
 from mpinspect.run.models.owners import submodules
-from mpinspect.run.models.turns import Turns
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.seen import RecordedModel, Seen
 
