@@ -27,8 +27,8 @@ from typing import Any
 import made_sessions as made
 import numpy as np
 
-from mpinspect.commands.lint_baseline import SCHEMA, read_baseline
-from mpinspect.commands.outcome import UnusableError
+from mpinspect.commands.lint import BASELINE_SCHEMA, read_baseline
+from mpinspect.commands.output import UnusableError
 from mpinspect.kernels.profile import read_trace
 from mpinspect.kernels.trace import TraceError
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -37,7 +37,7 @@ from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
 from mpinspect.reporting.forms import form
-from mpinspect.run.run_directory import read_run
+from mpinspect.run.reading import read_run
 
 #: What no terminal and no line of a page may get raw: C0, C1, DEL, marks of direction, ends of lines, lone surrogates.
 STEERING = "\x00\x07\b\t\r\v\f\x1b[31m\x1b]0;title\x07\x7f\x85\x9b2J\u200e\u202e\u2066\u2028\u2029\ud800\udcff"
@@ -121,7 +121,7 @@ class Hostile:
             "saw": ["1 model was inspected"], "models": [{"name": "Net", "log_dir": "runs/Net"}], "job": "7", "by_error": True,
         }  # fmt: skip
         self._baseline = {
-            "schema": SCHEMA, "schema_version": 1, "gpu": "H100", "dtype": "float16",
+            "schema": BASELINE_SCHEMA, "schema_version": 1, "gpu": "H100", "dtype": "float16",
             "findings": [{"id": "size-off", "layer": f"head.{n}", "size": 1023 + n} for n in range(4)],
         }  # fmt: skip
         self._trace = _good_trace()
@@ -340,7 +340,7 @@ def _in_every_form(report: Any) -> str:
 def report_baseline(file: Path) -> str:
     """The keys of a baseline, as the lint prints them. Raises UnusableError."""
     baseline = read_baseline(str(file))
-    "".join(map(str, sorted(baseline.keys)))
+    "".join(map(str, sorted(baseline.findings)))
     return ""
 
 

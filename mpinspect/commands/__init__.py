@@ -1,1 +1,1 @@
-"""What the commands of ``mpinspect`` do, one file each: its options, and its run, which returns the exit status."""
+"""The commands of ``mpinspect``, a file each: ``add_options`` declares its options, ``run`` returns the exit status."""

@@ -1,4 +1,4 @@
-"""The command line: arguments in, calls out. Each command is one file of ``commands`` and one line of the table."""
+"""The command line: parses the arguments and calls a command, which is a file of this folder and a row of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mpinspect.commands import demo, kernels, lint, report, run
-from mpinspect.commands.outcome import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
+from mpinspect.commands.output import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
 from mpinspect.reporting.streams import printable, say
 from mpinspect.runtime.version import __version__
 
@@ -19,10 +19,13 @@ _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its options, and what it does with them; returns the exit status.
+    """A command.
 
-    ``split`` belongs to a command that runs somebody else's program: it parts the words of ours from theirs, which come as
-    ``options.rest``. The streams are then theirs, and so is every exception that ends it but UnusableError.
+    Args:
+        add_options: declares its options.
+        run: runs it and returns the exit status.
+        split: of a command that runs the user's own program: separates the command's words from the program's, which become
+            ``options.rest``. Such a command leaves the streams alone, and every exception but UnusableError passes through.
     """
 
     name: str
@@ -33,33 +36,29 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status. argparse itself exits (status 2) on wrong usage."""
+    """Run a command and return the exit status. On wrong usage argparse exits with status 2."""
     options = _options(sys.argv[1:] if argv is None else argv)
-    if options.rest is not None:
-        return _run_theirs(options)
-    _let_names_through()
     try:
-        status: int = options.run(options)
-        sys.stdout.flush()
+        # A program of the user's owns the streams, and its exceptions pass through.
+        status: int = _run(options) if options.rest is None else options.run(options)
     except UnusableError as error:
         say(sys.stderr, error)
         return UNUSABLE
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
+    _escape_unprintable_names()
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         say(sys.stderr, "stopped")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`| head`): Python would complain once more when it flushes at exit.
+        # The reader closed the pipe (`| head`): without this, Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    return status
-
-
-def _run_theirs(options: argparse.Namespace) -> int:
-    try:
-        status: int = options.run(options)
-    except UnusableError as error:
-        say(sys.stderr, error)
-        return UNUSABLE
     return status
 
 
@@ -74,13 +73,13 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 def _parsed(words: Sequence[str], rest: list[str] | None) -> argparse.Namespace:
     options, unknown = _parser().parse_known_args(words, argparse.Namespace(rest=rest))
     if unknown:
-        # By the command's own parser: its usage is the one that helps.
+        # The command's own parser prints the usage of that command.
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors quote the arguments, which may hold anything."""
+    """Escapes what an error quotes of the arguments, which may hold control characters."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -101,15 +100,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _let_names_through() -> None:
-    """A layer's name that the terminal's encoding lacks is printed escaped instead of ending the report."""
+def _escape_unprintable_names() -> None:
+    """Have stdout and stderr escape characters that the terminal's encoding lacks, as in a layer's name, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
 
 
-#: Every command; a new one is a line here.
+#: Every command; a new one is a row here.
 COMMANDS = (
     Command(
         "report", "Show what a recorded run says: ranges, findings, the loss scale.", report.add_options, report.run

@@ -1,4 +1,4 @@
-"""``mpinspect demo``: a small model trained with the inspector on, and in FP16 three ways."""
+"""``mpinspect demo``: train a small model with the inspector on; with --curves also in FP16, in three ways."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.outcome import INTERRUPTED, UnusableError, status
-from mpinspect.commands.output import add_output_options, positive, range_finding, save_to
+from mpinspect.commands.output import (
+    INTERRUPTED,
+    UnusableError,
+    add_output_options,
+    positive,
+    range_finding,
+    save_to,
+    status,
+)
 from mpinspect.reporting.streams import say
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 def _demo_alone(options: argparse.Namespace) -> RangeReport:
     from mpinspect.demo import demo
 
-    # It prints its report itself, as it goes.
+    # The demo prints its report itself.
     steps = {"steps": options.steps} if options.steps else {}
     report = demo.run(log_dir=options.log_dir, seed=options.seed, quiet=options.quiet or options.json, **steps)
     if options.json:

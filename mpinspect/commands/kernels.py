@@ -1,4 +1,4 @@
-"""``mpinspect kernels``: what ran on Tensor Cores, by torch.profiler's traces."""
+"""``mpinspect kernels``: report from torch.profiler's traces which kernels ran on Tensor Cores."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.outcome import FOUND, UnusableError, status
-from mpinspect.commands.output import add_output_options, gpu_name, print_text, save_to
+from mpinspect.commands.output import FOUND, UnusableError, add_output_options, gpu_name, print_text, save_to, status
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _status(report: KernelReport, options: argparse.Namespace) -> int:
     names = [what for what in options.fail_on if isinstance(what, str)]
-    # Every condition is looked at: one that can't be told must not hide behind one that holds.
+    # Check every condition: one that can't be decided is an error even where another one holds.
     held = [_holds(what, report) for what in options.fail_on if not isinstance(what, str)]
     return FOUND if any(held) else status(report.findings, names)
 
@@ -67,5 +66,5 @@ def _condition(text: str) -> str | Condition:
         if any(sign in text for sign in "<>"):
             raise argparse.ArgumentTypeError(str(error)) from error
         names = ", ".join((*SEVERITIES, *KERNEL_FINDING_IDS))
-        # A name that no finding can have would let everything pass for ever.
+        # A misspelt id would match no finding, so that CI would pass for ever.
         raise argparse.ArgumentTypeError(f"{text!r} is neither a severity nor a finding ({names}); {error}") from error

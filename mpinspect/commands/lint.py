@@ -1,21 +1,28 @@
-"""``mpinspect lint``: whether a model's matrix shapes suit Tensor Cores, without training it."""
+"""``mpinspect lint``: check whether a model's matrix shapes suit Tensor Cores, and compare the findings with a baseline.
+
+A baseline is a small JSON file of accepted findings, for CI; docs/shape-lint.md describes it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from mpinspect.commands.lint_inputs import build_inputs, input_spec
-from mpinspect.commands.outcome import UnusableError, status
-from mpinspect.commands.output import add_output_options, finding_named, print_text, save_to
+from mpinspect.commands.lint_model import build_inputs, input_spec
+from mpinspect.commands.output import UnusableError, add_output_options, finding_named, print_text, save_to, status
 from mpinspect.reporting.streams import printable, say
+from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 
 if TYPE_CHECKING:
-    from mpinspect.commands.lint_baseline import Comparison
+    from mpinspect.reporting.finding import Finding
     from mpinspect.shapes.analysis import ShapeReport
 
-
+BASELINE_SCHEMA, BASELINE_VERSION = "mpinspect.shapes.baseline", 1
 _NO_INPUT = "No --input was given: add one for each argument of its forward, as --input 64,1024"
 
 
@@ -57,9 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from mpinspect.commands.lint_baseline import compare, read_baseline, write_baseline
-
-    # A baseline that can't be read is told before the model is built, which may take a while.
+    # Read the baseline first: building the model may take a while, and a broken baseline makes it useless.
     baseline = None if options.baseline is None else read_baseline(options.baseline)
     report = _report(options)
     comparison = None if baseline is None else compare(report.findings, baseline)
@@ -80,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> ShapeReport:
     import torch
 
-    from mpinspect.commands.lint_target import describe, load_model
+    from mpinspect.commands.lint_model import describe, load_model
     from mpinspect.shapes.lint import choose_gpu, lint_shapes
 
     try:
@@ -96,7 +101,7 @@ def _report(options: argparse.Namespace) -> ShapeReport:
     try:
         return lint_shapes(model, args, kwargs, options.dtype, options.gpu, not options.no_backward, kind)
     except ValueError as error:
-        # What the user did wrong, in a sentence already.
+        # lint_shapes words wrong usage as a sentence.
         hint = "" if options.inputs else f". {_NO_INPUT}"
         raise UnusableError(f"{options.target}: {str(error).rstrip('.')}{hint}") from error
     except (Exception, SystemExit) as error:
@@ -115,7 +120,7 @@ def _print(report: ShapeReport, options: argparse.Namespace) -> None:
 
 
 def _warn_of_gaps(report: ShapeReport) -> None:
-    """On stderr where what is printed or written does not tell by itself that it is of a part of the model, or of nothing."""
+    """Say on stderr that the recording is incomplete or empty: a padding table, a comparison or a baseline does not show it."""
     for finding in report.findings:
         if finding.id == "recording-incomplete":
             _warn(f"the recording is incomplete: {finding.message}")
@@ -128,15 +133,13 @@ def _warn(sentence: str) -> None:
 
 
 def _print_comparison(comparison: Comparison, other: str, options: argparse.Namespace) -> None:
-    """What is new and what is gone; on stderr where stdout holds JSON."""
-    from mpinspect.commands.lint_baseline import key_of
-
+    """Print which findings are new and which are gone; to stderr where stdout holds JSON."""
     lines = [
         f"Against {options.baseline}: {len(comparison.new)} new, {comparison.known} known, {len(comparison.gone)} gone"
     ]
     lines += [f"  new   {finding.severity}  {key_of(finding)}" for finding in comparison.new]
     lines += [f"  gone  {key}" for key in comparison.gone]
-    # On stderr it stands already.
+    # With --json the caller has said it on stderr.
     lines += [f"  {other}"] if other and not options.json else []
     print("", *map(printable, lines), sep="\n", file=sys.stderr if options.json else sys.stdout)
 
@@ -145,3 +148,121 @@ def _shape_finding(text: str) -> str:
     from mpinspect.shapes.analysis import FINDING_IDS
 
     return finding_named(text, FINDING_IDS)
+
+
+# -- the baseline --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Identifies a finding across runs. Its figures are left out, since they move with every change of the model."""
+
+    id: str
+    layer: str
+    size: Annotated[int, Between(-(1 << 63), (1 << 63) - 1)]
+
+    def __str__(self) -> str:
+        return " ".join([self.id, *([self.layer] if self.layer else []), *([str(self.size)] if self.size else [])])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A report's findings against a baseline.
+
+    Args:
+        new: findings that the baseline does not hold.
+        gone: the baseline's keys that no finding matches.
+        known: how many findings the baseline holds.
+    """
+
+    new: tuple[Finding, ...]
+    gone: tuple[Key, ...]
+    known: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The fields of a baseline file; ``gpu`` and ``dtype`` are those that it was made for, "" where it does not say."""
+
+    findings: tuple[Key, ...]
+    gpu: str = ""
+    dtype: str = ""
+
+    def other_than(self, report: ShapeReport) -> str:
+        """Return a sentence if the report is for another GPU or dtype, else ""."""
+        made = [(self.gpu, report.gpu.name), (self.dtype, report.dtype)]
+        if all(then == now for then, now in made if then and now):
+            return ""
+        then, now = (", ".join(filter(None, names)) for names in zip(*made, strict=True))
+        return (
+            f"the baseline was made for {then} and this report is for {now}: findings may be new or gone for that alone"
+        )
+
+
+def key_of(finding: Finding) -> Key:
+    """Return what identifies a finding across runs."""
+    size = finding.evidence.get("size")
+    return Key(finding.id, finding.layer, size if isinstance(size, int) else 0)
+
+
+def compare(findings: Iterable[Finding], baseline: Baseline) -> Comparison:
+    """Return which findings are new and which of the baseline's are gone."""
+    found = [(finding, key_of(finding)) for finding in findings]
+    known = frozenset(baseline.findings)
+    new = tuple(finding for finding, key in found if key not in known)
+    return Comparison(new, tuple(sorted(known.difference(key for _, key in found))), len(found) - len(new))
+
+
+def read_baseline(path: str) -> Baseline:
+    """Read a baseline file.
+
+    Raises:
+        UnusableError: it is missing, damaged, or no baseline.
+    """
+    try:
+        document = json_of(Path(path))
+    except FileNotFoundError as error:
+        raise UnusableError(f"there is no baseline {path}: write it with --write-baseline {path}") from error
+    except OSError as error:
+        raise UnusableError(f"the baseline {path} can't be read: {error.strerror or error}") from error
+    except DecodingError as error:
+        raise UnusableError(
+            f"the baseline {path} can't be read: it {error}. Write it anew with --write-baseline"
+        ) from error
+    if not isinstance(document, dict) or document.get("schema") != BASELINE_SCHEMA:
+        raise UnusableError(f"{path} is no baseline of mpinspect lint: write one with --write-baseline")
+    if document.get("schema_version") != BASELINE_VERSION:
+        raise UnusableError(f"{path} is a baseline of another version than {BASELINE_VERSION}: write it anew")
+    try:
+        return typed(Baseline, document)
+    except DecodingError as error:
+        raise UnusableError(f"the baseline {path} is damaged ({error}): write it anew with --write-baseline") from error
+
+
+def write_baseline(path: str, report: ShapeReport) -> None:
+    """Write the report's findings as a baseline, one sorted key a line, so that diffs are readable.
+
+    Raises:
+        UnusableError: the report recorded nothing, so that there is nothing to compare with; or the file can't be written.
+    """
+    if not report.flops:
+        raise UnusableError(f"{path} is not written: nothing was recorded, and a baseline of nothing says nothing")
+    keys = sorted({key_of(finding) for finding in report.findings})
+    lines = [json.dumps({"id": key.id, "layer": key.layer, "size": key.size}) for key in keys]
+    head = {
+        "schema": BASELINE_SCHEMA,
+        "schema_version": BASELINE_VERSION,
+        "gpu": report.gpu.name,
+        "dtype": report.dtype,
+    }
+    text = (
+        json.dumps(head)[:-1]
+        + ', "findings": ['
+        + ",".join(f"\n  {line}" for line in lines)
+        + ("\n" if lines else "")
+        + "]}\n"
+    )
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnusableError(f"{path} can't be written: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""What the commands that end in a report share: where it goes, and what makes them fail."""
+"""What the commands share: exit statuses, the options of a report's output and failure, and parsers of arguments."""
 
 from __future__ import annotations
 
@@ -7,22 +7,43 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from mpinspect.commands.outcome import UnusableError
-
 if TYPE_CHECKING:
+    from mpinspect.reporting.finding import Finding
     from mpinspect.reporting.rendering import RendersItself
 
+OK, FOUND, UNUSABLE = 0, 1, 2
+#: What a shell reports for a program ended by SIGPIPE: 128 + 13.
+BROKEN_PIPE = 141
+#: What a shell reports for a program ended by Ctrl-C: 128 + 2.
+INTERRUPTED = 130
+
 _FAIL_ON = "exit with 1 on findings of this severity or above ('warning', 'error'), or with this id"
+
+
+class UnusableError(Exception):
+    """The input can't be used. Its message, one sentence, is printed on stderr; the exit status is 2."""
+
+
+def status(findings: Iterable[Finding], fail_on: Iterable[str]) -> int:
+    """Return FOUND if ``fail_on`` names a finding by its id, its severity or a milder one, else OK."""
+    from mpinspect.reporting.finding import SEVERITIES
+
+    named = set(fail_on)
+    for finding in findings:
+        if not named.isdisjoint((finding.id, *SEVERITIES[: SEVERITIES.index(finding.severity) + 1])):
+            return FOUND
+    return OK
 
 
 def add_output_options(
     parser: argparse.ArgumentParser, fail_on: Callable[[str], Any], *, png: bool = True, or_else: str = ""
 ) -> None:
-    """--json, --md, --fail-on, and --png where there is a picture.
+    """Declare --json, --md and --fail-on.
 
     Args:
-        fail_on: reads a word of --fail-on, or raises argparse.ArgumentTypeError.
-        or_else: what --fail-on takes beside findings, for the help.
+        fail_on: parses an argument of --fail-on, or raises argparse.ArgumentTypeError.
+        png: whether to declare --png too.
+        or_else: what --fail-on accepts beside findings, for the help.
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     if png:
@@ -39,7 +60,7 @@ def add_output_options(
 
 
 def print_text(report: RendersItself) -> None:
-    """In colour on a terminal, and where FORCE_COLOR asks for it; without where NO_COLOR does."""
+    """Print a report as text: in colour on a terminal or with FORCE_COLOR, without colour with NO_COLOR."""
     from mpinspect.reporting.forms import form
     from mpinspect.reporting.page import colour_console
 
@@ -52,35 +73,35 @@ def print_text(report: RendersItself) -> None:
 
 
 def save_to(report: RendersItself, *paths: str | None) -> None:
-    """Write the files asked for. Raises UnusableError where one can't be written."""
+    """Write the report to these paths, skipping None. Raises UnusableError where one can't be written."""
     for path in filter(None, paths):
         try:
             report.save(path)
-        except OSError as error:
-            raise UnusableError(f"{path} can't be written: {error.strerror or error}") from error
-        except ValueError as error:
-            raise UnusableError(f"{path} can't be written: {error}") from error
+        except (OSError, ValueError) as error:
+            raise UnusableError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def finding_named(text: str, ids: Iterable[str]) -> str:
-    """Reads a severity or one of a report's finding ids, for --fail-on. Raises argparse.ArgumentTypeError."""
+    """Parse an argument of --fail-on: a severity or one of ``ids``. Raises argparse.ArgumentTypeError."""
     from mpinspect.reporting.finding import SEVERITIES
 
     known = (*SEVERITIES, *ids)
-    # A name that no finding can have would let everything pass for ever.
+    # A misspelt id would match no finding, so that CI would pass for ever.
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a severity nor a finding: {', '.join(known)}")
     return text
 
 
 def range_finding(text: str) -> str:
-    """Reads what --fail-on takes of a report of ranges."""
+    """Parse an argument of --fail-on for a report of ranges."""
     from mpinspect.ranges.analysis.report import FINDING_IDS
 
     return finding_named(text, FINDING_IDS)
 
 
 def with_suffix(suffix: str) -> Callable[[str], str]:
+    """Return a parser of paths that must end in ``suffix``."""
+
     def path(text: str) -> str:
         if not text.lower().endswith(suffix):
             raise argparse.ArgumentTypeError(f"{text!r} must end in {suffix}")
@@ -90,13 +111,14 @@ def with_suffix(suffix: str) -> Callable[[str], str]:
 
 
 def positive(text: str) -> int:
+    """Parse a whole number of 1 or more."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
 def gpu_name(text: str) -> str:
-    """Reads a GPU's name, an architecture's, or "auto"."""
+    """Parse the name of a GPU or an architecture, or "auto"."""
     from mpinspect.runtime import gpus
 
     if text.strip().lower() == "auto":

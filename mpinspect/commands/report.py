@@ -1,4 +1,4 @@
-"""``mpinspect report``: what a recorded run says."""
+"""``mpinspect report``: read a session or a run directory and show its report."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.outcome import UnusableError, status
-from mpinspect.commands.output import add_output_options, print_text, range_finding, save_to
+from mpinspect.commands.output import UnusableError, add_output_options, print_text, range_finding, save_to, status
 
 if TYPE_CHECKING:
     from mpinspect.ranges.analysis.report import RangeReport
@@ -25,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     report = _read(options.run_dir)
-    # First, so that a picture that can't be had is said on its own, and not below a report.
+    # Before printing, so that the message of a picture that can't be drawn does not stand below a report.
     save_to(report, options.png, options.md)
     if options.json:
         sys.stdout.write(report.to_json())
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 def _read(path: str) -> RangeReport | RunReport:
     from mpinspect.ranges.analysis import analyse
     from mpinspect.ranges.store import SessionError, read_session
-    from mpinspect.run.run_directory import is_run_directory, read_run
+    from mpinspect.run.reading import is_run_directory, read_run
 
     try:
         return read_run(path) if is_run_directory(path) else analyse(read_session(path))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpinspect.commands import lint
-from mpinspect.commands.lint_inputs import build_inputs, input_spec
-from mpinspect.commands.outcome import UnusableError
+from mpinspect.commands.lint_model import build_inputs, input_spec
+from mpinspect.commands.output import UnusableError
 from mpinspect.shapes.lint import choose_gpu, lint_shapes
 
 MODEL = """

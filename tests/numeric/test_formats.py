@@ -14,7 +14,7 @@ from rounding_oracle import floor_log2, rounded
 from sessions import word_model
 
 import mpinspect
-from mpinspect.commands.lint_inputs import input_spec
+from mpinspect.commands.lint_model import input_spec
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import (
     BFLOAT16,

@@ -365,7 +365,7 @@ def test_on_a_terminal_in_colour_nothing_of_a_name_is_a_command(run_directory: P
 
     from mpinspect.kernels.profile import read_trace
     from mpinspect.reporting.forms import form
-    from mpinspect.run.run_directory import read_run
+    from mpinspect.run.reading import read_run
 
     for report in (read_run(run_directory), read_trace(trace)):
         file = io.StringIO()
