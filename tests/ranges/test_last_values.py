@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 
 from mpinspect import Inspector
 from mpinspect.counting import fastest
-from mpinspect.ranges.capture import capture, last_values
+from mpinspect.ranges.capture import last_values
 from mpinspect.ranges.capture import watch as watching
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.capture.last_values import LastValues
@@ -303,8 +303,6 @@ def _train(
 
 def _with_and_without(monkeypatch: pytest.MonkeyPatch, reads: _Reads, *given: Any, **more: Any) -> list[int]:
     """Both see the same; returns how many values each read."""
-    # An output within bounds is not read, nor is what hands it on: then its maximum is not known where it would be otherwise.
-    monkeypatch.setattr(capture, "output_bound", lambda *_: None)
     found = _train(*given, **more)
     read = [sum(reads.take())]
     monkeypatch.setattr(LastValues, "found_in", _nothing_found)

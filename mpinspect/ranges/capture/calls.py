@@ -27,10 +27,8 @@ class StepCalls:
         #: Somebody else's hook was on these before ours.
         self._altered: set[int] = set()
 
-    def called(
-        self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> tuple[list[Fresh], list[int]]:
-        """A module's forward ran: the tensors not seen before, and the numbers of all inputs but those changed in place."""
+    def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
+        """Note that a module's forward ran. Returns the tensors not seen before, inputs first."""
         fresh, given, returned = [], [], []
         changed: list[int] = []
         overwritten = False
@@ -63,7 +61,7 @@ class StepCalls:
                 fresh.append((tensor, number, False))
             returned.append(number)
         self._log.append(Call(module, given + changed, returned, overwritten))
-        return fresh, given
+        return fresh
 
     def _before_change(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor as it was seen last, if it was changed in place once since at most; None otherwise."""

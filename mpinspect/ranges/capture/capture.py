@@ -29,7 +29,6 @@ from mpinspect.ranges.capture.layers import Layer, WatchedParameter, named_param
 from mpinspect.ranges.capture.lifted import LiftedHooks
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, UpdateCapture, skips_on_device
-from mpinspect.ranges.capture.output_bounds import gradient_stays_finite, may_bound, output_bound, stays_finite
 from mpinspect.ranges.capture.reach import has_compiled, is_many, out_of_reach, tracing, transforms
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule, StepClock
@@ -101,7 +100,6 @@ class Capture(Guarded):
         super().__init__(recording.note)
         self._layers = list(layers)
         self._parameters = list(parameters)
-        self._bounded = {layer.path for layer in self._layers if may_bound(layer.module)}
         self._kinds = frozenset(kinds)
         self._recording = recording
         self.clock = StepClock(schedule)
@@ -116,13 +114,7 @@ class Capture(Guarded):
             functools.partial(_when_a_backward_ends, self._me),
         )
         self._may_wait = True
-        modules = {layer.path: layer.module for layer in self._layers}
-        self._watch: Watch | None = None
-        if watch:
-            self._watch = Watch(
-                lambda path: stays_finite(modules[path]),
-                lambda path, largest: gradient_stays_finite(modules[path], largest),
-            )
+        self._watch = Watch({layer.path: layer.module for layer in self._layers}) if watch else None
         self._budget: Budget | None = None
         if max_overhead is not None:
             self._budget = Budget(max_overhead, every=schedule.every, samples=bool(self._kinds), watches=watch)
@@ -472,15 +464,8 @@ class Capture(Guarded):
             for tensor in inputs:
                 self._see_through_wrapper(watch, tensor, layer)
         awaited, finite = set(), True
-        fresh, bound = watch.module_called(layer.path, inputs, outputs)
-        if layer.path not in self._bounded:
-            bound = None
-        for tensor, number, is_input in fresh:
-            if recomputed or is_input:
-                pass
-            elif bound is not None and not rows and (within := output_bound(layer.module, tensor, bound)) is not None:
-                watch.output_within(layer.path, tensor, number, within)
-            else:
+        for tensor, number, is_input in watch.module_called(layer.path, inputs, outputs):
+            if not (recomputed or is_input):
                 finite = watch.output(layer.path, tensor, number, micro_batch, rows.get(id(tensor))) and finite
             if tensor.requires_grad and not (is_input and tensor.is_leaf):
                 self._await_gradient(layer, tensor, counted=counted and not is_input, number=number, is_input=is_input)

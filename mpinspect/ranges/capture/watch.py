@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.calls import Fresh, StepCalls
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen
 from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
+from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.last_values import LastValues
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.capture.waiting import Waiting
@@ -68,10 +69,6 @@ class _StepLog:
     last_output: _Look | None = None
     #: Numbers of inputs that no module was seen to make and that were not looked at so far.
     unseen_inputs: set[int] = field(default_factory=set)
-    #: By number, where it is known: what no magnitude in an output exceeds, finite.
-    bounds: dict[int, float] = field(default_factory=dict)
-    #: The same by module, of outputs that were not looked at.
-    within: dict[str, float] = field(default_factory=dict)
     #: Whether an output that is known already is not finite.
     broken: bool = False
     #: Modules that can't have made the first infinity or NaN, where that was found out before the weights moved.
@@ -96,23 +93,18 @@ class Watch:
     """Sees tensors go by; tells the first culprit of each step.
 
     Args:
-        stays_finite: whether a module, by its path, returns finite values whenever it is given finite ones.
-        gradient_stays_finite: whether it hands on a finite gradient, given that at its outputs, within a magnitude.
+        modules: those that are watched, by path.
     """
 
-    def __init__(
-        self, stays_finite: Callable[[str], bool], gradient_stays_finite: Callable[[str, float], bool]
-    ) -> None:
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         #: The tensors that could not be looked at.
         self.unread = Unread[TensorKey]()
-        self._stays_finite, self._gradient_stays_finite = stays_finite, gradient_stays_finite
+        self._modules = modules
         self._log = _StepLog()
         self._travelling: deque[_Travelling] = deque()
         self._maxima: dict[tuple[str, str], deque[float]] = {}
-        #: By module: what its outputs did not exceed when they were last not looked at.
-        self._within: dict[str, float] = {}
-        #: Of the output before: its largest magnitude, or (second: False) what none in it exceeds.
-        self._last_output: LastValues[tuple[float, bool]] = LastValues()
+        #: The largest magnitude in the output before.
+        self._last_output: LastValues[float] = LastValues()
         self._last_module = ""
         #: Modules whose output a container was seen to return.
         self._handed_on: set[str] = set()
@@ -125,24 +117,12 @@ class Watch:
 
     def module_called(
         self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> tuple[list[Fresh], float | None]:
-        """A module's forward ran. Returns the tensors not seen before, and what no magnitude in what went in exceeds.
-
-        That is finite, and at least 1; None where it is not known of every input, or there is none.
-        """
-        fresh, given = self._log.calls.called(module, inputs, outputs)
+    ) -> list[Fresh]:
+        """Note that a module's forward ran. Returns the tensors not seen before in this step, inputs first."""
+        fresh = self._log.calls.called(module, inputs, outputs)
         if fresh and fresh[0][2]:
             self._log.unseen_inputs.update(number for _, number, is_input in fresh if is_input)
-            return fresh, None
-        if not given or len(given) != len(inputs):
-            return fresh, None
-        largest = 1.0
-        for number in given:
-            known = self._log.bounds.get(number)
-            if known is None:
-                return fresh, None
-            largest = max(largest, known)
-        return fresh, largest
+        return fresh
 
     def unseen_input(self) -> int:
         """The number of a tensor that is not at hand: the one inside a wrapper."""
@@ -160,34 +140,24 @@ class Watch:
         tensor = local_part(tensor)
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
         if before is not None:
-            found, exact = before
+            found = before
             self._handed_on.add(self._last_module)
-            if not exact:
-                self.output_within(module, tensor, number, found)
-                return True
         look = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, found)
         self._log.last_output = look
         if look is None:
             return True
         if not isinstance(look.value, float):
             return False
-        self._keep(module, tensor, look.value, True)
-        if not math.isfinite(look.value):
-            self._log.broken = True
-            return False
-        self._log.bounds[number] = look.value
-        return True
+        self._keep(module, tensor, look.value)
+        if math.isfinite(look.value):
+            return True
+        self._log.broken = True
+        return False
 
-    def output_within(self, module: str, tensor: torch.Tensor, number: int, bound: float) -> None:
-        """The forward's output, which is certain to be within a bound and is not looked at: its maximum stays unknown."""
-        self._keep(module, tensor, bound, False)
-        self._log.bounds[number] = bound
-        self._log.within[module] = max(bound, self._log.within.get(module, 0.0))
-
-    def _keep(self, module: str, tensor: torch.Tensor, largest: float, exact: bool) -> None:
+    def _keep(self, module: str, tensor: torch.Tensor, largest: float) -> None:
         """Remember what is known of an output, if it may be handed on: after a few steps those are known that were."""
         if self._steps < _LEARNING_STEPS or module in self._handed_on:
-            self._last_output.keep(tensor, (largest, exact))
+            self._last_output.keep(tensor, largest)
             self._last_module = module
         else:
             self._last_output.forget()
@@ -353,7 +323,7 @@ class Watch:
         ]
         stories, calls = log.calls.stories()
         innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
-        read = {look.tensor for look in log.looks} | log.bounds.keys()
+        read = {look.tensor for look in log.looks}
         found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
         event = self._event(found, suspicious, log) if found is not None else None
         self._remember(log, largest)
@@ -365,16 +335,15 @@ class Watch:
         if first is None or first.tensor < 0:
             return frozenset()
         if first.phase == FORWARD:
-            return frozenset([first.module] if self._stays_finite(first.module) else [])
+            return frozenset([first.module] if stays_finite(self._modules[first.module]) else [])
         largest = culprit.largest_at_output(seen, stories, first)
         return frozenset(
             module
             for module in dict.fromkeys(stories[first.tensor].consumers)
-            if module in largest and self._gradient_stays_finite(module, largest[module])
+            if module in largest and gradient_stays_finite(self._modules[module], largest[module])
         )
 
     def _remember(self, log: _StepLog, largest: list[float]) -> None:
-        self._within.update(log.within)
         for look, value in zip(log.looks, largest, strict=True):
             if not look.is_input and math.isfinite(value):
                 self._ring(look.what, look.name).append(value)
@@ -386,12 +355,7 @@ class Watch:
             self._harmless.update(
                 (look.module, look.is_nan) for look in seen if look.phase == FORWARD and not look.finite
             )
-        first, explanation = found.first, found.explanation
-        within = self._within.get(first.name) if first.what == ACTIVATION else None
-        if within is not None:
-            explanation += (
-                f"; before, where input and weight kept it small, it was not read: within {within:.3g} the last time"
-            )
+        first = found.first
         return Event(
             log.step,
             first.micro_batch,
@@ -405,7 +369,7 @@ class Watch:
             log.skipped,
             culprit.finite_in_forward(seen),
             gradients_finite,
-            explanation,
+            found.explanation,
             found.after,
         )
 
