@@ -23,7 +23,7 @@ from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
 from mpinspect.counting.pieces import plain_values
 from mpinspect.ranges.capture.host_copy import HostCopy
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: Rows of a buffer at first: 3.4 MB. One that was too small is made anew, twice what the step would have needed.
 _FIRST_CAPACITY = 512
@@ -80,16 +80,16 @@ class DeviceRows:
         return self._given(slot)
 
     @torch.no_grad()
-    def count_together(self, waiting: list[Waiting]) -> None:
+    def count_together(self, waiting: list[ParameterGradient]) -> None:
         """Count gradients that waited, on the streams that they came on."""
-        by_stream: dict[Any, list[Waiting]] = {}
+        by_stream: dict[Any, list[ParameterGradient]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
             with torch.cuda.stream(stream):
                 self._count_on_stream(group)
 
-    def _count_on_stream(self, group: list[Waiting]) -> None:
+    def _count_on_stream(self, group: list[ParameterGradient]) -> None:
         counter: Any = available.counter()
         slots = []
         for each in group:

@@ -10,7 +10,7 @@ import torch
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import NARROW
 from mpinspect.ranges.capture.host_copy import HostCopy
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: Rows at first: 0.9 MB. Memory that was too small is made anew, with twice what the step would have needed.
 _FIRST_CAPACITY = 128
@@ -42,7 +42,7 @@ class HostRows:
         counter.fill(tensor, self._addresses[slot])
         return self._slots[slot]
 
-    def count_together(self, waiting: list[Waiting]) -> None:
+    def count_together(self, waiting: list[ParameterGradient]) -> None:
         """Count those gradients that can be counted in one call; of the others, and if the call fails, nothing is found."""
         counter: Any = fastest.cpu_counter()
         slots = []

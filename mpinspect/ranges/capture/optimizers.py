@@ -1,4 +1,4 @@
-"""Which optimizers belong to the model, and what their steps do to its weights."""
+"""The optimizers of the model, and what their steps do to its weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from mpinspect.counting.fastest import count
 from mpinspect.counting.pieces import detached_values
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.capture.updates import lost_updates_by_format, unmoved
 from mpinspect.ranges.kinds import UPDATE
@@ -19,7 +20,7 @@ from mpinspect.runtime.distributed import local_part
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer inside a trainer's wrappers, which is the one that torch's hooks tell of; None if there is none."""
+    """Return the torch optimizer inside a trainer's wrappers, which is the one that torch's hooks see; None if there is none."""
     for name in ("_optimizer", "optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):
@@ -40,6 +41,12 @@ class ModelOptimizers:
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         for optimizer in given:
             self._ours[optimizer] = True
+        #: Optimizers (by id) inside a scaler's step that have not stepped themselves.
+        self._in_scaler_step: set[int] = set()
+        #: Optimizers (by id) whose step has begun and not ended.
+        self._in_step: set[int] = set()
+        #: Whether any has stepped, and whether a scaler has stepped any.
+        self.any_stepped = self.scaler_has_stepped = False
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer belongs to the model."""
@@ -56,6 +63,42 @@ class ModelOptimizers:
                 if watched is not None:
                     yield watched
 
+    def begin_step(self) -> None:
+        """A training step begins: no optimizer's step is under way."""
+        self._in_scaler_step.clear()
+        self._in_step.clear()
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler is about to step an optimizer of the model, or to skip its step."""
+        self._in_scaler_step.add(id(optimizer))
+        self.scaler_has_stepped = True
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer is about to step. Returns whether it belongs to the model."""
+        self._in_scaler_step.discard(id(optimizer))
+        return self.owns(optimizer)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step of an optimizer of the model is under way."""
+        self._in_step.add(id(optimizer))
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer has stepped. Returns whether it belongs to the model."""
+        self._in_step.discard(id(optimizer))
+        ours = self.owns(optimizer)
+        self.any_stepped |= ours
+        return ours
+
+    def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """A scaler's step is over. Returns whether it skipped the optimizer's.
+
+        A step that began and did not end was undone: a closure's second evaluation overflowed, say.
+        """
+        skipped = id(optimizer) in self._in_scaler_step or id(optimizer) in self._in_step
+        self._in_scaler_step.discard(id(optimizer))
+        self._in_step.discard(id(optimizer))
+        return skipped
+
     @property
     def any_fused(self) -> bool:
         """Whether one of them takes found_inf on the device, so that nobody on the host knows if it stepped."""
@@ -63,35 +106,49 @@ class ModelOptimizers:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """A fused optimizer is told of found_inf on the device and skips without anyone knowing on the host."""
+    """Return whether an optimizer is fused: it reads found_inf on the device and skips without anyone knowing on the host."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of parameters that this step will not move: learning rate 0, as in the first step of a warm-up."""
+    """Return the ids of parameters that this step will not move: learning rate 0, as in the first step of a warm-up."""
     groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), float) and group["lr"] == 0.0]
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-class UpdateCapture:
-    """Counts what a step adds to the weights, and what rounding would lose of it. Holds one copy of them meanwhile."""
+class Updates(Observer):
+    """Counts what a step adds to the weights, and what rounding would lose of it. Holds one copy of them meanwhile.
 
-    def __init__(self, tally: Tally) -> None:
+    Args:
+        tally: takes the samples.
+        optimizers: the model's.
+        wanted: whether updates are counted at all.
+    """
+
+    def __init__(self, tally: Tally, optimizers: ModelOptimizers, wanted: bool) -> None:
         self._tally = tally
+        self._optimizers = optimizers
+        self._wanted = wanted
         self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
 
-    def before(self, optimizer: torch.optim.Optimizer, parameters: Iterable[WatchedParameter]) -> None:
-        """The optimizer is about to step these parameters."""
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Be at work in a sampled step."""
+        self.at_work = sampled and self._wanted
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the weights that the optimizer is about to move."""
+        if not self.at_work:
+            return
         still = _held_still(optimizer)
         before = self._before[id(optimizer)] = []
-        for watched in parameters:
+        for watched in self._optimizers.parameters(optimizer):
             moves = watched.parameter.requires_grad or watched.parameter.grad is not None
             if watched.counted and moves and id(watched.parameter) not in still:
                 with self._tally.unread.left_out(TensorKey(watched.name, UPDATE)):
                     before.append((watched, detached_values(local_part(watched.parameter)).clone()))
 
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the difference to the copies."""
         may_have_skipped = getattr(optimizer, "found_inf", None) is not None
         for watched, weight in self._before.pop(id(optimizer), ()):
             gradient = watched.parameter.grad
@@ -100,8 +157,12 @@ class UpdateCapture:
                 with self._tally.unread.left_out(key):
                     self._count(key, watched.parameter, weight, gradient, may_have_skipped)
 
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the copies: that step did not happen."""
+        self._before.pop(id(optimizer), None)
+
     def forget(self) -> None:
-        """Let the copies go: that step did not happen."""
+        """Drop all copies."""
         self._before.clear()
 
     @torch.no_grad()

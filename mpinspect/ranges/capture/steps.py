@@ -12,6 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mpinspect.ranges.capture.budget import Budget
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.runtime.meter import Meter
+
 #: Without an optimizer in sight a step ends after so many backwards, whatever the weights tell: counts must not pile up.
 _MOST_MICRO_BATCHES = 256
 
@@ -137,3 +141,43 @@ class StepClock:
         self.micro_batch = 0
         self._done.clear()
         self.in_forward = self._backward_since_forward = False
+
+
+class Pace:
+    """Chooses for each step whether it is sampled and watched: by the schedule, or as the budget allows.
+
+    Args:
+        clock: knows the schedule.
+        budget: None: the schedule decides, and every step is watched.
+        samples, watches: whether there is anything to sample, and whether there is a watch.
+    """
+
+    def __init__(self, clock: StepClock, budget: Budget | None, samples: bool, watches: bool) -> None:
+        self._clock = clock
+        self._budget = budget
+        self._samples, self._watches = samples, watches
+
+    @property
+    def has_budget(self) -> bool:
+        return self._budget is not None
+
+    def next_step(self) -> tuple[bool, bool]:
+        """Return whether the step that begins is sampled, and whether it is watched."""
+        budget = self._budget
+        if budget is None:
+            return self._samples and self._clock.sampled, self._watches
+        return self._samples and budget.samples, self._watches and budget.watches
+
+    def settle(self, meter: Meter, recording: Recording, watched: bool) -> None:
+        """Charge the step that ends to the budget, and record what it has cost.
+
+        Args:
+            watched: whether it was watched.
+        """
+        if self._budget is None:
+            return
+        step_s, own_s = meter.end_step()
+        bare_s = self._budget.end_step(step_s, own_s)
+        later_s = meter.next_step(self._budget.samples or self._budget.watches)
+        self._budget.charge_later(later_s)
+        recording.spent(watched, None if step_s is None else bare_s, own_s, later_s)

@@ -22,7 +22,7 @@ from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.window_rows import WindowRows
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import LostUpdates, TensorKey, Window
@@ -135,9 +135,9 @@ class Tally:
             return self._rows_on(tensor.device).count(tensor)
         return fastest.count(tensor, divisor)
 
-    def count_together(self, waiting: list[Waiting]) -> None:
+    def count_together(self, waiting: list[ParameterGradient]) -> None:
         """The same for gradients that have waited for it; what can't be counted gets no row."""
-        by_device: dict[torch.device, list[Waiting]] = {}
+        by_device: dict[torch.device, list[ParameterGradient]] = {}
         for each in waiting:
             by_device.setdefault(each.values.device, []).append(each)
         for device, group in by_device.items():

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: They reduce gradients over processes from hooks on autograd's nodes, which nobody can see, and without torch.distributed.
 _REDUCERS = ("horovod.torch", "byteps.torch")
@@ -30,27 +30,6 @@ Enter = Callable[[Callable[[], None]], object]
 Context = TypeVar("Context")
 
 
-@dataclass(slots=True)
-class Waiting:
-    """A gradient to be counted when the backward ends, if it is then what it was.
-
-    Args:
-        watched: whose it is.
-        values: the same memory as the gradient's, as long as it waits.
-        version: how often that had been changed in place.
-        place: how many looks the watch had taken in this step before.
-        stream: on which the gradient came, on a GPU.
-        found: the row of its counts; None as long as it waits, and where it could not be counted.
-    """
-
-    watched: WatchedParameter
-    values: torch.Tensor
-    version: int
-    place: int
-    stream: Any
-    found: torch.Tensor | None = None
-
-
 class WaitingGradients(Generic[Context]):
     """Those of one backward.
 
@@ -61,14 +40,14 @@ class WaitingGradients(Generic[Context]):
     """
 
     def __init__(
-        self, look: Callable[[list[Waiting], Context], None], note: Callable[[str], None], enter: Enter
+        self, look: Callable[[list[ParameterGradient], Context], None], note: Callable[[str], None], enter: Enter
     ) -> None:
         self._enter = enter
         self._look = look
         self._note = note
         #: Backwards may run in several threads.
         self._lock = threading.Lock()
-        self._waiting: list[Waiting] = []
+        self._waiting: list[ParameterGradient] = []
         self._bytes = 0
         #: The backward (graph task) whose gradients wait here; NO_BACKWARD: no gradient may.
         self.task = NO_BACKWARD
@@ -127,7 +106,7 @@ class WaitingGradients(Generic[Context]):
         # Another tensor with the same memory: .grad still takes the gradient over, where it would copy one that others hold.
         values = gradient.detach()
         stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
-        waiting = Waiting(watched, values, values._version, len(self._looks), stream)
+        waiting = ParameterGradient(watched, values, values._version, len(self._looks), stream)
         with self._lock:
             if self.task != torch._C._current_graph_task_id():
                 # Another thread's backward has come in between.

@@ -1,0 +1,192 @@
+"""The hooks that a capture has on a model's modules, parameters and tensors; off while nothing is to be seen."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as global_hooks
+
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
+from mpinspect.ranges.capture.weights import can_be_hooked
+from mpinspect.runtime.distributed import is_distributed
+from mpinspect.runtime.hooks import HandleList, hook_gradient
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.capture.capture import Capture
+
+
+class ModelHooks:
+    """Puts hooks on and takes them off. Holds the capture weakly.
+
+    Args:
+        capture: what the hooks call.
+    """
+
+    def __init__(self, capture: weakref.ref[Capture]) -> None:
+        self._capture = capture
+        self._handles = HandleList()
+        #: The hooks on modules and on parameters, by torch's numbers.
+        self._on_modules: list[tuple[torch.nn.Module, int]] = []
+        self._on_parameters: list[tuple[torch.Tensor, int]] = []
+        #: Those that are off for now.
+        self._lifted_modules: list[tuple[torch.nn.Module, int, Any]] = []
+        self._lifted_parameters: list[tuple[torch.Tensor, int, Any]] = []
+        #: Parameters that can't be hooked yet: frozen, or lazy ones without a shape.
+        self._later: list[WatchedParameter] = []
+        #: Whether full backward hooks of others wrap some module's inputs.
+        self.wrapped_inputs = False
+        #: Whether hooks of others may change gradients that have arrived before.
+        self.others_change_gradients = False
+
+    @property
+    def any_on_modules(self) -> bool:
+        return bool(self._on_modules)
+
+    def hook_modules(self, layers: Iterable[Layer]) -> None:
+        """Hook the modules that have a forward."""
+        capture = self._alive()
+        for layer in layers:
+            if not _is_never_called(layer.module):
+                hook = ForwardHook(capture, layer)
+                handle = self._handles.add(layer.module.register_forward_hook(hook, with_kwargs=True))
+                self._on_modules.append((layer.module, handle.id))
+
+    def hook_parameters(self, parameters: Iterable[WatchedParameter]) -> None:
+        """Hook the parameters that can be; the others when ``tend`` finds that they can."""
+        capture, later = self._alive(), []
+        for watched in parameters:
+            parameter: Any = watched.parameter
+            if not can_be_hooked(parameter):
+                later.append(watched)
+            elif is_distributed(parameter):
+                self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(capture, watched)))
+            else:
+                handle = self._handles.add(parameter.register_hook(ParameterHook(capture, watched)))
+                self._on_parameters.append((parameter, handle.id))
+        self._later = later
+
+    def tend(self) -> None:
+        """Adapt to the model as it is now: hook what was unfrozen, and put our hooks behind everybody else's."""
+        if any(can_be_hooked(watched.parameter) for watched in self._later):
+            self.hook_parameters(self._later)
+        self.wrapped_inputs = any(module._backward_hooks for module, _ in self._on_modules)
+        self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
+        for module, number in self._on_modules:
+            # Another hook that was added later may change the output: see what the next module is given.
+            hooks: Any = module._forward_hooks
+            if number in hooks and next(reversed(hooks)) != number:
+                hooks.move_to_end(number)
+
+    def unhook(self, modules: Collection[int]) -> bool:
+        """Take the hooks off these modules, by id, for good; returns whether there were any."""
+        leave = [(module, number) for module, number in self._on_modules if id(module) in modules]
+        self._on_modules = [each for each in self._on_modules if id(each[0]) not in modules]
+        self._lifted_modules = [each for each in self._lifted_modules if id(each[0]) not in modules]
+        for module, number in leave:
+            module._forward_hooks.pop(number, None)
+            module._forward_hooks_with_kwargs.pop(number, None)
+        return bool(leave)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        self._handles.remove_all()
+
+    def forget(self) -> None:
+        """Hold no module and no parameter any longer."""
+        for hooks in (self._on_modules, self._on_parameters, self._lifted_modules, self._lifted_parameters):
+            hooks.clear()
+
+    # -- lifting ------------------------------------------------------------------------------------------------------
+
+    def lift(self) -> None:
+        """Take hooks off until ``put_back``: one that returns at once costs a microsecond a call and more.
+
+        Not where something was compiled: a module with other hooks than before would be compiled once more.
+        """
+        if has_compiled():
+            return
+        for module, number in self._on_modules:
+            hook: Any = module._forward_hooks.pop(number, None)
+            if hook is not None:
+                module._forward_hooks_with_kwargs.pop(number, None)
+                self._lifted_modules.append((module, number, hook))
+        for parameter, number in self._on_parameters:
+            known: Any = parameter._backward_hooks
+            # Among the hooks of others ours keeps its place.
+            if known is not None and len(known) == 1 and number in known:
+                self._lifted_parameters.append((parameter, number, known.pop(number)))
+
+    def put_back(self) -> None:
+        """Put lifted hooks back under the same numbers: on modules behind those added since, on parameters before them."""
+        modules, self._lifted_modules = self._lifted_modules, []
+        for module, number, hook in modules:
+            module._forward_hooks[number] = hook
+            module._forward_hooks_with_kwargs[number] = True
+        parameters, self._lifted_parameters = self._lifted_parameters, []
+        for parameter, number, hook in parameters:
+            known: Any = parameter._backward_hooks
+            if known is not None:
+                # Autograd calls them in the order in which they were added to the dictionary, whatever that calls its order.
+                since = list(known.items())
+                known.clear()
+                known[number] = hook
+                known.update(since)
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def await_gradient(self, layer: Layer, tensor: torch.Tensor, counted: bool, number: int, is_input: bool) -> None:
+        """Hook a tensor that requires a gradient."""
+        handle = hook_gradient(tensor, OutputGradientHook(self._capture, layer, counted, number, is_input))
+        if self.wrapped_inputs and tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn
+            node.metadata[id(self), tensor.output_nr] = number
+        if handle is not None:
+            # A module that returns a parameter.
+            self._handles.add(handle)
+
+    def numbers_inside_wrappers(
+        self, layer: Layer, inputs: Sequence[torch.Tensor], new_number: Callable[[], int]
+    ) -> list[int]:
+        """Return the numbers of the tensors that full backward hooks have wrapped as inputs of a module, hooked from now on.
+
+        Such a hook may change the gradient on the way out of the wrapper.
+        """
+        numbers = []
+        for tensor in inputs:
+            node: Any = tensor.grad_fn
+            if node is None or type(node).__name__ != "BackwardHookFunctionBackward":
+                continue
+            inner, index = node.next_functions[tensor.output_nr]
+            if inner is None or not inner.next_functions:
+                continue
+            number = inner.metadata.get((id(self), index))
+            if number is None:
+                number = inner.metadata[id(self), index] = new_number()
+                inner.register_prehook(self._prehook(layer, number, index))
+            numbers.append(number)
+        return numbers
+
+    def _prehook(self, layer: Layer, number: int, index: int) -> Callable[[Sequence[torch.Tensor]], None]:
+        hook = OutputGradientHook(self._capture, layer, False, number, True)
+        return lambda gradients: hook(gradients[index])
+
+    def _alive(self) -> Capture:
+        capture = self._capture()
+        assert capture is not None
+        return capture
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled anything in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["stats"].get("unique_graphs"))
+
+
+def _is_never_called(module: torch.nn.Module) -> bool:
+    """Return whether a module has no forward: lists and dicts of modules or parameters."""
+    return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
