@@ -91,7 +91,7 @@ class Backwards:
         self._task = NO_BACKWARD
         finish()
 
-    def _look(self, gradients: list[ParameterGradient], begun: int) -> None:
+    def _look(self, begun: int, gradients: list[ParameterGradient]) -> None:
         if self.fails is not None:
             raise self.fails
         self.looks.append(({each.watched.name: each.values.clone() for each in gradients}, begun))
@@ -419,9 +419,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Log:
     found: Log = []
     end_step = Watch.end_step
 
-    def recorded(self: Watch, step: int, finished: bool) -> None:
+    def recorded(self: Watch, step: int, sampled: bool) -> None:
         found.extend((look.phase, look.what, look.name) for look in self._log.looks)
-        end_step(self, step, finished)
+        end_step(self, step, sampled)
 
     monkeypatch.setattr(Watch, "end_step", recorded)
     return found

@@ -1,14 +1,11 @@
-"""The capture: turns what hooks see of a model's training into observations, and shows them to the observers of the step.
+"""The capture of one model: makes the observers, puts the hooks on and takes them off, and takes in what was captured.
 
-It knows hooks and steps. The observers (``counting``, ``watch``, ``optimizers.Updates``) know what to do with a tensor. Nothing
-keeps a tensor of the model: what stays are rows of counts and reduced values.
+Nothing keeps a tensor of the model: what stays are rows of counts and reduced values.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -17,44 +14,24 @@ import torch
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture import optimizer_steps, pickling
 from mpinspect.ranges.capture import scalers as scaler_watch
-from mpinspect.ranges.capture.backward_scale import NO_BACKWARD, ScaleOfBackward
 from mpinspect.ranges.capture.budget import Budget
-from mpinspect.ranges.capture.counting import Counting, StepPrecision
-from mpinspect.ranges.capture.largest import Found
+from mpinspect.ranges.capture.counting import Counting
+from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter, named_parameters
-from mpinspect.ranges.capture.loss_scale import UNSCALED
-from mpinspect.ranges.capture.model_hooks import ModelHooks
-from mpinspect.ranges.capture.observations import (
-    Backward,
-    Call,
-    LastValues,
-    Observer,
-    OutputGradient,
-    ParameterGradient,
-    is_many,
-    out_of_reach,
-    tracing,
-    transforms,
-)
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
 from mpinspect.ranges.capture.tally import Tally
-from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
-from mpinspect.ranges.capture.weights import BrokenWeights, WeightChanges
+from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
-from mpinspect.runtime.distributed import local_part
-from mpinspect.runtime.guard import Guarded, entrance, guarded
+from mpinspect.runtime.guard import guarded
 from mpinspect.runtime.meter import Meter
-from mpinspect.runtime.outputs import tensor_list, tensors_in
-
-_NO_BACKWARD = Backward(NO_BACKWARD, UNSCALED, None, 0, (), True)
 
 
-class Capture(Guarded):
+class Capture(Dispatcher):
     """Watches one model from ``attach`` to ``detach``.
 
     Args:
@@ -85,54 +62,39 @@ class Capture(Guarded):
         max_overhead: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(recording.note)
         self._layers, self._parameters = list(layers), list(parameters)
         self._kinds = frozenset(kinds)
-        self._recording = recording
-        self.clock = StepClock(schedule)
+        self._scalers_given = bool(scalers)
+        step_clock = StepClock(schedule)
         for optimizer in optimizers:
-            self.clock.know(optimizer)
+            step_clock.know(optimizer)
         budget: Budget | None = None
         if max_overhead is not None:
             budget = Budget(max_overhead, every=schedule.every, samples=bool(kinds), watches=watch)
+        by_id = {id(watched.parameter): watched for watched in self._parameters}
+        super().__init__(
+            self._parameters,
+            step_clock,
+            Pace(step_clock, budget, bool(kinds), watch),
+            ModelOptimizers(optimizers, by_id),
+            loss_scale,
+            scalers,
+            recording,
+        )
+        if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
             self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
-        self._pace = Pace(self.clock, budget, bool(kinds), watch)
-        me = weakref.ref(self)
-        self._hooks = ModelHooks(me)
-        #: Weight gradients that wait for the end of their backward.
-        self.waiting = WaitingGradients(
-            functools.partial(_waited, me), recording.note, functools.partial(_when_a_backward_ends, me)
-        )
-        fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in self._parameters)
-        self._scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
-        self._scalers_given = bool(scalers)
-        self._precision = StepPrecision(self._scale)
-        self._optimizers = ModelOptimizers(optimizers, {id(watched.parameter): watched for watched in self._parameters})
-        self._weight_changes = WeightChanges(self._parameters)
         self._broken_weights = BrokenWeights(self._parameters)
         self._tally = Tally(recording.note, recording.scale)
-        self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision, recording)
+        self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
         self._updates = Updates(self._tally, self._optimizers, UPDATE in self._kinds)
-        self._watch: Watch | None = None
+        self._observers = (self._counting, self._updates)
         if watch:
             modules = {layer.path: layer.module for layer in self._layers}
-            may_pause = budget is not None
-            self._watch = Watch(modules, self._optimizers, self._broken_weights, self.clock, recording, may_pause)
-        #: Counting first: what it has counted the watch need not read.
-        self._observers: tuple[Observer, ...] = (self._counting, self._updates, *([self._watch] if self._watch else []))
-        #: Those at work in this step.
-        self._at_work: tuple[Observer, ...] = ()
-        self._resting = False
-        self._any_call = False
-        self._may_capture_graphs = False
-        #: The context of the gradients that arrive.
-        self._backward = _NO_BACKWARD
-        #: The output's gradient before, with what was found in it.
-        self._last_gradient: LastValues[Found] = LastValues()
-        self.attached = False
-        #: Whether nothing is to be seen in this step: what every hook asks first.
-        self.quiet = False
+            self._watch = Watch(
+                modules, self._optimizers, self._broken_weights, self.clock, recording, may_pause=budget is not None
+            )
+            self._observers += (self._watch,)
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 
@@ -221,6 +183,14 @@ class Capture(Guarded):
         if self._watch is not None:
             self._watch.drain()
 
+    @guarded
+    def step_ended(self) -> None:
+        """Close the open window where that is due."""
+        if self._recording.wants_window(self._tally.open_steps):
+            self.collect(False)
+        else:
+            self._name_unread()
+
     def _name_unread(self) -> None:
         """Have the record name the tensors that could not be read since the last call."""
         self._recording.unread("counted", self._tally.unread.take_new())
@@ -286,256 +256,3 @@ class Capture(Guarded):
         """Record whether any update was applied: by an optimizer that was seen, or told by the weights themselves."""
         moved = self._weight_changes.moved()
         self._recording.weights_moved(True if self._optimizers.any_stepped else moved)
-
-    # -- the forward ----------------------------------------------------------------------------------------------
-
-    @entrance
-    def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
-        """A module's forward has run."""
-        if transforms() is not None or tracing() is not None or self._may_capture_graphs:
-            reason = out_of_reach(self._may_capture_graphs)
-            if reason is not None:
-                self._recording.note(reason)
-                return
-        # Inside a backward the forward is a recomputation (activation checkpointing): not counted again, but with
-        # the reentrant kind its tensors are the ones that the gradients reach.
-        self._any_call = True
-        recomputed = torch._C._current_graph_task_id() != -1
-        in_training = recomputed or (self.clock.in_forward and torch.is_grad_enabled())
-        if not in_training and not self._training_forward(layer):
-            return
-        if not self._at_work:
-            return
-        outputs = tensor_list(output)
-        self._precision.outputs(outputs)
-        call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
-        watch = self._watch
-        if self._hooks.wrapped_inputs and watch is not None and watch.at_work:
-            for number in self._hooks.numbers_inside_wrappers(layer, call.inputs(), watch.unseen_input):
-                watch.wrapped_input(number, layer.path)
-        for observer in self._at_work:
-            observer.called(call)
-        self._await_gradients(call)
-
-    def _training_forward(self, layer: Layer) -> bool:
-        """Tell the clock of a forward; whether it belongs to training."""
-        if not torch.is_grad_enabled():
-            # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
-            return layer.module.training
-        if self.clock.after_backward:
-            self.waiting.finish_left_behind()
-        if self.clock.forward(self._weight_changes.updated):
-            self._end_step()
-            self.clock.forward(self._weight_changes.updated)
-        return True
-
-    def _await_gradients(self, call: Call) -> None:
-        """Hook the tensors whose gradients are followed, and the outputs whose gradients are counted."""
-        layer, counted, followed = call.layer, call.counts_gradients, set()
-        for tensor, number, is_input in call.fresh:
-            if tensor.requires_grad and not (is_input and tensor.is_leaf):
-                self._hooks.await_gradient(layer, tensor, counted and not is_input, number, is_input)
-                if not is_input:
-                    followed.add(id(tensor))
-        if counted:
-            for tensor in call.outputs:
-                if tensor.requires_grad and id(tensor) not in followed:
-                    self._hooks.await_gradient(layer, tensor, True, -1, False)
-
-    # -- the backward ---------------------------------------------------------------------------------------------
-
-    @entrance
-    def activation_gradient(
-        self, layer: Layer, values: torch.Tensor, counted: bool, number: int, is_input: bool
-    ) -> None:
-        """The gradient at a tensor has arrived."""
-        backward = self._context(values)
-        if backward is None:
-            return
-        if type(values) is not torch.Tensor:
-            values = local_part(values)
-        last = self._last_gradient
-        found = last.found_in(values) if last.remembers else None
-        gradient = OutputGradient(layer, values, counted, number, is_input, found)
-        for observer in backward.observers:
-            observer.output_gradient(gradient, backward)
-        if counted:
-            last.forget()
-        else:
-            last.keep(values, gradient.found)
-
-    @entrance
-    def weight_gradient(self, watched: WatchedParameter, values: torch.Tensor) -> None:
-        """The gradient of a parameter has arrived, and does not wait yet."""
-        backward = self._context(values)
-        if backward is None:
-            return
-        if self.waiting.task == backward.task:
-            self.waiting.make_room(values)
-            if self.waiting.hold(watched, values):
-                return
-        gradient = ParameterGradient(watched, local_part(values))
-        for observer in backward.observers:
-            observer.parameter_gradient(gradient, backward)
-
-    @entrance
-    def backward_ended(self, finish: Callable[[], None]) -> None:
-        """A backward is over: observe what waited for that."""
-        finish()
-
-    def _context(self, gradient: torch.Tensor) -> Backward | None:
-        """Return the context that a gradient shares with all others of its backward; None where it can't be observed."""
-        backward, task = self._backward, torch._C._current_graph_task_id()
-        if backward.task == task == self._scale.task and not is_many(gradient):
-            return backward
-        reason = out_of_reach(self._may_capture_graphs, gradient)
-        if reason is not None:
-            self._recording.note(reason)
-            return None
-        return self._backward_begins(gradient.dtype)
-
-    def _backward_begins(self, dtype: torch.dtype) -> Backward:
-        """Find out the context at the first gradient of a backward."""
-        in_half = dtype is torch.float16 or self._precision.narrowest == "float16"
-        scale, is_new = self._scale.now(in_half)
-        # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
-        told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
-        if told_by_backwards and self.clock.backward_again(self._weight_changes.updated):
-            self._end_step()
-            # Which forgets the backward, for the sake of those that go on over a step's end.
-            self._scale.now(in_half)
-        self.clock.backward()
-        self._last_gradient.forget()
-        by_scaler = self._scale.by_scaler and not self._optimizers.any_fused
-        task, micro_batch = torch._C._current_graph_task_id(), self.clock.micro_batch
-        backward = self._backward = Backward(task, scale, scale.divisor, micro_batch, self._at_work, by_scaler)
-        if is_new:
-            for observer in backward.observers:
-                observer.backward_begins(backward)
-        counts = self._counting.at_work and self._counting.counts_weight_gradients
-        if counts and backward.divisor is None and not self._hooks.others_change_gradients:
-            watch = self._watch
-            self.waiting.begin(backward, watch.looks if watch is not None and watch.at_work else ())
-        else:
-            self.waiting.stop()
-        return backward
-
-    @entrance
-    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """A GradScaler scaled a loss: its backward, should it reach this model, runs under that scale."""
-        products = self._scale.loss_scaled(scaler, scaled)
-        if self._at_work and self.clock.begun:
-            for observer in self._at_work:
-                observer.loss_scaled(list(tensors_in(given)), products, self.clock.micro_batch)
-
-    # -- the optimizers -------------------------------------------------------------------------------------------
-
-    @entrance
-    def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` begins."""
-        self.waiting.finish_left_behind()
-        if self._optimizers.owns(optimizer):
-            self._optimizers.scaler_steps(optimizer)
-
-    @entrance
-    def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` is over: if the optimizer did not step meanwhile, the scaler skipped it."""
-        if not self._optimizers.was_skipped(optimizer):
-            return
-        if self.clock.optimizer_again(optimizer):
-            self._end_step()
-        for observer in self._observing:
-            observer.step_skipped(optimizer)
-        if self.clock.optimizer_done(optimizer, skipped=True):
-            self._end_step()
-
-    @entrance
-    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
-        self.waiting.finish_left_behind()
-        if not self._optimizers.steps(optimizer):
-            return
-        self.clock.know(optimizer)
-        if self.clock.optimizer_again(optimizer):
-            self._end_step()
-        self._optimizers.step_begins(optimizer)
-        for observer in self._observing:
-            observer.optimizer_steps(optimizer)
-
-    @entrance
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
-        if not self._optimizers.stepped(optimizer):
-            return
-        for observer in self._observing:
-            observer.optimizer_stepped(optimizer)
-        if self.clock.optimizer_done(optimizer, skipped=False):
-            self._end_step()
-
-    # -- the step -------------------------------------------------------------------------------------------------
-
-    @property
-    def _observing(self) -> tuple[Observer, ...]:
-        return () if self._resting else self._observers
-
-    @guarded
-    def _end_step(self, *, finished: bool = True) -> None:
-        """Have the observers finish the step, and begin the next."""
-        self._finish_waiting()
-        step = self.clock.step
-        watched = self._watch is not None and self._watch.at_work
-        for observer in self._observing:
-            self._finish(observer, step, finished)
-        sampled = self._counting.at_work
-        if finished and self.meter is not None:
-            self._settle(self.meter, watched)
-        self.clock.advance()
-        if self._recording.wants_window(self._tally.open_steps):
-            self.collect(False)
-        else:
-            self._name_unread()
-        steps = self.clock.step if finished else step
-        self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
-        if self.attached:
-            self._begin_step()
-
-    @guarded
-    def _finish_waiting(self) -> None:
-        self.waiting.finish()
-
-    @guarded
-    def _finish(self, observer: Observer, step: int, finished: bool) -> None:
-        observer.end_step(step, finished)
-
-    @guarded
-    def _settle(self, meter: Meter, watched: bool) -> None:
-        self._pace.settle(meter, self._recording, watched)
-
-    def _begin_step(self) -> None:
-        sampled, watched = (False, False) if self._resting else self._pace.next_step()
-        for observer in self._observers:
-            observer.begin_step(sampled, watched)
-        self._at_work = tuple(observer for observer in self._observers if observer.at_work)
-        # Without an optimizer it is the forwards that tell where a step begins.
-        self.quiet = not self._at_work and self.clock.has_optimizers
-        self._optimizers.begin_step()
-        self._precision.begin_step()
-        self._scale.forget()
-        if self.quiet:
-            self._hooks.lift()
-        else:
-            self._hooks.put_back()
-            self._hooks.tend()
-
-
-def _waited(capture: weakref.ref[Capture], gradients: list[ParameterGradient], backward: Backward) -> None:
-    alive = capture()
-    if alive is not None:
-        for observer in backward.observers:
-            observer.waited(gradients, backward)
-
-
-def _when_a_backward_ends(capture: weakref.ref[Capture], finish: Callable[[], None]) -> None:
-    alive = capture()
-    if alive is not None:
-        alive.backward_ended(finish)

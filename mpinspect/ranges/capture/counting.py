@@ -10,7 +10,6 @@ from mpinspect.ranges.capture.backward_scale import ScaleOfBackward
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.capture.observations import Backward, Call, Observer, OutputGradient, ParameterGradient
-from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey, narrowest
@@ -67,7 +66,6 @@ class Counting(Observer):
         parameters: those whose weights are counted.
         tally: takes the samples.
         precision: tells what gradients were rounded to.
-        recording: tells how many steps were sampled.
     """
 
     def __init__(
@@ -76,16 +74,14 @@ class Counting(Observer):
         parameters: Sequence[WatchedParameter],
         tally: Tally,
         precision: StepPrecision,
-        recording: Recording,
     ) -> None:
         self._parameters = parameters
         self._tally = tally
         self._precision = precision
-        self._recording = recording
         self._counts_weights = WEIGHT in kinds
         self._counts_outputs = ACTIVATION in kinds
         self._counts_output_gradients = ACTIVATION_GRADIENT in kinds
-        self.counts_weight_gradients = WEIGHT_GRADIENT in kinds
+        self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
         #: Layers whose outputs were counted in this step with their gradients enabled.
         self._counted_layers: set[str] = set()
         #: Layers that are not counted, whose output's gradient is counted all the same: it goes on to one that is.
@@ -162,7 +158,7 @@ class Counting(Observer):
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Count a parameter's gradient."""
         watched = gradient.watched
-        if not (self.counts_weight_gradients and watched.counted):
+        if not (self.lets_gradients_wait and watched.counted):
             return
         row = self._tally.count(watched.gradient_key, gradient.values, backward.divisor)
         if row is not None:
@@ -183,13 +179,12 @@ class Counting(Observer):
         narrow = self._precision.of_gradient(dtype)
         self._tally.add(Sample(key, row, gradient.numel(), dtype_name(dtype), narrow, scale))
 
-    def end_step(self, step: int, finished: bool) -> None:
-        """Count the weights and send the step's samples off, unless it was broken off and there are whole ones."""
-        if not finished and self._recording.progress.sampled_steps:
-            # What is left over is no sample of a whole step; but better than nothing where there is none.
-            self._tally.drop_step()
-            self.at_work = False
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Count the weights and send the step's samples off; drop them if they are no sample."""
         if not self.at_work:
+            return
+        if not sampled:
+            self._tally.drop_step()
             return
         if self._counts_weights:
             for watched in self._parameters:

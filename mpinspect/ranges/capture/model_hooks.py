@@ -17,18 +17,20 @@ from mpinspect.runtime.distributed import is_distributed
 from mpinspect.runtime.hooks import HandleList, hook_gradient
 
 if TYPE_CHECKING:
-    from mpinspect.ranges.capture.capture import Capture
+    from mpinspect.ranges.capture.dispatcher import Dispatcher
+    from mpinspect.ranges.capture.observations import Call
+    from mpinspect.ranges.capture.watch import Watch
 
 
 class ModelHooks:
-    """Puts hooks on and takes them off. Holds the capture weakly.
+    """Puts hooks on and takes them off. Holds the dispatcher weakly.
 
     Args:
-        capture: what the hooks call.
+        dispatcher: what the hooks call.
     """
 
-    def __init__(self, capture: weakref.ref[Capture]) -> None:
-        self._capture = capture
+    def __init__(self, dispatcher: weakref.ref[Dispatcher]) -> None:
+        self._dispatcher = dispatcher
         self._handles = HandleList()
         #: The hooks on modules and on parameters, by torch's numbers.
         self._on_modules: list[tuple[torch.nn.Module, int]] = []
@@ -49,28 +51,36 @@ class ModelHooks:
 
     def hook_modules(self, layers: Iterable[Layer]) -> None:
         """Hook the modules that have a forward."""
-        capture = self._alive()
+        dispatcher = self._alive()
         for layer in layers:
             if not _is_never_called(layer.module):
-                hook = ForwardHook(capture, layer)
+                hook = ForwardHook(dispatcher, layer)
                 handle = self._handles.add(layer.module.register_forward_hook(hook, with_kwargs=True))
                 self._on_modules.append((layer.module, handle.id))
 
     def hook_parameters(self, parameters: Iterable[WatchedParameter]) -> None:
-        """Hook the parameters that can be; the others when ``tend`` finds that they can."""
-        capture, later = self._alive(), []
+        """Hook the parameters that can be; the others when ``begin_step`` finds that they can."""
+        dispatcher, later = self._alive(), []
         for watched in parameters:
             parameter: Any = watched.parameter
             if not can_be_hooked(parameter):
                 later.append(watched)
             elif is_distributed(parameter):
-                self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(capture, watched)))
+                self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(dispatcher, watched)))
             else:
-                handle = self._handles.add(parameter.register_hook(ParameterHook(capture, watched)))
+                handle = self._handles.add(parameter.register_hook(ParameterHook(dispatcher, watched)))
                 self._on_parameters.append((parameter, handle.id))
         self._later = later
 
-    def tend(self) -> None:
+    def begin_step(self, quiet: bool) -> None:
+        """Have hooks on the model as it is now; none where nothing is to be seen in the step."""
+        if quiet:
+            self._lift()
+        else:
+            self._put_back()
+            self._tend()
+
+    def _tend(self) -> None:
         """Adapt to the model as it is now: hook what was unfrozen, and put our hooks behind everybody else's."""
         if any(can_be_hooked(watched.parameter) for watched in self._later):
             self.hook_parameters(self._later)
@@ -103,8 +113,8 @@ class ModelHooks:
 
     # -- lifting ------------------------------------------------------------------------------------------------------
 
-    def lift(self) -> None:
-        """Take hooks off until ``put_back``: one that returns at once costs a microsecond a call and more.
+    def _lift(self) -> None:
+        """Take hooks off until ``_put_back``: one that returns at once costs a microsecond a call and more.
 
         Not where something was compiled: a module with other hooks than before would be compiled once more.
         """
@@ -121,7 +131,7 @@ class ModelHooks:
             if known is not None and len(known) == 1 and number in known:
                 self._lifted_parameters.append((parameter, number, known.pop(number)))
 
-    def put_back(self) -> None:
+    def _put_back(self) -> None:
         """Put lifted hooks back under the same numbers: on modules behind those added since, on parameters before them."""
         modules, self._lifted_modules = self._lifted_modules, []
         for module, number, hook in modules:
@@ -139,9 +149,21 @@ class ModelHooks:
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
-    def await_gradient(self, layer: Layer, tensor: torch.Tensor, counted: bool, number: int, is_input: bool) -> None:
-        """Hook a tensor that requires a gradient."""
-        handle = hook_gradient(tensor, OutputGradientHook(self._capture, layer, counted, number, is_input))
+    def await_gradients(self, call: Call) -> None:
+        """Hook the tensors of a call whose gradients are followed, and the outputs whose gradients are counted."""
+        counted, followed = call.counts_gradients, set()
+        for tensor, number, is_input in call.fresh:
+            if tensor.requires_grad and not (is_input and tensor.is_leaf):
+                self._await_gradient(call.layer, tensor, counted and not is_input, number, is_input)
+                if not is_input:
+                    followed.add(id(tensor))
+        if counted:
+            for tensor in call.outputs:
+                if tensor.requires_grad and id(tensor) not in followed:
+                    self._await_gradient(call.layer, tensor, True, -1, False)
+
+    def _await_gradient(self, layer: Layer, tensor: torch.Tensor, counted: bool, number: int, is_input: bool) -> None:
+        handle = hook_gradient(tensor, OutputGradientHook(self._dispatcher, layer, counted, number, is_input))
         if self.wrapped_inputs and tensor.grad_fn is not None:
             node: Any = tensor.grad_fn
             node.metadata[id(self), tensor.output_nr] = number
@@ -149,15 +171,12 @@ class ModelHooks:
             # A module that returns a parameter.
             self._handles.add(handle)
 
-    def numbers_inside_wrappers(
-        self, layer: Layer, inputs: Sequence[torch.Tensor], new_number: Callable[[], int]
-    ) -> list[int]:
-        """Return the numbers of the tensors that full backward hooks have wrapped as inputs of a module, hooked from now on.
+    def see_through_wrappers(self, call: Call, watch: Watch) -> None:
+        """Find and hook the tensors that full backward hooks have wrapped as inputs of a module, and tell the watch.
 
         Such a hook may change the gradient on the way out of the wrapper.
         """
-        numbers = []
-        for tensor in inputs:
+        for tensor in call.inputs():
             node: Any = tensor.grad_fn
             if node is None or type(node).__name__ != "BackwardHookFunctionBackward":
                 continue
@@ -166,19 +185,18 @@ class ModelHooks:
                 continue
             number = inner.metadata.get((id(self), index))
             if number is None:
-                number = inner.metadata[id(self), index] = new_number()
-                inner.register_prehook(self._prehook(layer, number, index))
-            numbers.append(number)
-        return numbers
+                number = inner.metadata[id(self), index] = watch.unseen_input()
+                inner.register_prehook(self._prehook(call.layer, number, index))
+            watch.wrapped_input(number, call.layer.path)
 
     def _prehook(self, layer: Layer, number: int, index: int) -> Callable[[Sequence[torch.Tensor]], None]:
-        hook = OutputGradientHook(self._capture, layer, False, number, True)
+        hook = OutputGradientHook(self._dispatcher, layer, False, number, True)
         return lambda gradients: hook(gradients[index])
 
-    def _alive(self) -> Capture:
-        capture = self._capture()
-        assert capture is not None
-        return capture
+    def _alive(self) -> Dispatcher:
+        dispatcher = self._dispatcher()
+        assert dispatcher is not None
+        return dispatcher
 
 
 def has_compiled() -> bool:

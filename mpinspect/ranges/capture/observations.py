@@ -12,10 +12,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.calls import Fresh
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.loss_scale import BackwardScale
+from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.runtime.outputs import tensor_list
 
 #: Smaller tensors are read in no more time than it takes to find out whether they were.
@@ -85,6 +86,15 @@ class Backward(NamedTuple):
     observers: tuple[Observer, ...]
     checked_by_scaler: bool
 
+    def waited(self, gradients: list[ParameterGradient]) -> None:
+        """Show the observers parameters' gradients that have waited for the end of this backward."""
+        for observer in self.observers:
+            observer.waited(gradients, self)
+
+
+#: Outside of any backward.
+NO_CONTEXT = Backward(NO_BACKWARD, UNSCALED, None, 0, (), True)
+
 
 class OutputGradient:
     """The gradient at a module's output, or at an input that no module was seen to make.
@@ -140,6 +150,8 @@ class Observer:
 
     #: Whether it is at work in this step.
     at_work = False
+    #: Whether it takes gradients of parameters together, once their backward is over (``waited``).
+    lets_gradients_wait = False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Decide whether to be at work in the step that begins."""
@@ -171,8 +183,8 @@ class Observer:
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A scaler skipped its step."""
 
-    def end_step(self, step: int, finished: bool) -> None:
-        """The step is over; ``finished``: not broken off."""
+    def end_step(self, step: int, sampled: bool) -> None:
+        """The step is over; ``sampled``: what was counted in it is a sample."""
 
 
 class LastValues(Generic[Known]):

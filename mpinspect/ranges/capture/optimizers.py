@@ -69,9 +69,10 @@ class ModelOptimizers:
         self._in_step.clear()
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler is about to step an optimizer of the model, or to skip its step."""
-        self._in_scaler_step.add(id(optimizer))
-        self.scaler_has_stepped = True
+        """A scaler is about to step an optimizer, or to skip its step."""
+        if self.owns(optimizer):
+            self._in_scaler_step.add(id(optimizer))
+            self.scaler_has_stepped = True
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer is about to step. Returns whether it belongs to the model."""

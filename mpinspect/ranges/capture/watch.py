@@ -256,7 +256,7 @@ class Watch(Observer):
         self.at_work = watched
         self._broken_weights.begin_step()
 
-    def end_step(self, step: int, finished: bool) -> None:
+    def end_step(self, step: int, sampled: bool) -> None:
         """Send the step's values to the host; record the events of the steps whose values have arrived. Does not wait."""
         log, self._log = self._log, StepLog()
         log.calls.forget_tensors()
