@@ -15,10 +15,10 @@ import numpy as np
 
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.at_exit import print_report
 from mpinspect.ranges.capture.arrays.capture import ArrayCapture
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
-from mpinspect.ranges.exit_report import print_report
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from mpinspect import Inspector, Session
 from mpinspect.counting import fastest
 from mpinspect.counting.cpu import counter
-from mpinspect.ranges.capture import host_copy, judge, largest, optimizers, tally, watch, weights
+from mpinspect.ranges.capture import host_rows, judge, largest, optimizers, tally, watch, weights
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
@@ -324,7 +324,7 @@ def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch:
     monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
     sound, weights = _train(_network(), True)
 
-    class Failing(host_copy.HostCopy):
+    class Failing(host_rows.HostCopy):
         alone = 0
 
         def __init__(self, stacked: torch.Tensor) -> None:

@@ -22,9 +22,9 @@ from mpinspect import Inspector, count_exponents
 from mpinspect.counting import fastest
 from mpinspect.numeric.exponents import merge
 from mpinspect.ranges.capture import waiting
-from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch

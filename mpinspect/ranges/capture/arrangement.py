@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.ranges.capture.loss_scale import BackwardScale, is_power_of_two
-from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponent
 from mpinspect.ranges.store.tensor_columns import Context
 
 IntArray = npt.NDArray[np.int64]

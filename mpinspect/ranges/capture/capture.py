@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpinspect.counting import fastest
-from mpinspect.ranges.capture import optimizer_steps, pickling
+from mpinspect.ranges.capture import optimizer_steps, tensor_hooks
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.budget import Budget
 from mpinspect.ranges.capture.counting import Counting
@@ -105,7 +105,7 @@ class Capture(Dispatcher):
         self._warm_up()
         self._weight_changes.updated()
         self._remember_weights()
-        pickling.leave_hooks_out(self, (layer.module for layer in self._layers))
+        tensor_hooks.leave_hooks_out(self, (layer.module for layer in self._layers))
         owners = {watched.owner for watched in self._parameters if watched.counted}
         outputs = bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})
         watches = self._watch is not None
@@ -151,7 +151,7 @@ class Capture(Dispatcher):
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
         self._hooks.remove()
-        pickling.stop(self)
+        tensor_hooks.leave_hooks_in(self)
 
     def rest(self, resting: bool) -> None:
         """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""

@@ -22,7 +22,7 @@ from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
 from mpinspect.counting.pieces import plain_values
-from mpinspect.ranges.capture.host_copy import HostCopy
+from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: Rows of a buffer at first: 3.4 MB. One that was too small is made anew, twice what the step would have needed.

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.backward_scale import ScaleOfBackward
 from mpinspect.ranges.capture.counting import StepPrecision
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.loss_scale import ScaleOfBackward
 from mpinspect.ranges.capture.model_hooks import ModelHooks
 from mpinspect.ranges.capture.observations import (
     NO_CONTEXT,

@@ -1,16 +1,70 @@
-"""Rows of counts on the CPU: memory made once, which numba's loops fill, and from which a step's rows go on in one copy."""
+"""Values on the host: rows of counts that numba's loops fill, in memory made once, and copies that arrive from a device."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import NARROW
-from mpinspect.ranges.capture.host_copy import HostCopy
 from mpinspect.ranges.capture.observations import ParameterGradient
+
+
+class HostCopy:
+    """A tensor on its way to the host: at once from a CPU, on the current stream and asynchronously from a GPU.
+
+    The page-locked memory is torch's, which hands the same blocks out again: after the first steps none is allocated.
+    """
+
+    def __init__(self, stacked: torch.Tensor) -> None:
+        #: Passed by the device once the values are there; None where they are already.
+        self.event: Any = None
+        if stacked.device.type == "cuda":
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(stacked.device))
+        else:
+            self._host = stacked.to("cpu")
+
+    def ready(self) -> bool:
+        """Whether the values are there; does not wait."""
+        return self.event is None or bool(self.event.query())
+
+    def values(self) -> npt.NDArray[Any]:
+        """The values; waits for the GPU where they are not there yet."""
+        if self.event is not None:
+            self.event.synchronize()
+        array: npt.NDArray[Any] = self._host.numpy()
+        return array
+
+
+def copy_groups(
+    groups: Iterable[list[int]], copy: Callable[[list[int]], HostCopy], failed: Callable[[int, Exception], None]
+) -> list[tuple[list[int], HostCopy]]:
+    """Copy each group of tensors at once, with their places; where that fails, each alone, so that no other is lost with one.
+
+    Args:
+        groups: places of tensors that can be stacked.
+        copy: copies the tensors at some places, as one whose first dimension is theirs.
+        failed: called with the place of a tensor that can't be copied, and the error.
+    """
+    copies = []
+    for places in groups:
+        try:
+            copies.append((places, copy(places)))
+        except Exception:
+            for place in places:
+                try:
+                    copies.append(([place], copy([place])))
+                except Exception as error:
+                    failed(place, error)
+    return copies
+
 
 #: Rows at first: 0.9 MB. Memory that was too small is made anew, with twice what the step would have needed.
 _FIRST_CAPACITY = 128

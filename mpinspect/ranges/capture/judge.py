@@ -16,7 +16,7 @@ import torch
 from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.calls import StepCalls
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen
-from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
+from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale

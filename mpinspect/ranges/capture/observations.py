@@ -12,11 +12,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.calls import Fresh
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD, UNSCALED, BackwardScale
 from mpinspect.runtime.outputs import tensor_list
 
 #: Smaller tensors are read in no more time than it takes to find out whether they were.

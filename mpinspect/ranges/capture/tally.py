@@ -19,8 +19,7 @@ import torch
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
 from mpinspect.ranges.capture.device_rows import DeviceRows
-from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
-from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.window_rows import WindowRows

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: They reduce gradients over processes from hooks on autograd's nodes, which can't be seen, and without torch.distributed.

@@ -4,19 +4,104 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpinspect.ranges.capture.arrays.given import ArgumentError, Given, quoted, step_number, understand
+from mpinspect.ranges.capture.arrays.given import ArgumentError, Given, leaves, quoted, step_number, understand
 from mpinspect.ranges.capture.arrays.non_finite import NonFiniteWatch, owner
-from mpinspect.ranges.capture.arrays.numbering import StepNumbers
-from mpinspect.ranges.capture.arrays.open_step import OpenStep
 from mpinspect.ranges.capture.arrays.samples import ArraySample, sample
-from mpinspect.ranges.capture.arrays.trees import leaves
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
-from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT
-from mpinspect.ranges.session import Session, TensorInfo, TensorKey, Window, merge_windows
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS
+from mpinspect.ranges.session import (
+    Session,
+    TensorInfo,
+    TensorKey,
+    TensorWindow,
+    Window,
+    merge_tensor_windows,
+    merge_windows,
+)
+
+
+@dataclass
+class OpenStep:
+    """A step's samples, merged when it ends."""
+
+    number: int
+    sampled: bool
+    parts: dict[TensorKey, list[TensorWindow]] = field(default_factory=dict)
+    #: The loss scales of its gradients, in the order seen.
+    scales: dict[float | None, None] = field(default_factory=dict)
+    peak: int | None = None
+
+    def add(self, sample: ArraySample) -> None:
+        """One more array."""
+        self.parts.setdefault(sample.key, []).append(sample.window)
+        if sample.key.kind in GRADIENT_KINDS:
+            self.scales[sample.scale] = None
+            if sample.peak is not None:
+                self.peak = sample.peak if self.peak is None else max(self.peak, sample.peak)
+
+    @property
+    def has_gradients(self) -> bool:
+        return bool(self.scales)
+
+    def window(self) -> Window | None:
+        """The step as a window; None if nothing was counted in it."""
+        if not self.parts:
+            return None
+        tensors = {key: merge_tensor_windows(parts) for key, parts in self.parts.items()}
+        return Window(self.number, self.number, 1, tensors, {} if self.peak is None else {self.peak: 1})
+
+
+class StepNumbers:
+    """Step numbers that only grow, whatever numbers are given: a loop that counts from 0 in each epoch goes on.
+
+    ``number`` is that of the open step, or of the last one; ``count`` how many have begun.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.first = 0
+        self.count = 0
+        self.is_open = False
+        #: What was given for ``number``; None if nothing was.
+        self.given: int | None = None
+
+    @property
+    def span(self) -> int:
+        """Steps from the first to this one, those in which nothing was observed included."""
+        return self.number - self.first + 1 if self.count else 0
+
+    def belongs(self, given: int | None) -> bool:
+        """Whether something observed with this number belongs to the step that is open."""
+        return self.is_open and (given is None or self.given is None or given == self.given)
+
+    def went_back(self, given: int | None) -> bool:
+        """Whether this number is smaller than the one before."""
+        return given is not None and self.given is not None and given < self.given
+
+    def stay(self, given: int | None) -> None:
+        """Something more of the open step."""
+        if self.given is None:
+            self.given = given
+
+    def begin(self, given: int | None) -> None:
+        """Another step begins."""
+        if not self.count:
+            self.number = self.first = max(given or 0, 0)
+        elif given is None or self.given is None:
+            self.number += 1
+        else:
+            self.number += max(given - self.given, 1)
+        self.count += 1
+        self.is_open = True
+        self.given = given
+
+    def end(self) -> None:
+        """The open step is over."""
+        self.is_open = False
 
 
 class ArrayCapture:

@@ -15,9 +15,8 @@ from mpinspect.counting.arrays import count_array
 from mpinspect.counting.foreign import on_host
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture.arrays.given import Given
-from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey, TensorWindow, narrowest
+from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, narrowest, overflow_exponent
 
 IntArray = npt.NDArray[np.int64]
 
