@@ -296,7 +296,7 @@ def _train(
             looks += [(look.phase, look.what, look.name) for look in watch._log.looks]
             optimizer.step()
     values = [float(parameter.detach().double().sum()) for parameter in network.parameters()]
-    rings = [(key, list(ring)) for key, ring in sorted(watch._judge._maxima.items())]
+    rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]
     assert inspector.session().notes == ()
     return inspector.session().totals(), rings, looks, values
 
@@ -443,7 +443,7 @@ def test_what_the_watch_tells_of_an_output_that_a_module_hands_on() -> None:
             output.sum().backward()
             optimizer.step()
     assert inspector._capture._watch is not None
-    maxima = inspector._capture._watch._judge._maxima
+    maxima = inspector._capture._watch._judge._history._maxima
     assert list(maxima["activation", "head"]) == list(maxima["activation", ""]) == largest[:3]
     event = inspector.session().events[0]
     assert (event.step, event.phase, event.module) == (3, "forward", "head")

@@ -440,7 +440,7 @@ def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: 
                 optimizer.step()
         watch = inspector._capture._watch
         assert watch is not None
-        rings = [(key, list(ring)) for key, ring in sorted(watch._judge._maxima.items())]
+        rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]
         seen = list(looks)
         looks.clear()
         return inspector.session().totals(), rings, seen
@@ -518,7 +518,7 @@ def test_gradients_of_every_dtype_and_layout_are_counted_and_seen_as_they_are(
             optimizer.step()
     totals = inspector.session().totals()
     assert inspector._capture._watch is not None
-    maxima = inspector._capture._watch._judge._maxima
+    maxima = inspector._capture._watch._judge._history._maxima
     for name, gradient in gradients.items():
         once = count_exponents(gradient)
         if gradient.numel():
@@ -658,7 +658,7 @@ def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
             model[2].weight.grad = None
             optimizer.step()
     assert inspector._capture._watch is not None
-    maxima = inspector._capture._watch._judge._maxima
+    maxima = inspector._capture._watch._judge._history._maxima
     seen = {name: len(ring) for (what, name), ring in maxima.items() if what == "weight_gradient"}
     assert seen == {"2.bias": 4, "0.weight": 4, "0.bias": 4}
     assert not [note for note in inspector.session().notes if "failed" in note]

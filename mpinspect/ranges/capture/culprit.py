@@ -10,7 +10,8 @@ gradient is not, unless it can't have made an infinity of what it was given: the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,8 +19,46 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LOSSES
 
 FORWARD, BACKWARD = "forward", "backward"
+#: Maxima remembered of each tensor.
+RING_LENGTH = 8
 #: What is seen of the loss itself where a scaler multiplies it: before and after.
 LOSS, SCALED_LOSS = LOSSES
+
+
+class History:
+    """What earlier steps tell of tensors: their last maxima, and which are infinite (or NaN) on purpose, as masks are.
+
+    Tensors by any key.
+    """
+
+    def __init__(self) -> None:
+        self._maxima: dict[Hashable, deque[float]] = {}
+        self._harmless: set[tuple[Hashable, bool]] = set()
+
+    def remember(self, key: Hashable, largest: float) -> None:
+        """Take a largest magnitude, if it is finite."""
+        if math.isfinite(largest):
+            ring = self._maxima.get(key)
+            if ring is None:
+                ring = self._maxima[key] = deque(maxlen=RING_LENGTH)
+            ring.append(largest)
+
+    def last_maxima(self, key: Hashable) -> tuple[float, ...]:
+        """Return the finite maxima of the last steps, the oldest first."""
+        return tuple(self._maxima.get(key, ()))
+
+    def excuse(self, key: Hashable, largest: float) -> None:
+        """Suspect a tensor of this infinity, or of a NaN, no more: every gradient of the step was finite all the same."""
+        self._harmless.add((key, math.isnan(largest)))
+
+    def excuses(self, key: Hashable, largest: float) -> bool:
+        """Return whether a tensor is no suspect of this infinity or NaN."""
+        return (key, math.isnan(largest)) in self._harmless
+
+
+def word(largest: float) -> str:
+    """Return what an event calls a magnitude that is not finite."""
+    return "nan" if math.isnan(largest) else "inf"
 
 
 @dataclass(frozen=True)
@@ -49,10 +88,6 @@ class Seen:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.largest)
-
-    @property
-    def is_nan(self) -> bool:
-        return math.isnan(self.largest)
 
 
 @dataclass

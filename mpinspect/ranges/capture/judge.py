@@ -23,9 +23,6 @@ from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.guard import Unread
 
-#: Maxima remembered of each tensor.
-RING_LENGTH = 8
-
 
 class Look(NamedTuple):
     """One tensor that was read; as ``culprit.Seen``, its value perhaps still on a device."""
@@ -88,9 +85,8 @@ class Judge:
         self._modules = modules
         self._unread = unread
         self._travelling: deque[_Travelling] = deque()
-        self._maxima: dict[tuple[str, str], deque[float]] = {}
-        #: Modules that return infinities (or NaNs) while every gradient is finite: masks.
-        self._harmless: set[tuple[str, bool]] = set()
+        #: Maxima by kind and name; excuses by module.
+        self._history = culprit.History()
         self._skips_on_device = 0
 
     def send(self, log: StepLog) -> None:
@@ -159,7 +155,7 @@ class Judge:
         suspicious = [
             look
             for look in seen
-            if (look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless)
+            if (look.phase != FORWARD or not self._history.excuses(look.module, look.largest))
             and (look.what != SCALED_LOSS or loss_matters)
         ]
         stories, calls = log.calls.stories()
@@ -186,22 +182,16 @@ class Judge:
 
     def _remember(self, log: StepLog, largest: list[float]) -> None:
         for look, value in zip(log.looks, largest, strict=True):
-            if not look.is_input and math.isfinite(value):
-                self._ring(look.what, look.name).append(value)
-
-    def _ring(self, what: str, name: str) -> deque[float]:
-        ring = self._maxima.get((what, name))
-        if ring is None:
-            ring = self._maxima[what, name] = deque(maxlen=RING_LENGTH)
-        return ring
+            if not look.is_input:
+                self._history.remember((look.what, look.name), value)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
         gradients_finite = culprit.finite_gradients(seen)
         if found.phase == FORWARD and gradients_finite:
             # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
-            self._harmless.update(
-                (look.module, look.is_nan) for look in seen if look.phase == FORWARD and not look.finite
-            )
+            for look in seen:
+                if look.phase == FORWARD and not look.finite:
+                    self._history.excuse(look.module, look.largest)
         first = found.first
         return Event(
             log.step,
@@ -210,9 +200,9 @@ class Judge:
             found.module,
             first.what,
             first.name,
-            "nan" if math.isnan(first.largest) else "inf",
+            culprit.word(first.largest),
             _scale_value(log.scale),
-            tuple(self._ring(first.what, first.name)),
+            self._history.last_maxima((first.what, first.name)),
             log.skipped,
             culprit.finite_in_forward(seen),
             gradients_finite,
