@@ -127,16 +127,16 @@ class Recorder:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """Everything recorded so far, the open step included; the step goes on."""
+        """Return everything recorded so far, the open step included; the step goes on."""
         with self._lock:
             return self._capture.session()
 
     def report(self) -> RangeReport:
-        """What the counts say: ranges by layer, findings, the suggested loss scale."""
+        """Return what the counts say: ranges by layer, findings, the suggested loss scale."""
         return analyse(self.session())
 
     def __repr__(self) -> str:
-        """How far it is, in one line."""
+        """Return how far it is, in one line."""
         progress = self._recording.progress
         where = "" if self.log_dir is None else f", writes to {self.log_dir}"
         state = "closed" if progress.ended else "open"

@@ -27,13 +27,13 @@ class StepPrecision:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Nothing has been seen."""
+        """Forget what was seen."""
         #: The narrowest format that an output or a gradient of this step was seen in.
         self.narrowest = "float32"
         self._any_output = False
 
     def outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take the outputs of a module."""
+        """Take a module's outputs."""
         for tensor in outputs:
             self._any_output = True
             if tensor.dtype is not torch.float32:

@@ -110,7 +110,7 @@ class Dispatcher(Guarded):
         self._hooks.await_gradients(call)
 
     def _training_forward(self, layer: Layer) -> bool:
-        """Tell the clock of a forward; whether it belongs to training."""
+        """Tell the clock that a forward ran; returns whether it belongs to training."""
         if not torch.is_grad_enabled():
             # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
             return layer.module.training
@@ -203,7 +203,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """A GradScaler scaled a loss: its backward, should it reach this model, runs under that scale."""
+        """A GradScaler scaled a loss: its backward, should it reach this model, has that scale."""
         products = self._scale.loss_scaled(scaler, scaled)
         if self._at_work and self.clock.begun:
             for observer in self._at_work:

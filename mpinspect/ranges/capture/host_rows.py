@@ -32,11 +32,11 @@ class HostCopy:
             self._host = stacked.to("cpu")
 
     def ready(self) -> bool:
-        """Whether the values are there; does not wait."""
+        """Return whether the values are there; does not wait."""
         return self.event is None or bool(self.event.query())
 
     def values(self) -> npt.NDArray[Any]:
-        """The values; waits for the GPU where they are not there yet."""
+        """Return the values; waits for the GPU where they are not there yet."""
         if self.event is not None:
             self.event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()
@@ -71,7 +71,7 @@ _FIRST_CAPACITY = 128
 
 
 class HostRows:
-    """The rows that one capture fills on the CPU."""
+    """Keeps the rows that one capture fills on the CPU."""
 
     def __init__(self) -> None:
         #: Backwards may run in several threads.
@@ -86,7 +86,7 @@ class HostRows:
         self._asked = 0
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
+        """Return the row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
         counter = fastest.cpu_counter()
         if counter is None or not counter.takes(tensor):
             return fastest.count(tensor)
@@ -97,7 +97,7 @@ class HostRows:
         return self._slots[slot]
 
     def count_together(self, waiting: list[ParameterGradient]) -> None:
-        """Count those gradients that can be counted in one call; of the others, and if the call fails, nothing is found."""
+        """Count in one call the gradients that can be; the others get no row, and none does if the call fails."""
         counter: Any = fastest.cpu_counter()
         slots = []
         for each in waiting:
@@ -122,7 +122,7 @@ class HostRows:
         return copies
 
     def drop(self) -> None:
-        """None of the step's rows becomes a sample; until the next step begins they hold what was counted."""
+        """Drop the step's rows; until the next step begins they hold what was counted."""
         self._close()
 
     def _close(self) -> None:
@@ -132,7 +132,7 @@ class HostRows:
             self._asked = 0
 
     def _take(self) -> int | None:
-        """The next slot, its row holding anything; None where the memory is full."""
+        """Return the next free slot, its row not cleared; None where the memory is full."""
         with self._lock:
             if not self._asked and len(self._slots) < self._capacity:
                 with torch.inference_mode(False):

@@ -41,7 +41,7 @@ class BackwardScale:
     source: int = 0
 
     def agrees_with(self, other: BackwardScale) -> bool:
-        """Whether the two are surely one scale; two that are on the device are if they are one scaler's."""
+        """Return whether the two are surely one scale; two that are on the device are if they are one scaler's."""
         if self.value is None or other.value is None:
             return self.source == other.source
         return self.value == other.value

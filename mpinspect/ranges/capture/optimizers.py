@@ -43,7 +43,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 class ModelOptimizers:
-    """The optimizers that step parameters of the model: those given, and those found as they step.
+    """Knows the optimizers that step parameters of the model: those given, and those found as they step.
 
     Args:
         given: the user's.
@@ -63,14 +63,14 @@ class ModelOptimizers:
         self.any_stepped = self.scaler_has_stepped = False
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer belongs to the model."""
+        """Return whether this optimizer belongs to the model."""
         known = self._ours.get(optimizer)
         if known is None:
             known = self._ours[optimizer] = next(self.parameters(optimizer), None) is not None
         return known
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
-        """The model's parameters among the optimizer's."""
+        """Return the model's parameters among the optimizer's."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 watched = self._parameters.get(id(parameter))
@@ -78,34 +78,34 @@ class ModelOptimizers:
                     yield watched
 
     def begin_step(self) -> None:
-        """A training step begins: no optimizer's step is under way."""
+        """Forget the optimizers' steps that are under way."""
         self._in_scaler_step.clear()
         self._in_step.clear()
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler is about to step an optimizer, or to skip its step."""
+        """Note that a scaler is about to step an optimizer, or to skip its step."""
         if self.owns(optimizer):
             self._in_scaler_step.add(id(optimizer))
             self.scaler_has_stepped = True
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer is about to step. Returns whether it belongs to the model."""
+        """Note that an optimizer is about to step. Returns whether it belongs to the model."""
         self._in_scaler_step.discard(id(optimizer))
         return self.owns(optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step of an optimizer of the model is under way."""
+        """Note that the step of an optimizer of the model is under way."""
         self._in_step.add(id(optimizer))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer has stepped. Returns whether it belongs to the model."""
+        """Note that an optimizer has stepped. Returns whether it belongs to the model."""
         self._in_step.discard(id(optimizer))
         ours = self.owns(optimizer)
         self.any_stepped |= ours
         return ours
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """A scaler's step is over. Returns whether it skipped the optimizer's.
+        """Note that a scaler's step is over. Returns whether it skipped the optimizer's.
 
         A step that began and did not end was undone: a closure's second evaluation overflowed, say.
         """

@@ -40,7 +40,7 @@ class Passes:
         self.notes: list[str] = []
 
     def reference(self, batch: Any, number: int, *, count: bool) -> Gradients:
-        """The FP32 gradients by parameter name; counted if asked for."""
+        """Return the FP32 gradients by parameter name; counted if asked for."""
         if count:
             self._capture.attach()
         try:
@@ -57,11 +57,11 @@ class Passes:
         return gradients
 
     def session(self) -> Session:
-        """The FP32 gradients counted so far, one step a batch."""
+        """Return the FP32 gradients counted so far, one step a batch."""
         return self._counted.session()
 
     def half(self, batch: Any, number: int, loss_scale: float) -> Gradients:
-        """The FP16 gradients by parameter name, still multiplied by the scale."""
+        """Return the FP16 gradients by parameter name, still multiplied by the scale."""
         with half_arithmetic() if self.emulated else ExitStack():
             return self._run(batch, number, loss_scale, half=True)
 
@@ -115,7 +115,7 @@ def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """Compiled modules run as plain Python: their graphs were made for other dtypes and see no modes."""
+    """Run compiled modules as plain Python: their graphs were made for other dtypes and see no modes."""
     if "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
             yield

@@ -1,4 +1,4 @@
-"""Where one training step ends and the next begins, told from what happens to the model.
+"""Where one training step ends and the next begins, and which steps are sampled and watched.
 
 A step ends when every optimizer known to belong to the model has stepped or was skipped, or when one of them
 comes round again (a critic that steps five times to the generator's once). Without any optimizer each
@@ -38,7 +38,7 @@ class Schedule:
             raise ValueError(f"dense={self.dense!r}: give a whole number of steps, 0 or more")
 
     def samples(self, step: int) -> bool:
-        """Whether this step (from 0) is sampled."""
+        """Return whether this step (from 0) is sampled."""
         return step < self.dense or step % self.every == 0
 
 
@@ -87,11 +87,11 @@ class StepClock:
         return self._backward_since_forward
 
     def know(self, optimizer: object) -> None:
-        """This optimizer belongs to the model."""
+        """Take an optimizer that belongs to the model."""
         self._known.add(optimizer)
 
     def forward(self, updated: Callable[[], bool]) -> bool:
-        """A training forward runs. True if a step ended before it: the caller takes that step and calls again.
+        """Take a training forward. Returns True if a step ended before it: the caller ends that step and calls again.
 
         ``updated`` tells whether the weights were updated since the last step; it is asked only where that decides.
         """
@@ -103,13 +103,13 @@ class StepClock:
         return False
 
     def backward(self) -> None:
-        """A backward reaches the model."""
+        """Take a backward that reaches the model."""
         if not self._backward_since_forward:
             self.backwards += 1
         self.in_forward, self._backward_since_forward = False, True
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
-        """A backward begins that no forward was seen for. True if a step ended before it: the caller takes that step."""
+        """Take a backward without a forward. Returns True if a step ended before it: the caller ends that step."""
         if not self._backward_since_forward:
             return False
         if self.micro_batch >= _MOST_MICRO_BATCHES or updated():
@@ -119,7 +119,7 @@ class StepClock:
         return False
 
     def optimizer_again(self, optimizer: object) -> bool:
-        """Whether this optimizer has stepped in the current step already: then that step is over before this one counts.
+        """Return whether this optimizer has stepped in the current step already: then that step is over before this one counts.
 
         Optimizers that did not step meanwhile are no longer waited for.
         """
@@ -129,7 +129,7 @@ class StepClock:
         return True
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
-        """An optimizer stepped, or its step was skipped. True if that ends the step."""
+        """Take an optimizer's step, or that it was skipped. Returns whether that ends the training step."""
         self.know(optimizer)
         self._done.add(optimizer)
         self.skipped_steps += skipped

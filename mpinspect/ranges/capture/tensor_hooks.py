@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 
 class ForwardHook(ModelHook):
-    """Sees one module's calls, with their keyword arguments."""
+    """Reports one module's calls, with their keyword arguments."""
 
     __slots__ = ("_dispatcher", "_layer")
 
@@ -43,7 +43,7 @@ class ForwardHook(ModelHook):
 
 
 class OutputGradientHook:
-    """Waits on one output (or input) tensor for its gradient. Holds no tensor."""
+    """Reports the gradient at one output (or input) tensor. Holds no tensor."""
 
     __torch_unserializable__ = True
     __slots__ = ("_counted", "_dispatcher", "_is_input", "_layer", "_number")
@@ -65,7 +65,7 @@ class OutputGradientHook:
 
 
 class ParameterHook:
-    """Sees the gradient that a backward brings to one parameter."""
+    """Reports the gradient that a backward brings to one parameter."""
 
     __torch_unserializable__ = True
     __slots__ = ("_dispatcher", "_watched")
@@ -90,7 +90,7 @@ class ParameterHook:
 
 
 class AccumulatedHook:
-    """The same for parameters on which only post-accumulate hooks fire: it sees the sum over the micro-batches so far."""
+    """Does so where only post-accumulate hooks fire (distributed parameters): it sees the sum over the micro-batches so far."""
 
     __slots__ = ("_dispatcher", "_watched")
 
@@ -124,7 +124,7 @@ _MISSING = object()
 
 
 def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
-    """From now on pickles and copies of these modules hold no ModelHook, until ``user`` and all others have stopped."""
+    """Keep every ModelHook out of pickles and copies of these modules, until ``user`` and all others have stopped that."""
     if not any(known is user for known in _users):
         _users.append(user)
     for kind in {_defining(type(module)) for module in modules}:
@@ -134,7 +134,7 @@ def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
 
 
 def leave_hooks_in(user: object) -> None:
-    """This user has no hooks any more; the last one leaves the classes as they were."""
+    """Stop that for a user without hooks; the last one leaves the classes as they were."""
     _users[:] = [known for known in _users if known is not user]
     if _users:
         return
@@ -147,7 +147,7 @@ def leave_hooks_in(user: object) -> None:
 
 
 def _defining(kind: type) -> type:
-    """The class whose ``__getstate__`` is called: one that has its own, else Module itself."""
+    """Return the class whose ``__getstate__`` is called: one that has its own, else Module itself."""
     return next((base for base in kind.__mro__ if "__getstate__" in vars(base) and base is not object), torch.nn.Module)
 
 
@@ -160,7 +160,7 @@ def _without_our_hooks(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _filtered(state: Any) -> Any:
-    """The state without our hooks; the very same object where there are none, or where it is not a module's usual dict."""
+    """Return the state without our hooks; the very same object where there are none, or where it is not a module's usual dict."""
     if not isinstance(state, dict):
         return state
     changed = {}

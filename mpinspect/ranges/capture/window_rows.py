@@ -44,7 +44,7 @@ _NEAR_TOP = 0x7FF << 41
 
 
 def exponents_and_mantissas(bits: IntArray) -> tuple[IntArray, IntArray]:
-    """Of finite positive float64 values, subnormals too: exponent, and the 52 bits of the significand behind the point.
+    """Return exponents of finite positive float64 values, subnormals too, and the 52 bits of the significands behind the point.
 
     Args:
         bits: int64, the values' bits. Zero and infinity get some exponent.
@@ -58,7 +58,7 @@ def exponents_and_mantissas(bits: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def peak_exponents(rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """The exponents of the rows' largest magnitudes, rounded to 11 bits; and which rows have a value.
+    """Return the exponents of the rows' largest magnitudes, rounded to 11 bits; and which rows have a value.
 
     Args:
         rows: int64, shape (n, length of a layout).
@@ -70,7 +70,7 @@ def peak_exponents(rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
 
 
 def row_columns(rows: IntArray, log2_scales: IntArray) -> dict[str, Column]:
-    """What ``layout.decode`` reads from each row, shifted by -log2_scale, as the columns of ``TensorColumns`` that hold it.
+    """Decode rows as ``layout.decode`` does, shifted by -log2_scale, into the columns of ``TensorColumns`` that hold them.
 
     Args:
         rows: int64, shape (n, length of a layout), contiguous.
@@ -98,12 +98,12 @@ def row_columns(rows: IntArray, log2_scales: IntArray) -> dict[str, Column]:
 
 
 def _significands(mantissas: IntArray, has_values: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """In [1, 2); 1 where there is no value."""
+    """Return the significands, in [1, 2); 1 where there is no value."""
     return (np.where(has_values, mantissas, 0) | _BIAS << 52).view(np.float64)
 
 
 def _bins(rows: IntArray, low: IntArray, bins: IntArray) -> dict[str, Column]:
-    """The rows' counters of the exponents from ``low`` on, joined."""
+    """Return the rows' counters of the exponents from ``low`` on, joined."""
     length = rows.shape[1]
     lowest = (layout.NARROW if length == layout.NARROW.length else layout.WIDE).lowest_exponent
     used = np.flatnonzero(bins)
@@ -133,7 +133,7 @@ _LOOSE_PEAKS = 1 << 14
 
 
 class WindowRows:
-    """What was counted in the steps of the open window, tensor by tensor."""
+    """Adds up what is counted in the steps of the open window, tensor by tensor."""
 
     def __init__(self) -> None:
         self._roster = EMPTY_ROSTER
@@ -176,7 +176,7 @@ class WindowRows:
             self._lost[at] = self._lost[at] + found if at in self._lost else found
 
     def columns(self) -> TensorColumns:
-        """The tensors, in the order in which they came.
+        """Return the tensors, in the order in which they came.
 
         Raises:
             ValueError: a row's extremes disagree with its counts.
@@ -199,7 +199,7 @@ class WindowRows:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _place(self, arrangement: Arrangement) -> tuple[SampleSet, ...]:
-        """A step's samples with their places in this window, which makes room for them."""
+        """Return a step's samples with their places in this window, which makes room for them."""
         if self._placed is None or self._placed[0] is not arrangement:
             if self._roster is EMPTY_ROSTER:
                 self._set_roster(arrangement.roster)
@@ -226,7 +226,7 @@ class WindowRows:
         return TensorColumns(self._roster.order, columns, contexts, context, self._lost_of_tensors())
 
     def _of_some(self, tensors: IntArray, values: Mapping[str, Column]) -> TensorColumns:
-        """Part of what was counted of these tensors: values only, no samples."""
+        """Return part of what was counted of these tensors: values only, no samples."""
         contexts, context = self._roster.numbered_contexts
         order = tuple(self._roster.order[tensor] for tensor in tensors.tolist())
         nothing = _nothing(_OF_SAMPLES, len(order))
@@ -243,7 +243,7 @@ class WindowRows:
 
 
 class _Sums:
-    """Rows of one length, added up slot by slot."""
+    """Adds up rows of one length, slot by slot."""
 
     def __init__(self, length: int) -> None:
         #: int64, (slots, length).
@@ -272,7 +272,7 @@ class _Sums:
 
 
 class _Peaks:
-    """How often each tensor had which peak exponent."""
+    """Counts how often each tensor had which peak exponent."""
 
     def __init__(self) -> None:
         self._codes = np.zeros(0, dtype=np.int64)
@@ -281,7 +281,7 @@ class _Peaks:
         self._loose_count = 0
 
     def add(self, tensors: IntArray, exponents: IntArray) -> None:
-        """One peak for each entry; NO_EXPONENT is none."""
+        """Add one peak for each entry; NO_EXPONENT is none."""
         codes = tensors * _EXPONENTS + (exponents - NO_EXPONENT)
         self._loose.append(codes[exponents > NO_EXPONENT])
         self._loose_count += len(codes)
@@ -289,7 +289,7 @@ class _Peaks:
             self._gather()
 
     def columns(self, tensors: int) -> dict[str, IntArray]:
-        """The columns ``peaks`` and PER_PEAK of ``TensorColumns``, exponents in rising order."""
+        """Return the columns ``peaks`` and PER_PEAK of ``TensorColumns``, exponents in rising order."""
         self._gather()
         return {
             "peaks": np.bincount(self._codes // _EXPONENTS, minlength=tensors),
@@ -307,7 +307,7 @@ class _Peaks:
 
 
 def _unscaled_peaks(samples: SampleSet, rows: IntArray) -> IntArray:
-    """Of each row the exponent of its largest magnitude, rounded to 11 bits; NO_EXPONENT where it has none."""
+    """Return for each row the exponent of its largest magnitude, rounded to 11 bits; NO_EXPONENT where it has none."""
     exponents, has_values = peak_exponents(rows)
     peaks = np.where(has_values, exponents - samples.log2_scale, NO_EXPONENT)
     overflowed = rows[:, INFS] > 0
@@ -319,7 +319,7 @@ _OF_VALUES = ("min_exponent", "bins", "zeros", "infs", "nans", *SIGNIFICANDS, *P
 
 
 def _nothing(names: Collection[str], tensors: int) -> dict[str, Column]:
-    """These columns of so many tensors of which nothing was counted."""
+    """Return these columns of so many tensors of which nothing was counted."""
     columns: dict[str, Column] = {}
     for name in names:
         if name in SIGNIFICANDS:

@@ -36,7 +36,7 @@ class OpenStep:
     peak: int | None = None
 
     def add(self, sample: ArraySample) -> None:
-        """One more array."""
+        """Add an array."""
         self.parts.setdefault(sample.key, []).append(sample.window)
         if sample.key.kind in GRADIENT_KINDS:
             self.scales[sample.scale] = None
@@ -48,7 +48,7 @@ class OpenStep:
         return bool(self.scales)
 
     def window(self) -> Window | None:
-        """The step as a window; None if nothing was counted in it."""
+        """Return the step as a window; None if nothing was counted in it."""
         if not self.parts:
             return None
         tensors = {key: merge_tensor_windows(parts) for key, parts in self.parts.items()}
@@ -56,7 +56,7 @@ class OpenStep:
 
 
 class StepNumbers:
-    """Step numbers that only grow, whatever numbers are given: a loop that counts from 0 in each epoch goes on.
+    """Keeps step numbers that only grow, whatever numbers are given: a loop that counts from 0 in each epoch goes on.
 
     ``number`` is that of the open step, or of the last one; ``count`` how many have begun.
     """
@@ -75,20 +75,20 @@ class StepNumbers:
         return self.number - self.first + 1 if self.count else 0
 
     def belongs(self, given: int | None) -> bool:
-        """Whether something observed with this number belongs to the step that is open."""
+        """Return whether something observed with this number belongs to the step that is open."""
         return self.is_open and (given is None or self.given is None or given == self.given)
 
     def went_back(self, given: int | None) -> bool:
-        """Whether this number is smaller than the one before."""
+        """Return whether this number is smaller than the one before."""
         return given is not None and self.given is not None and given < self.given
 
     def stay(self, given: int | None) -> None:
-        """Something more of the open step."""
+        """Take the number of something more that belongs to the open step."""
         if self.given is None:
             self.given = given
 
     def begin(self, given: int | None) -> None:
-        """Another step begins."""
+        """Begin another step."""
         if not self.count:
             self.number = self.first = max(given or 0, 0)
         elif given is None or self.given is None:
@@ -100,12 +100,12 @@ class StepNumbers:
         self.given = given
 
     def end(self) -> None:
-        """The open step is over."""
+        """End the open step."""
         self.is_open = False
 
 
 class ArrayCapture:
-    """Counts what it is handed. No method raises an Exception for anything that a training loop may hand over.
+    """Counts the arrays it is given. No method raises an Exception for anything that a training loop may hand over.
 
     Args:
         recording: takes what is captured.
@@ -144,13 +144,13 @@ class ArrayCapture:
                         self._take(sample(TensorKey(leaf, kind), part, given))
 
     def _check_name(self, name: Any) -> None:
-        """Numbers of layers are names too; of anything else it is said what becomes of it."""
+        """Note what becomes of a name that is no text; numbers of layers are names too."""
         if not isinstance(name, (str, int)):
             kind = f"name of type {type(name).__name__}"
             self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
 
     def _check_scale(self, given: Given) -> None:
-        """Each way in which a scale can be unknown is said, not only the first."""
+        """Note each way in which a scale can be unknown, not only the first."""
         if given.unknown and self._recording.progress.scale_known:
             self._faults.add(f"scale {given.unknown_kind}")
             self._recording.scale_unknown(given.unknown)
@@ -181,20 +181,20 @@ class ArrayCapture:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def next_step(self, skipped: bool | None) -> None:
-        """The step is over, even one in which nothing was observed."""
+        """End the step, even one in which nothing was observed."""
         with self._guarded("next_step"):
             if self._step is None:
                 self._begin_step(None)
             self._end_step(skipped)
 
     def finish(self) -> None:
-        """No more arrays come: end the open step and pass on what is left."""
+        """End the open step and pass on what is left: no more arrays arrive."""
         with self._guarded("close"):
             self._end_step(None)
             self._close_window()
 
     def _enter(self, step: Any) -> OpenStep:
-        """The step that something observed with this number belongs to."""
+        """Return the step that something observed with this number belongs to."""
         given = step_number(step)
         if self._step is not None and self._numbers.belongs(given):
             self._numbers.stay(given)
@@ -244,7 +244,7 @@ class ArrayCapture:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """All that was recorded, the open step included, which goes on."""
+        """Return all that was recorded, the open step included, which goes on."""
         session = self._recording.session()
         windows = [*session.windows, *([merge_windows(*self._windows)] if self._windows else [])]
         events, progress = list(session.events), session.progress
@@ -265,7 +265,7 @@ class ArrayCapture:
 
     @contextlib.contextmanager
     def _guarded(self, name: str, kind: str = "") -> Iterator[None]:
-        """Lets no Exception pass: it is noted once for each reason, and beside the tensor it concerns."""
+        """Let no Exception pass: note it once for each reason, and beside the tensor it concerns."""
         try:
             yield
         except Exception as error:

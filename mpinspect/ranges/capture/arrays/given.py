@@ -20,7 +20,7 @@ _LONGEST = 60
 
 
 class ArgumentError(ValueError):
-    """An argument beside the array is nonsense. ``kind``: which one and in which way, told once each."""
+    """Raised for an argument beside the array that is nonsense. ``kind``: which one and in which way, noted once each."""
 
     def __init__(self, argument: str, given: Any, why: str) -> None:
         super().__init__(f"{argument}={quoted(given)} {why}")
@@ -45,7 +45,7 @@ class Given:
 
 
 def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
-    """The arguments of ``Recorder.observe``. Only gradients are multiplied by the loss scale.
+    """Return the arguments of ``Recorder.observe``. Only gradients are multiplied by the loss scale.
 
     Raises:
         ArgumentError: an unknown kind or format, or a loss scale that is no number.
@@ -70,7 +70,7 @@ def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
 
 
 def step_number(given: Any) -> int | None:
-    """The number of a step, exactly; None where none was given. Waits for the device that it lies on, if any.
+    """Return the number of a step, exactly; None where none was given. Waits for the device that it lies on, if any.
 
     Raises:
         ArgumentError: it is no whole number of 64 bits.
@@ -87,7 +87,7 @@ def step_number(given: Any) -> int | None:
 
 
 def quoted(given: Any) -> str:
-    """What was given, in a few characters; its type where it can't say."""
+    """Return what was given, in a few characters; its type where it can't say."""
     try:
         text = " ".join(repr(given).split())
     except Exception:
@@ -96,7 +96,7 @@ def quoted(given: Any) -> str:
 
 
 def _whole(given: Any) -> int:
-    """Raises an Exception of any kind if it is none."""
+    """Return a whole number; raises an Exception of any kind if it is none."""
     try:
         return operator.index(given)
     except TypeError:
@@ -111,7 +111,7 @@ def _whole(given: Any) -> int:
 
 
 def _number(given: Any) -> float:
-    """A number, or the one that an array or variable holds; waits for the device that it lies on."""
+    """Return a number, or the one that an array or variable holds; waits for the device that it lies on."""
     try:
         # item(), where there is one: float() of an array with a dimension, or of a torch tensor in a graph, warns.
         return float(given.item() if hasattr(given, "item") else given)
@@ -120,7 +120,7 @@ def _number(given: Any) -> float:
 
 
 def leaves(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Every array in ``thing`` with its name: keys, indices and fields are joined to ``name`` by dots.
+    """Return every array in ``thing`` with its name: keys, indices and fields are joined to ``name`` by dots.
 
     None (a variable without a gradient) is left out. A list of numbers is an array, a list of arrays is not.
 
@@ -152,7 +152,7 @@ def _of_jax(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _step_name(step: Any) -> str:
-    """The key, index or field of one step of a pytree's path."""
+    """Return the key, index or field of one step of a pytree's path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(step, attribute):
             return str(getattr(step, attribute))
