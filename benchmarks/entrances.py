@@ -28,14 +28,14 @@ ENTRANCES = (
     "mpinspect.ranges.capture.waiting:WaitingGradients._backward_ends",
     "mpinspect.ranges.capture.optimizer_steps:_before",
     "mpinspect.ranges.capture.optimizer_steps:_after",
-    "mpinspect.ranges.capture.backward_scale:ScaleOfBackward._begins",
-    "mpinspect.ranges.capture.backward_scale:ScaleOfBackward._ended",
-    "mpinspect.ranges.capture.capture:Capture.loss_scaled",
-    "mpinspect.ranges.capture.capture:Capture.scaler_steps",
-    "mpinspect.ranges.capture.capture:Capture.scaler_stepped",
+    "mpinspect.ranges.capture.loss_scale:ScaleOfBackward._begins",
+    "mpinspect.ranges.capture.loss_scale:ScaleOfBackward._ended",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.loss_scaled",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_steps",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_stepped",
 )
 #: Functions of ours that only call another: GradScaler's wrapped methods, whose time is mostly its own, and a closure.
-_PASSING = {("scalers.py", "scale"), ("scalers.py", "step"), ("backward_scale.py", "backward_begins")}
+_PASSING = {("scalers.py", "scale"), ("scalers.py", "step"), ("loss_scale.py", "backward_begins")}
 _PACKAGE = str(Path(mpinspect.__file__).parent)
 
 

@@ -6,15 +6,15 @@ import torch
 from torch import nn
 
 from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.observations import ParameterGradient
 
 
-def waited(*gradients: torch.Tensor) -> list[Waiting]:
+def waited(*gradients: torch.Tensor) -> list[ParameterGradient]:
     watched = WatchedParameter("weight", "", nn.Parameter(torch.ones(1)), True)
-    return [Waiting(watched, gradient, gradient._version, 0, None) for gradient in gradients]
+    return [ParameterGradient(watched, gradient, gradient._version, 0, None) for gradient in gradients]
 
 
-def row_of(each: Waiting) -> torch.Tensor:
+def row_of(each: ParameterGradient) -> torch.Tensor:
     assert each.found is not None
     return each.found
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.capture.at_exit import AtExit
+from mpinspect.ranges.at_exit import AtExit, print_report
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import warn
-from mpinspect.ranges.exit_report import print_report
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.session import Session
 

@@ -16,14 +16,13 @@ import torch
 
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.at_exit import AtExit, print_report
 from mpinspect.ranges.capture import layers as model_layers
-from mpinspect.ranges.capture.at_exit import AtExit
 from mpinspect.ranges.capture.budget import check_max_overhead
 from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.ranges.capture.steps import Schedule
-from mpinspect.ranges.exit_report import print_report
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks

@@ -17,8 +17,7 @@ from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings, without_noise
 from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice
-from mpinspect.ranges.capture.gradient_difference import GradientDifference
-from mpinspect.ranges.capture.passes import LossFunction, Passes
+from mpinspect.ranges.capture.passes import GradientDifference, LossFunction, Passes
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.runtime.untouched import RandomState

@@ -15,10 +15,10 @@ import numpy as np
 
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.at_exit import print_report
 from mpinspect.ranges.capture.arrays.capture import ArrayCapture
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
-from mpinspect.ranges.exit_report import print_report
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
@@ -127,16 +127,16 @@ class Recorder:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """Everything recorded so far, the open step included; the step goes on."""
+        """Return everything recorded so far, the open step included; the step goes on."""
         with self._lock:
             return self._capture.session()
 
     def report(self) -> RangeReport:
-        """What the counts say: ranges by layer, findings, the suggested loss scale."""
+        """Return what the counts say: ranges by layer, findings, the suggested loss scale."""
         return analyse(self.session())
 
     def __repr__(self) -> str:
-        """How far it is, in one line."""
+        """Return how far it is, in one line."""
         progress = self._recording.progress
         where = "" if self.log_dir is None else f", writes to {self.log_dir}"
         state = "closed" if progress.ended else "open"

@@ -444,3 +444,16 @@ def add_counts(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
         for exponent, count in part.items():
             total[exponent] = total.get(exponent, 0) + count
     return dict(sorted(total.items()))
+
+
+def floor_exponent(format_name: str, scale: float | None) -> int:
+    """Return the exponent up to which unscaled magnitudes may have been flushed by a format, at a loss scale.
+
+    Of values that were rounded to the format before they could be counted. A scale that is not known counts as 1.
+    """
+    return math.ceil(math.log2(FORMATS[format_name].flush_edge) - math.log2(scale or 1.0))
+
+
+def overflow_exponent(format_name: str, scale: float | None) -> int:
+    """Return the least exponent, unscaled, of a magnitude that became infinite in a format. How large it was is not known."""
+    return math.floor(FORMATS[format_name].max_exponent + 1 - math.log2(scale or 1.0))

@@ -146,8 +146,8 @@ def test_an_entrance_that_is_not_listed_is_found(monkeypatch):
 @pytest.mark.parametrize(
     "gone",
     [
-        "mpinspect.ranges.capture.capture:Capture.gone",
-        "mpinspect.ranges.capture.capture:Gone.__call__",
+        "mpinspect.ranges.capture.dispatcher:Dispatcher.gone",
+        "mpinspect.ranges.capture.dispatcher:Gone.__call__",
         "mpinspect.runtime.hooks:gone",
     ],
 )
@@ -236,7 +236,7 @@ def test_only_the_promised_model_answers_promises():
 
 def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
     monkeypatch.setattr(module_calls, "MODULES", 3)
-    monkeypatch.setattr("mpinspect.ranges.capture.capture.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
     seen = []
 
     def seconds(model, x, passes):

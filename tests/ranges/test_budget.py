@@ -233,8 +233,8 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     looked: list[tuple[int, bool]] = []
 
     def cost(capture: Any) -> float:
-        looked.append((capture.clock.step, capture._sampled))
-        return 0.05 if capture._sampled else 0.01
+        looked.append((capture.clock.step, capture._counting.at_work))
+        return 0.05 if capture._counting.at_work else 0.01
 
     inspector = _trained(clock, 400, cost, max_overhead=0.02, log_dir=tmp_path / "run")
     session = inspector.session()
@@ -266,7 +266,7 @@ def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
             clock.now += 1.0
             loss = model(torch.full((1, 2), math.inf if step >= 200 else 1.0)).sum()
             inspector._capture.meter.begin()
-            clock.now += 0.05 if inspector._capture._looking is not None else 0.0
+            clock.now += 0.05 if inspector._capture._watch.at_work else 0.0
             inspector._capture.meter.end()
             loss.backward()
             optimizer.step()

@@ -143,9 +143,9 @@ class _LateCopy(HostCopy):
 def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts and events come a step late, complete and in order; only the end waits, for the last step."""
     monkeypatch.setattr(tally_module, "HostCopy", _LateCopy)
-    monkeypatch.setattr("mpinspect.ranges.capture.watch.HostCopy", _LateCopy)
+    monkeypatch.setattr("mpinspect.ranges.capture.judge.HostCopy", _LateCopy)
     # As on a GPU: nothing is known at once.
-    monkeypatch.setattr("mpinspect.ranges.capture.watch.largest_magnitude", lambda tensor: None)
+    monkeypatch.setattr("mpinspect.ranges.capture.largest.largest_magnitude", lambda tensor: None)
     _LateCopy.asked = _LateCopy.waited = 0
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

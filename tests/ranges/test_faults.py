@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from mpinspect import Inspector, Session
 from mpinspect.counting import fastest
 from mpinspect.counting.cpu import counter
-from mpinspect.ranges.capture import broken_weights, host_copy, optimizers, tally, watch
+from mpinspect.ranges.capture import host_rows, judge, largest, optimizers, tally, watch, weights
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
@@ -272,11 +272,11 @@ def _in_lost_updates(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_broken_weights(patch: pytest.MonkeyPatch) -> None:
-    _fails_at(patch, broken_weights, "largest_magnitude", _is_odd)
+    _fails_at(patch, weights, "largest_magnitude", _is_odd)
 
 
 def _in_the_watch(patch: pytest.MonkeyPatch) -> None:
-    _fails_at(patch, watch, "_value", _is_odd)
+    _fails_at(patch, watch, "largest_of", _is_odd)
 
 
 OUTPUTS = {("1", "activation"), ("1", "activation_gradient")}
@@ -324,7 +324,7 @@ def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch:
     monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
     sound, weights = _train(_network(), True)
 
-    class Failing(host_copy.HostCopy):
+    class Failing(host_rows.HostCopy):
         alone = 0
 
         def __init__(self, stacked: torch.Tensor) -> None:
@@ -354,15 +354,15 @@ def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch:
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 def test_a_look_that_cannot_travel_leaves_the_watch_its_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: looks travel together at a step's end. One that can't is left out, and an infinity is still seen later."""
-    monkeypatch.setattr(watch, "largest_magnitude", lambda tensor: None)
-    real = watch._stacked
+    monkeypatch.setattr(largest, "largest_magnitude", lambda tensor: None)
+    real = judge.stacked
 
     def failing(values: Any) -> torch.Tensor:
         if any(value[0] == 0.5 for value in values if len(value) == 2):
             raise RuntimeError("planted")
         return real(values)
 
-    monkeypatch.setattr(watch, "_stacked", failing)
+    monkeypatch.setattr(judge, "stacked", failing)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with torch.no_grad():

@@ -312,13 +312,13 @@ def test_warnings_name_the_users_line(monkeypatch: pytest.MonkeyPatch, tmp_path:
         inspector, line = Inspector(model, include=["0", "nothing.*"]), _line()
     _told_here(told, line)
     # In a hook, below torch's own calls.
-    monkeypatch.setattr(inspector._capture, "_watch_call", broken)
+    monkeypatch.setattr(inspector._capture._watch, "called", broken)
     with contextlib.ExitStack() as stack:
         stack.enter_context(inspector)
         with pytest.warns(MpinspectWarning, match="mpinspect failed in") as told:
             output, line = model(torch.ones(2, 4)), _line()
         _told_here(told, line)
-        monkeypatch.setattr(inspector._capture, "_what_holds", broken)
+        monkeypatch.setattr(inspector._capture, "_context", broken)
         with pytest.warns(MpinspectWarning, match="mpinspect failed in") as told:
             _, line = output.sum().backward(), _line()
         assert {(warning.filename, warning.lineno) for warning in told} == {(__file__, line)}

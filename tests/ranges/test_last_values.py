@@ -15,14 +15,14 @@ pytest.importorskip("numba")
 
 from mpinspect import Inspector
 from mpinspect.counting import fastest
-from mpinspect.ranges.capture import capture, last_values
-from mpinspect.ranges.capture import watch as watching
+from mpinspect.ranges.capture import largest as largest_magnitudes
+from mpinspect.ranges.capture import observations
 from mpinspect.ranges.capture.host_rows import HostRows
-from mpinspect.ranges.capture.last_values import LastValues
+from mpinspect.ranges.capture.observations import LastValues
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 
-_LENGTH = last_values._LEAST
+_LENGTH = observations._LEAST
 _BLOCK = (256, _LENGTH // 256)
 
 
@@ -237,7 +237,7 @@ class _Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counted = self.looked_at = 0
-        count, largest = HostRows.count, watching.largest_magnitude
+        count, largest = HostRows.count, largest_magnitudes.largest_magnitude
 
         def counted(rows: HostRows, tensor: torch.Tensor) -> torch.Tensor:
             self.counted += tensor.numel()
@@ -248,7 +248,7 @@ class _Reads:
             return largest(tensor)
 
         monkeypatch.setattr(HostRows, "count", counted)
-        monkeypatch.setattr(watching, "largest_magnitude", looked_at)
+        monkeypatch.setattr(largest_magnitudes, "largest_magnitude", looked_at)
 
     def take(self) -> tuple[int, int]:
         found, self.counted, self.looked_at = (self.counted, self.looked_at), 0, 0
@@ -296,15 +296,13 @@ def _train(
             looks += [(look.phase, look.what, look.name) for look in watch._log.looks]
             optimizer.step()
     values = [float(parameter.detach().double().sum()) for parameter in network.parameters()]
-    rings = [(key, list(ring)) for key, ring in sorted(watch._maxima.items())]
+    rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]
     assert inspector.session().notes == ()
     return inspector.session().totals(), rings, looks, values
 
 
 def _with_and_without(monkeypatch: pytest.MonkeyPatch, reads: _Reads, *given: Any, **more: Any) -> list[int]:
     """Both see the same; returns how many values each read."""
-    # An output within bounds is not read, nor is what hands it on: then its maximum is not known where it would be otherwise.
-    monkeypatch.setattr(capture, "output_bound", lambda *_: None)
     found = _train(*given, **more)
     read = [sum(reads.take())]
     monkeypatch.setattr(LastValues, "found_in", _nothing_found)
@@ -445,7 +443,7 @@ def test_what_the_watch_tells_of_an_output_that_a_module_hands_on() -> None:
             output.sum().backward()
             optimizer.step()
     assert inspector._capture._watch is not None
-    maxima = inspector._capture._watch._maxima
+    maxima = inspector._capture._watch._judge._history._maxima
     assert list(maxima["activation", "head"]) == list(maxima["activation", ""]) == largest[:3]
     event = inspector.session().events[0]
     assert (event.step, event.phase, event.module) == (3, "forward", "head")

@@ -22,10 +22,11 @@ from mpinspect import Inspector, count_exponents
 from mpinspect.counting import fastest
 from mpinspect.numeric.exponents import merge
 from mpinspect.ranges.capture import waiting
-from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.waiting import Waiting, WaitingGradients
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
+from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.session import TensorKey
 
@@ -90,7 +91,7 @@ class Backwards:
         self._task = NO_BACKWARD
         finish()
 
-    def _look(self, gradients: list[Waiting], begun: int) -> None:
+    def _look(self, begun: int, gradients: list[ParameterGradient]) -> None:
         if self.fails is not None:
             raise self.fails
         self.looks.append(({each.watched.name: each.values.clone() for each in gradients}, begun))
@@ -418,9 +419,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Log:
     found: Log = []
     end_step = Watch.end_step
 
-    def recorded(self: Watch, step: int) -> Any:
+    def recorded(self: Watch, step: int, sampled: bool) -> None:
         found.extend((look.phase, look.what, look.name) for look in self._log.looks)
-        return end_step(self, step)
+        end_step(self, step, sampled)
 
     monkeypatch.setattr(Watch, "end_step", recorded)
     return found
@@ -439,7 +440,7 @@ def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: 
                 optimizer.step()
         watch = inspector._capture._watch
         assert watch is not None
-        rings = [(key, list(ring)) for key, ring in sorted(watch._maxima.items())]
+        rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]
         seen = list(looks)
         looks.clear()
         return inspector.session().totals(), rings, seen
@@ -517,7 +518,7 @@ def test_gradients_of_every_dtype_and_layout_are_counted_and_seen_as_they_are(
             optimizer.step()
     totals = inspector.session().totals()
     assert inspector._capture._watch is not None
-    maxima = inspector._capture._watch._maxima
+    maxima = inspector._capture._watch._judge._history._maxima
     for name, gradient in gradients.items():
         once = count_exponents(gradient)
         if gradient.numel():
@@ -657,7 +658,7 @@ def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
             model[2].weight.grad = None
             optimizer.step()
     assert inspector._capture._watch is not None
-    maxima = inspector._capture._watch._maxima
+    maxima = inspector._capture._watch._judge._history._maxima
     seen = {name: len(ring) for (what, name), ring in maxima.items() if what == "weight_gradient"}
     assert seen == {"2.bias": 4, "0.weight": 4, "0.bias": 4}
     assert not [note for note in inspector.session().notes if "failed" in note]

@@ -18,12 +18,18 @@ from mpinspect.counting import count, layout
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture.arrangement import Arrangement, RowSet, SampleOf, StepScale, rounds
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale, from_number
-from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
-from mpinspect.ranges.capture.row_columns import row_columns
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name
-from mpinspect.ranges.capture.window_rows import WindowRows
+from mpinspect.ranges.capture.window_rows import WindowRows, row_columns
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import LostUpdates, TensorKey, TensorWindow, Window, narrowest
+from mpinspect.ranges.session import (
+    LostUpdates,
+    TensorKey,
+    TensorWindow,
+    Window,
+    floor_exponent,
+    narrowest,
+    overflow_exponent,
+)
 from mpinspect.ranges.store.columns import TensorColumns
 
 # -- one by one ---------------------------------------------------------------------------------------------------------

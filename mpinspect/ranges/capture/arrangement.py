@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.ranges.capture.loss_scale import BackwardScale, is_power_of_two
-from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponent
 from mpinspect.ranges.store.columns import Context
 
 IntArray = npt.NDArray[np.int64]
@@ -47,7 +46,7 @@ class StepScale(NamedTuple):
 
     @classmethod
     def of(cls, scale: BackwardScale, value: float | None) -> StepScale:
-        """``value``: the scale's, which the host may have learned later."""
+        """Make one of a backward's scale. ``value``: the scale's, which the host may have learned later."""
         if scale.unknown or not scale.power_of_two:
             return cls(value, 0)
         if value is None or not is_power_of_two(value):
@@ -100,7 +99,7 @@ class Roster:
         return arrays
 
     def joined(self, other: Roster) -> Joined:
-        """This roster and what is new in the other behind it."""
+        """Return this roster with what is new in the other behind it."""
         places = {key: place for place, key in enumerate(self.order)}
         tensors = [places.setdefault(key, len(places)) for key in other.order]
         contexts = list(self.contexts)
@@ -162,7 +161,7 @@ class SampleSet:
         return tuple(rounds(self.slot))
 
     def moved(self, joined: Joined) -> SampleSet:
-        """The same samples in the roster that theirs was joined to."""
+        """Return the same samples in the roster that theirs was joined to."""
         return replace(self, tensor=joined.tensors[self.tensor], slot=joined.slots[self.length][self.slot])
 
 
@@ -189,7 +188,7 @@ class Arrangement:
         self.not_counted = tuple(builder.not_counted)
 
     def fits(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[RowSet]) -> bool:
-        """Whether it would be the same if it were made of these."""
+        """Return whether it would be the same if it were made of these."""
         return self._made_from == (samples, scales, row_sets)
 
 
@@ -247,7 +246,7 @@ class _Builder:
 
 
 def rounds(targets: IntArray) -> Iterator[tuple[Positions, Positions]]:
-    """Each target with its position, in as few rounds as it takes for none to come twice in a round: (targets, positions)."""
+    """Yield each target with its position, in as few rounds as it takes for none to occur twice: (targets, positions)."""
     left = np.arange(len(targets))
     while len(left):
         first = np.sort(np.unique(targets[left], return_index=True)[1])
@@ -256,7 +255,7 @@ def rounds(targets: IntArray) -> Iterator[tuple[Positions, Positions]]:
 
 
 def _as_slice(indices: IntArray) -> Positions:
-    """The same positions, as a slice where each is one more than the last."""
+    """Return the same positions, as a slice where each is one more than the last."""
     if not len(indices) or (np.diff(indices) != 1).any():
         return indices
     return slice(int(indices[0]), int(indices[-1]) + 1)

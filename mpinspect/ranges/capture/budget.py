@@ -1,4 +1,4 @@
-"""Which steps are looked at where the cost of looking must stay below a share of the training's own time.
+"""The budget: which steps are sampled and watched where their cost must stay below a share of the training's own time.
 
 A step earns a little less than that share of its bare time; what the inspector spends is paid from what was earned, afterwards.
 So nothing has to be foreseen: whoever is in debt waits until the steps have earned it back, and over a run the cost comes to what
@@ -31,7 +31,7 @@ _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
 
 def check_max_overhead(max_overhead: object) -> float:
-    """The share as a float.
+    """Return the share as a float.
 
     Raises:
         TypeError: it is no number.
@@ -46,7 +46,7 @@ def check_max_overhead(max_overhead: object) -> float:
 
 
 class Budget:
-    """Chooses for each step whether it is sampled and whether the watch looks.
+    """Chooses for each step whether it is sampled and whether it is watched.
 
     Args:
         max_overhead: most that the inspector may spend, over the bare time of the steps: 0..1.
@@ -76,11 +76,11 @@ class Budget:
 
     @property
     def watches(self) -> bool:
-        """Whether the watch looks at the current step; it does at every sampled one."""
+        """Whether the current step is watched, as every sampled one is."""
         return self._watches
 
     def end_step(self, step_s: float | None, own_s: float) -> float:
-        """The current step is over, and the next one chosen.
+        """End the current step and choose the next.
 
         Args:
             step_s: how long it took, the inspector's own time included; None where its beginning was not seen.
@@ -103,7 +103,7 @@ class Budget:
         return bare
 
     def charge_later(self, own_s: float) -> None:
-        """Seconds spent by a step before this one, which a device has only told of now."""
+        """Charge seconds that a device spent in a step before this one, known only now."""
         self._spend(own_s, self._watch_share)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Budget:
         return min(bare, _MOST_EARNED * self._usual_bare)
 
     def _earn(self, seconds: float) -> None:
-        """No more is saved up than a step earns: many samples in a row would be felt."""
+        """Add what a step earns. No more is saved up than that: many samples in a row would be felt."""
         watch = self._for_watch + self._watch_share * seconds
         most = self._watch_share * seconds
         samples = self._for_samples + (1 - self._watch_share) * seconds + max(watch - most, 0.0)
@@ -149,5 +149,5 @@ class Budget:
         self._for_samples = max(self._for_samples - (1 - on_watch) * seconds, deepest)
 
     def _earned_in(self, steps: int) -> float:
-        """What so many usual steps earn."""
+        """Return what so many usual steps earn."""
         return steps * self._earning * self._usual_bare

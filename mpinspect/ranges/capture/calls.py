@@ -17,7 +17,7 @@ Fresh = tuple[torch.Tensor, int, bool]
 
 
 class StepCalls:
-    """What was called in one step. Holds no tensor."""
+    """Keeps what was called in one step, as numbers. Holds no tensor."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -27,10 +27,8 @@ class StepCalls:
         #: Somebody else's hook was on these before ours.
         self._altered: set[int] = set()
 
-    def called(
-        self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> tuple[list[Fresh], list[int]]:
-        """A module's forward ran: the tensors not seen before, and the numbers of all inputs but those changed in place."""
+    def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
+        """Note that a module's forward ran. Returns the tensors not seen before, inputs first."""
         fresh, given, returned = [], [], []
         changed: list[int] = []
         overwritten = False
@@ -63,29 +61,29 @@ class StepCalls:
                 fresh.append((tensor, number, False))
             returned.append(number)
         self._log.append(Call(module, given + changed, returned, overwritten))
-        return fresh, given
+        return fresh
 
     def _before_change(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor as it was seen last, if it was changed in place once since at most; None otherwise."""
+        """Return the number of a tensor as it was seen last, if it was changed in place once since at most; None otherwise."""
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor or _version(tensor) - known[1] > 1:
             return None
         return known[2]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor seen before in this step, unchanged since; None otherwise."""
+        """Return the number of a tensor seen before in this step, unchanged since; None otherwise."""
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
             return None
         return known[2]
 
     def unseen(self) -> int:
-        """A number for a tensor that is not at hand: the one inside a wrapper."""
+        """Return a number for a tensor that is not at hand: the one inside a wrapper."""
         number, self._count = self._count, self._count + 1
         return number
 
     def wrapped(self, number: int, module: str) -> None:
-        """Tensor ``number`` is what a full backward hook's wrapper was put around before ``module`` got it.
+        """Note that a full backward hook's wrapper was put around tensor ``number`` before ``module`` got it.
 
         The parts of the module that were handed the wrapped tensor on are not its consumers: the wrapper is the module's.
         """
@@ -93,11 +91,11 @@ class StepCalls:
             self._log.append((module, number))
 
     def forget_tensors(self) -> None:
-        """The step is over: the next one's tensors are others."""
+        """Forget which tensors have which numbers: the step is over."""
         self._known.clear()
 
     def stories(self) -> tuple[list[TensorStory], list[Call]]:
-        """Of every tensor, by its number, where it came from and went; and the calls, in the order in which they returned."""
+        """Return by number where each tensor came from and went; and the calls, in the order in which they returned."""
         stories = [TensorStory(altered=number in self._altered) for number in range(self._count)]
         calls = []
         for entry in self._log:
@@ -124,5 +122,5 @@ class StepCalls:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often the tensor was changed in place; inference tensors do not count it."""
+    """Return how often the tensor was changed in place; inference tensors do not count it."""
     return -1 if tensor.is_inference() else tensor._version

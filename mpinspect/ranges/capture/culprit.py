@@ -10,7 +10,8 @@ gradient is not, unless it can't have made an infinity of what it was given: the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,13 +19,51 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LOSSES
 
 FORWARD, BACKWARD = "forward", "backward"
+#: Maxima remembered of each tensor.
+RING_LENGTH = 8
 #: What is seen of the loss itself where a scaler multiplies it: before and after.
 LOSS, SCALED_LOSS = LOSSES
 
 
+class History:
+    """What earlier steps tell of tensors: their last maxima, and which are infinite (or NaN) on purpose, as masks are.
+
+    Tensors by any key.
+    """
+
+    def __init__(self) -> None:
+        self._maxima: dict[Hashable, deque[float]] = {}
+        self._harmless: set[tuple[Hashable, bool]] = set()
+
+    def remember(self, key: Hashable, largest: float) -> None:
+        """Take a largest magnitude, if it is finite."""
+        if math.isfinite(largest):
+            ring = self._maxima.get(key)
+            if ring is None:
+                ring = self._maxima[key] = deque(maxlen=RING_LENGTH)
+            ring.append(largest)
+
+    def last_maxima(self, key: Hashable) -> tuple[float, ...]:
+        """Return the finite maxima of the last steps, the oldest first."""
+        return tuple(self._maxima.get(key, ()))
+
+    def excuse(self, key: Hashable, largest: float) -> None:
+        """Suspect a tensor of this infinity, or of a NaN, no more: every gradient of the step was finite all the same."""
+        self._harmless.add((key, math.isnan(largest)))
+
+    def excuses(self, key: Hashable, largest: float) -> bool:
+        """Return whether a tensor is no suspect of this infinity or NaN."""
+        return (key, math.isnan(largest)) in self._harmless
+
+
+def word(largest: float) -> str:
+    """Return what an event calls a magnitude that is not finite."""
+    return "nan" if math.isnan(largest) else "inf"
+
+
 @dataclass(frozen=True)
 class Seen:
-    """One look at one tensor.
+    """One tensor that was read.
 
     Args:
         phase: FORWARD or BACKWARD.
@@ -49,10 +88,6 @@ class Seen:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.largest)
-
-    @property
-    def is_nan(self) -> bool:
-        return math.isnan(self.largest)
 
 
 @dataclass
@@ -98,7 +133,7 @@ class Culprit:
 
 
 def first_broken(seen: Sequence[Seen]) -> Seen | None:
-    """The first look at something that is not finite, but for what modules were given in the forward; None if there is none."""
+    """Return the first tensor that is not finite, but for what modules were given in the forward; None if there is none."""
     return next((look for look in seen if not look.finite and not (look.is_input and look.phase == FORWARD)), None)
 
 
@@ -109,7 +144,7 @@ def find_culprit(
     read: Collection[int],
     innocent: Collection[str],
 ) -> Culprit | None:
-    """The module in which the first infinity or NaN of a step arose, or None if everything seen was finite.
+    """Return the module in which the first infinity or NaN of a step arose, or None if everything seen was finite.
 
     Args:
         seen: in execution order.
@@ -172,7 +207,7 @@ def _in_forward(
 
 
 def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -> Culprit:
-    """Between the container's inputs, of which none is known not to be finite, and those of a module inside."""
+    """Name a container: none of its inputs is known to be infinite or NaN, and an input of a module inside it is."""
     where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
     if not around.module and not around.given:
         where += " or in the data,"
@@ -184,7 +219,7 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -
 
 
 def read_all(call: Call, read: Collection[int]) -> bool:
-    """Whether of all that a call was given it is known if it was finite."""
+    """Return whether everything that a call was given was read."""
     return not call.overwritten and all(number in read for number in call.given)
 
 
@@ -220,7 +255,7 @@ def _in_backward(
 
 
 def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], until: Seen) -> dict[str, float]:
-    """By module the largest magnitude in the gradients at its outputs, of those that were finite and came before a look."""
+    """Return by module the largest magnitude in the finite gradients at its outputs that were read before ``until``."""
     largest: dict[str, float] = {}
     for look in seen:
         if look is until:
@@ -232,7 +267,7 @@ def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], unti
 
 
 def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[str], unread: Sequence[str]) -> Culprit:
-    """No module that took the tensor made it: the code of a container around its producer did, or the loss."""
+    """Name the code of a container around the producer, or the loss: no module that was given the tensor made it."""
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
@@ -250,13 +285,13 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
 
 
 def _containers(module: str) -> list[str]:
-    """The modules around this one, innermost first; the model itself, "", is the last."""
+    """Return the modules around this one, innermost first; the model itself, "", is the last."""
     parts = module.split(".")[:-1] if module else []
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
 
 
 def _innermost(modules: Sequence[str]) -> list[str]:
-    """The modules that do not contain another of them."""
+    """Return the modules that do not contain another of them."""
     unique = list(dict.fromkeys(modules))
     return [
         one
@@ -266,11 +301,11 @@ def _innermost(modules: Sequence[str]) -> list[str]:
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool:
-    """Whether every output seen was finite, and the loss."""
+    """Return whether every output seen was finite, and the loss."""
     return all(look.finite for look in seen if look.phase == FORWARD and not look.is_input)
 
 
 def finite_gradients(seen: Sequence[Seen]) -> bool | None:
-    """Whether every gradient seen was finite; None if none was seen."""
+    """Return whether every gradient seen was finite; None if none was seen."""
     gradients = [look.finite for look in seen if look.phase == BACKWARD and look.what != SCALED_LOSS]
     return all(gradients) if gradients else None

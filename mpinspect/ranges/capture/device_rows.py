@@ -22,8 +22,8 @@ from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
 from mpinspect.counting.pieces import plain_values
-from mpinspect.ranges.capture.host_copy import HostCopy
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.host_rows import HostCopy
+from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: Rows of a buffer at first: 3.4 MB. One that was too small is made anew, twice what the step would have needed.
 _FIRST_CAPACITY = 512
@@ -40,7 +40,7 @@ class _Buffer:
 
 
 class DeviceRows:
-    """The rows that one capture fills on one CUDA device.
+    """Keeps the rows that one capture fills on one CUDA device.
 
     Args:
         device: with an index.
@@ -64,7 +64,7 @@ class DeviceRows:
 
     @torch.no_grad()
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The row of a tensor on this device, as from ``counting.count``; overwritten two steps later. Does not wait."""
+        """Return the row of a tensor on this device, as from ``counting.count``; overwritten two steps later. Does not wait."""
         counter: Any = available.counter()
         values, implicit_zeros = plain_values(tensor)
         if counter is None or implicit_zeros or values.dtype == torch.float64 or values.dtype not in counter.DTYPES:
@@ -80,16 +80,16 @@ class DeviceRows:
         return self._given(slot)
 
     @torch.no_grad()
-    def count_together(self, waiting: list[Waiting]) -> None:
+    def count_together(self, waiting: list[ParameterGradient]) -> None:
         """Count gradients that waited, on the streams that they came on."""
-        by_stream: dict[Any, list[Waiting]] = {}
+        by_stream: dict[Any, list[ParameterGradient]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
             with torch.cuda.stream(stream):
                 self._count_on_stream(group)
 
-    def _count_on_stream(self, group: list[Waiting]) -> None:
+    def _count_on_stream(self, group: list[ParameterGradient]) -> None:
         counter: Any = available.counter()
         slots = []
         for each in group:
@@ -128,7 +128,7 @@ class DeviceRows:
         return copies
 
     def drop(self) -> None:
-        """None of the step's rows becomes a sample; until the step after the next one they hold what was counted."""
+        """Drop the step's rows; until the step after the next one they hold what was counted."""
         self._close()
 
     def _close(self) -> None:
@@ -140,7 +140,7 @@ class DeviceRows:
         self._slot_of = {}
 
     def _take(self) -> int | None:
-        """The next slot, its row that of no values; None where the buffer is full."""
+        """Return the next free slot, its row cleared; None where the buffer is full."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         if self._open is None:
             self._open = self._begin(stream)
@@ -152,7 +152,7 @@ class DeviceRows:
         return slot if slot < len(self._open.slots) else None
 
     def _begin(self, stream: Any) -> _Buffer:
-        """The buffer whose turn it is, emptied on this stream, behind all that still works on it."""
+        """Return the buffer whose turn it is, emptied on this stream, behind all that still works on it."""
         buffer = self._buffers[self._turn]
         if buffer is not None and stream is not None:
             if buffer.copied is not None:
@@ -189,7 +189,7 @@ class DeviceRows:
 
 
 def _is_dense(values: torch.Tensor, counter: Any) -> bool:
-    """Whether the kernels for many tensors take it, into a row of the layout NARROW."""
+    """Return whether the kernels for many tensors take it, into a row of the layout NARROW."""
     return values.is_contiguous() and values.dtype in counter.DTYPES and values.dtype is not torch.float64
 
 
@@ -205,6 +205,6 @@ class _SlotsCopy(HostCopy):
             super().__init__(used)
 
     def values(self) -> npt.NDArray[Any]:
-        """int64, (slots, NARROW.length); waits for the GPU where they are not there yet."""
+        """Return them, int64, (slots, NARROW.length); waits for the GPU where they are not there yet."""
         rows: npt.NDArray[Any] = super().values()[self._slots]
         return rows

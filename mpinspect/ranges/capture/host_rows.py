@@ -1,23 +1,77 @@
-"""Rows of counts on the CPU: memory made once, which numba's loops fill, and from which a step's rows go on in one copy."""
+"""Values on the host: rows of counts that numba's loops fill, in memory made once, and copies that arrive from a device."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import NARROW
-from mpinspect.ranges.capture.host_copy import HostCopy
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.observations import ParameterGradient
+
+
+class HostCopy:
+    """A tensor on its way to the host: at once from a CPU, on the current stream and asynchronously from a GPU.
+
+    The page-locked memory is torch's, which hands the same blocks out again: after the first steps none is allocated.
+    """
+
+    def __init__(self, stacked: torch.Tensor) -> None:
+        #: Passed by the device once the values are there; None where they are already.
+        self.event: Any = None
+        if stacked.device.type == "cuda":
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host.copy_(stacked, non_blocking=True)
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(stacked.device))
+        else:
+            self._host = stacked.to("cpu")
+
+    def ready(self) -> bool:
+        """Return whether the values are there; does not wait."""
+        return self.event is None or bool(self.event.query())
+
+    def values(self) -> npt.NDArray[Any]:
+        """Return the values; waits for the GPU where they are not there yet."""
+        if self.event is not None:
+            self.event.synchronize()
+        array: npt.NDArray[Any] = self._host.numpy()
+        return array
+
+
+def copy_groups(
+    groups: Iterable[list[int]], copy: Callable[[list[int]], HostCopy], failed: Callable[[int, Exception], None]
+) -> list[tuple[list[int], HostCopy]]:
+    """Copy each group of tensors at once, with their places; where that fails, each alone, so that no other is lost with one.
+
+    Args:
+        groups: places of tensors that can be stacked.
+        copy: copies the tensors at some places, as one whose first dimension is theirs.
+        failed: called with the place of a tensor that can't be copied, and the error.
+    """
+    copies = []
+    for places in groups:
+        try:
+            copies.append((places, copy(places)))
+        except Exception:
+            for place in places:
+                try:
+                    copies.append(([place], copy([place])))
+                except Exception as error:
+                    failed(place, error)
+    return copies
+
 
 #: Rows at first: 0.9 MB. Memory that was too small is made anew, with twice what the step would have needed.
 _FIRST_CAPACITY = 128
 
 
 class HostRows:
-    """The rows that one capture fills on the CPU."""
+    """Keeps the rows that one capture fills on the CPU."""
 
     def __init__(self) -> None:
         #: Backwards may run in several threads.
@@ -32,7 +86,7 @@ class HostRows:
         self._asked = 0
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
+        """Return the row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
         counter = fastest.cpu_counter()
         if counter is None or not counter.takes(tensor):
             return fastest.count(tensor)
@@ -42,8 +96,8 @@ class HostRows:
         counter.fill(tensor, self._addresses[slot])
         return self._slots[slot]
 
-    def count_together(self, waiting: list[Waiting]) -> None:
-        """Count those gradients that can be counted in one call; of the others, and if the call fails, nothing is found."""
+    def count_together(self, waiting: list[ParameterGradient]) -> None:
+        """Count in one call the gradients that can be; the others get no row, and none does if the call fails."""
         counter: Any = fastest.cpu_counter()
         slots = []
         for each in waiting:
@@ -68,7 +122,7 @@ class HostRows:
         return copies
 
     def drop(self) -> None:
-        """None of the step's rows becomes a sample; until the next step begins they hold what was counted."""
+        """Drop the step's rows; until the next step begins they hold what was counted."""
         self._close()
 
     def _close(self) -> None:
@@ -78,7 +132,7 @@ class HostRows:
             self._asked = 0
 
     def _take(self) -> int | None:
-        """The next slot, its row holding anything; None where the memory is full."""
+        """Return the next free slot, its row not cleared; None where the memory is full."""
         with self._lock:
             if not self._asked and len(self._slots) < self._capacity:
                 with torch.inference_mode(False):

@@ -15,8 +15,6 @@ from mpinspect.ranges.session import TensorInfo, TensorKey
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, unwrapped
 
-#: The kinds that a parameter has, and those that a module's output has.
-
 #: Layers of torch whose submodules are never called: they count as leaves themselves.
 _SEALED = (torch.nn.MultiheadAttention,)
 
@@ -38,7 +36,7 @@ class Layer(Nameable):
 
     @cached_property
     def gradient_key(self) -> TensorKey:
-        """Of the gradients at its outputs; made once, since every gradient that arrives asks for it."""
+        """The key of the gradients at its outputs; made once, since every gradient that arrives asks for it."""
         return TensorKey(self.path, ACTIVATION_GRADIENT)
 
 
@@ -56,7 +54,7 @@ class WatchedParameter(Nameable):
 
     @cached_property
     def gradient_key(self) -> TensorKey:
-        """Of its gradients; made once."""
+        """The key of its gradients; made once."""
         return TensorKey(self.name, WEIGHT_GRADIENT)
 
 
@@ -74,12 +72,12 @@ class Selection:
         self._matched: set[str] = set()
 
     def wants(self, *names: str) -> bool:
-        """Whether any of a tensor's names (its own, its module's) is included and none excluded."""
+        """Return whether any of a tensor's names (its own, its module's) is included and none excluded."""
         included = self.include is None or self._matches(self.include, names)
         return included and not self._matches(self.exclude, names)
 
     def names_exactly(self, path: str) -> bool:
-        """Whether a pattern without wildcards names this path: so a container's outputs are asked for."""
+        """Return whether a pattern without wildcards names this path: so a container's outputs are asked for."""
         if self.include is None or path not in self.include:
             return False
         self._matched.add(path)
@@ -96,7 +94,7 @@ class Selection:
 
 
 def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
-    """Every module once, under its first name without wrappers, the model itself being "".
+    """Return every module once, under its first name without wrappers, the model itself being "".
 
     Of a wrapper and what it wraps one is hooked: what is wrapped, but for torch.compile's wrappers, inside of which no hook runs.
     """
@@ -116,12 +114,12 @@ def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
 
 
 def _passes_on(module: torch.nn.Module) -> bool:
-    """Whether it returns what it is given: a dropout with p = 0. Many models do not call theirs then, and none need see it."""
+    """Return whether a module returns its input: a dropout with p = 0, which many models do not call then."""
     return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p == 0
 
 
 def find_parameters(model: torch.nn.Module, selection: Selection) -> list[WatchedParameter]:
-    """Every parameter once, under its first name without wrappers (shared ones have several)."""
+    """Return every parameter once, under its first name without wrappers (shared ones have several)."""
     return [
         WatchedParameter(
             name,
@@ -134,7 +132,7 @@ def find_parameters(model: torch.nn.Module, selection: Selection) -> list[Watche
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """As ``model.named_parameters()``, without what wrappers add to the names."""
+    """Return what ``model.named_parameters()``, without what wrappers add to the names."""
     names = plain_names(model)
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")
@@ -144,7 +142,7 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 def describe(
     layers: Iterable[Layer], parameters: Iterable[WatchedParameter], kinds: Collection[str]
 ) -> list[TensorInfo]:
-    """The tensors that will be counted, in the model's order."""
+    """Return the tensors that will be counted, in the model's order."""
     layers = list(layers)
     owned: dict[str, list[WatchedParameter]] = {}
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Seeing every optimizer step: one pair of torch's global hooks, however many listeners there are.
+"""Listening to every optimizer's steps: one pair of torch's global hooks, however many listeners there are.
 
 torch walks its table of hooks while they run, so adding or removing one in the middle of another thread's step would
 end that step with an error. Ours are added once, when the first listener comes, and removed with the last, unless
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class StepListener(Protocol):
-    """What is told. The methods must not raise."""
+    """What listeners implement. The methods must not raise."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()`` is about to run."""
@@ -71,7 +71,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is ``super().step()`` within a step of the same optimizer: torch's hooks tell of both.
+    """Return whether this is ``super().step()`` within a step of the same optimizer: torch's hooks tell of both.
 
     By the stack, since a step that raised never tells of its end. Some microseconds.
     """
@@ -84,7 +84,7 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _wrapper_code() -> Any:
-    """The code of the function that torch puts around every optimizer's step, the one that calls these hooks."""
+    """Return the code of the function that torch puts around every optimizer's step, the one that calls these hooks."""
     made: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
     return made.__code__
 

@@ -1,4 +1,4 @@
-"""What has been captured so far: bounded in memory, and passed on to whoever keeps it (the session file, TensorBoard)."""
+"""The record of a run so far: bounded in memory, and passed on to the sinks that keep it (session file, TensorBoard)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.ranges.capture.sinks import Sink, Sinks
-from mpinspect.ranges.capture.window_list import WindowList
 from mpinspect.ranges.session import (
     Event,
     Progress,
@@ -25,6 +24,55 @@ from mpinspect.ranges.session import (
 from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
+
+
+class WindowList:
+    """Keeps fewer than twice ``limit`` windows of about one length, every total exactly.
+
+    ``session.coarsen`` would merge all of them at a time, which takes a second where there are a thousand tensors. Here the
+    wanted length doubles when there are too many windows, and from then on each that comes has one pair of neighbours merged.
+    """
+
+    def __init__(self) -> None:
+        self._windows: list[Window] = []
+        #: Sampled steps that a window should have.
+        self.length = 1
+        #: Windows before this one have been looked at since the length doubled; None: all have.
+        self._looked_at: int | None = None
+
+    def add(self, window: Window, limit: int) -> None:
+        """Take a window that follows on the last; merges at most two pairs."""
+        self.length = max(self.length, window.sampled_steps)
+        if self._windows and self._fit(self._windows[-1], window):
+            self._windows[-1] = merge_windows(self._windows[-1], window)
+        else:
+            self._windows.append(window)
+        if self._looked_at is not None:
+            self._merge_a_pair()
+        while len(self._windows) >= 2 * limit:
+            self.length *= 2
+            self._looked_at = 0
+            self._merge_a_pair()
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def as_tuple(self) -> tuple[Window, ...]:
+        """Return the windows in the order of their steps."""
+        return tuple(self._windows)
+
+    def _merge_a_pair(self) -> None:
+        for index in range(self._looked_at or 0, len(self._windows) - 1):
+            if self._fit(*self._windows[index : index + 2]):
+                self._windows[index : index + 2] = [merge_windows(*self._windows[index : index + 2])]
+                self._looked_at = index
+                return
+        self._looked_at = None
+
+    def _fit(self, first: Window, second: Window) -> bool:
+        # A window without a sample still counts as one, else any number of them would pass for few.
+        return max(first.sampled_steps, 1) + max(second.sampled_steps, 1) <= self.length
+
 
 #: Events held; what follows is the same trouble again.
 EVENT_LIMIT = 1000
@@ -48,13 +96,13 @@ class MpinspectWarning(UserWarning):
 
 
 def warn(sentence: str) -> None:
-    """Say it as a MpinspectWarning, of the user's line. Where warnings are errors the training still goes on."""
+    """Give a MpinspectWarning that names the user's line. Where warnings are errors the training still goes on."""
     with contextlib.suppress(MpinspectWarning):
         warn_user(printable(sentence), MpinspectWarning)
 
 
 class Recording:
-    """Windows, events and notes of one run.
+    """Keeps the windows, events and notes of one run.
 
     Args:
         info: what run it is.
@@ -88,12 +136,12 @@ class Recording:
         self._written_at = -math.inf
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:
-        """These tensors are watched."""
+        """Take the tensors that are watched."""
         self._watched = list(infos)
         self._sinks.each(lambda sink: sink.watched(infos))
 
     def note(self, sentence: str) -> None:
-        """Something that could not be measured, and why. Told once, and kept for the report."""
+        """Keep for the report what could not be measured, and why; warn of it once."""
         if sentence in self.notes:
             return
         self.notes.append(sentence)
@@ -101,7 +149,7 @@ class Recording:
         self._tell(sentence)
 
     def event(self, event: Event) -> None:
-        """Something turned infinite or NaN. Passed on at once: the run may not live much longer."""
+        """Keep an event and pass it on at once: the run may not live much longer."""
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)
             self._sinks.each(lambda sink: sink.event(event), urgent=True)
@@ -134,7 +182,7 @@ class Recording:
             self.watch([replace(info, note=info.note or notes.get(info.key, "")) for info in self._watched])
 
     def scale(self, step: int, scale: float | None) -> None:
-        """The loss scale of a step; kept where it changes."""
+        """Take the loss scale of a step; it is kept where it changes."""
         scales = self.progress.scales
         if not scales or scales[-1].scale != scale:
             if len(scales) >= SCALE_LIMIT:
@@ -146,7 +194,7 @@ class Recording:
             self._progress(scales=(*scales, ScaleChange(step, scale)))
 
     def scale_unknown(self, reason: str) -> None:
-        """A backward ran whose loss scale can't be known."""
+        """Note once that a backward's loss scale can't be known."""
         if self.progress.scale_known:
             self._progress(scale_known=False, scale_unknown_reason=reason)
             self.note(
@@ -154,15 +202,15 @@ class Recording:
             )
 
     def weights_moved(self, moved: bool | None) -> None:
-        """Whether any update was applied in the run; None where that is not known."""
+        """Take whether any update was applied in the run; None where that is not known."""
         self._progress(weights_moved=moved)
 
     def skips(self, skipped_steps: int) -> None:
-        """So many steps were skipped, by what is known now."""
+        """Take the number of skipped steps, as far as it is known now."""
         self._progress(skipped_steps=skipped_steps)
 
     def spent(self, watched: bool, bare_s: float | None, own_s: float, earlier_s: float) -> None:
-        """What a step cost, where that is measured; told before ``step_done``.
+        """Take what a step cost, where that is measured; before its ``step_done``.
 
         Args:
             watched: whether the watch looked at it.
@@ -180,7 +228,7 @@ class Recording:
             }
 
     def wants_window(self, sampled_steps: int) -> bool:
-        """Whether the open window is long enough to be closed."""
+        """Return whether the open window is long enough to be closed."""
         return sampled_steps >= self._windows.length or self._write_due()
 
     def add_window(self, window: Window) -> None:
@@ -194,7 +242,7 @@ class Recording:
             self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
-        """A step ended."""
+        """Take the end of a step, and write what waits if a write is due."""
         self._progress(
             steps=steps,
             skipped_steps=skipped_steps,
@@ -207,7 +255,7 @@ class Recording:
         self._note_failures()
 
     def write(self) -> None:
-        """Pass on what the sinks have not had yet. Returns at once; ``flush`` waits until they have it."""
+        """Pass on what the sinks have not got yet. Returns at once; ``flush`` waits until they have it."""
         windows = tuple(self._unwritten) if self._sinks else ()
         self._unwritten.clear()
         self._sinks.pass_on((lambda: merge_windows(*windows)) if windows else None, self.progress)
@@ -225,7 +273,7 @@ class Recording:
         return self._sinks.busy
 
     def close(self) -> None:
-        """Write the rest and let the sinks go; they have all of it when this returns."""
+        """Write the rest and close the sinks; they have all of it when this returns."""
         self._progress(ended=True)
         self.write()
         self._sinks.close()
@@ -236,7 +284,7 @@ class Recording:
         return self._sinks.abandon()
 
     def session(self) -> Session:
-        """All of it so far, as an immutable record."""
+        """Return all of it so far, as an immutable record."""
         self._note_failures()
         return Session(
             self.info,
@@ -261,7 +309,7 @@ class Recording:
 
 
 def _compact(window: Window) -> Window:
-    """The window as columns where it has many tensors: they take a fifth of the memory and merge ten times as fast."""
+    """Return the window as columns where it has many tensors: they take a fifth of the memory and merge ten times as fast."""
     if len(window.tensors) < LEAST_COLUMNS:
         return window
     return replace(window, tensors=TensorColumns.of(window.tensors))

@@ -1,4 +1,4 @@
-"""Seeing gradient scalers at work: torch's class is wrapped while anyone listens, and put back after.
+"""Listening to gradient scalers: torch's class is wrapped while anyone listens, and put back after.
 
 GradScaler has no hooks, and a script that makes its scaler inside a function hands it to nobody. The methods
 are wrapped on the class (and on subclasses that override them), once however many listeners there are.
@@ -14,7 +14,7 @@ import torch
 
 
 class ScalerListener(Protocol):
-    """What is told. The methods must not raise."""
+    """What listeners implement. The methods must not raise."""
 
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """``scaler.scale(given)`` returned ``scaled``."""

@@ -1,4 +1,4 @@
-"""Who keeps what is captured (the session file, TensorBoard), told of it on a thread beside the training."""
+"""The sinks that keep what is captured (the session file, TensorBoard), called on a thread beside the training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 
 class _Keeper:
-    """A sink, and what it has still to be told: nothing, unless its disk is full."""
+    """A sink, and what waits for it: nothing, unless its disk is full."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -56,7 +56,7 @@ class _Keeper:
             self._windows[:2] = [merge_windows(*self._windows[:2])]
 
     def catch_up(self) -> None:
-        """Tell the sink all that waits; raises what it raises, and what it has been told waits no more."""
+        """Pass on all that waits; raises what the sink raises, and what it has got waits no more."""
         while self._others:
             self._others[0](self.sink)
             del self._others[0]
@@ -69,7 +69,7 @@ class _Keeper:
 
 
 class Sinks:
-    """Passes on what was captured, in order, and never keeps the training waiting.
+    """Passes on what was captured, in order, without ever making the training wait.
 
     A sink that fails is told nothing more, but for want of room on its disk: then it is tried again each time that there is
     something to tell, and what it has not kept waits, its windows merged. In a forked child nothing is passed on: the files
@@ -88,12 +88,12 @@ class Sinks:
         self.cost_s = 0.0
 
     def __bool__(self) -> bool:
-        """Whether anybody is told anything."""
+        """Return whether there is any sink."""
         return bool(self._keepers)
 
     @property
     def busy(self) -> bool:
-        """Whether they have not yet all that was passed on."""
+        """Whether something that was passed on is still on its way."""
         return self._background.busy
 
     def each(self, tell: Callable[[Sink], None], *, urgent: bool = False) -> None:
@@ -102,7 +102,7 @@ class Sinks:
             self._background.call(lambda: self._tell(lambda keeper: keeper.take(tell)), urgent=urgent)
 
     def pass_on(self, window: Callable[[], Window] | None, progress: Progress) -> None:
-        """A window, which is made on the other thread, and how far the run has come."""
+        """Pass on a window, which is made on the other thread, and how far the run has come."""
         if self._keepers:
             self._background.call(lambda: self._pass_on(window, progress))
 
@@ -118,7 +118,7 @@ class Sinks:
         self._background.wait(most_s)
 
     def failures(self) -> list[str]:
-        """A sentence for each that failed since this was last asked."""
+        """Return a sentence for each sink that failed since the last call."""
         found, self._failures = self._failures, []
         return found
 

@@ -1,4 +1,4 @@
-"""Where one training step ends and the next begins, told from what happens to the model.
+"""Where one training step ends and the next begins, and which steps are sampled and watched.
 
 A step ends when every optimizer known to belong to the model has stepped or was skipped, or when one of them
 comes round again (a critic that steps five times to the generator's once). Without any optimizer each
@@ -11,6 +11,10 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from mpinspect.ranges.capture.budget import Budget
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.runtime.meter import Meter
 
 #: Without an optimizer in sight a step ends after so many backwards, whatever the weights tell: counts must not pile up.
 _MOST_MICRO_BATCHES = 256
@@ -34,7 +38,7 @@ class Schedule:
             raise ValueError(f"dense={self.dense!r}: give a whole number of steps, 0 or more")
 
     def samples(self, step: int) -> bool:
-        """Whether this step (from 0) is sampled."""
+        """Return whether this step (from 0) is sampled."""
         return step < self.dense or step % self.every == 0
 
 
@@ -83,11 +87,11 @@ class StepClock:
         return self._backward_since_forward
 
     def know(self, optimizer: object) -> None:
-        """This optimizer belongs to the model."""
+        """Take an optimizer that belongs to the model."""
         self._known.add(optimizer)
 
     def forward(self, updated: Callable[[], bool]) -> bool:
-        """A training forward runs. True if a step ended before it: the caller takes that step and calls again.
+        """Take a training forward. Returns True if a step ended before it: the caller ends that step and calls again.
 
         ``updated`` tells whether the weights were updated since the last step; it is asked only where that decides.
         """
@@ -99,13 +103,13 @@ class StepClock:
         return False
 
     def backward(self) -> None:
-        """A backward reaches the model."""
+        """Take a backward that reaches the model."""
         if not self._backward_since_forward:
             self.backwards += 1
         self.in_forward, self._backward_since_forward = False, True
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
-        """A backward begins that no forward was seen for. True if a step ended before it: the caller takes that step."""
+        """Take a backward without a forward. Returns True if a step ended before it: the caller ends that step."""
         if not self._backward_since_forward:
             return False
         if self.micro_batch >= _MOST_MICRO_BATCHES or updated():
@@ -115,7 +119,7 @@ class StepClock:
         return False
 
     def optimizer_again(self, optimizer: object) -> bool:
-        """Whether this optimizer has stepped in the current step already: then that step is over before this one counts.
+        """Return whether this optimizer has stepped in the current step already: then that step is over before this one counts.
 
         Optimizers that did not step meanwhile are no longer waited for.
         """
@@ -125,7 +129,7 @@ class StepClock:
         return True
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
-        """An optimizer stepped, or its step was skipped. True if that ends the step."""
+        """Take an optimizer's step, or that it was skipped. Returns whether that ends the training step."""
         self.know(optimizer)
         self._done.add(optimizer)
         self.skipped_steps += skipped
@@ -137,3 +141,43 @@ class StepClock:
         self.micro_batch = 0
         self._done.clear()
         self.in_forward = self._backward_since_forward = False
+
+
+class Pace:
+    """Chooses for each step whether it is sampled and watched: by the schedule, or as the budget allows.
+
+    Args:
+        clock: knows the schedule.
+        budget: None: the schedule decides, and every step is watched.
+        samples, watches: whether there is anything to sample, and whether there is a watch.
+    """
+
+    def __init__(self, clock: StepClock, budget: Budget | None, samples: bool, watches: bool) -> None:
+        self._clock = clock
+        self._budget = budget
+        self._samples, self._watches = samples, watches
+
+    @property
+    def has_budget(self) -> bool:
+        return self._budget is not None
+
+    def next_step(self) -> tuple[bool, bool]:
+        """Return whether the step that begins is sampled, and whether it is watched."""
+        budget = self._budget
+        if budget is None:
+            return self._samples and self._clock.sampled, self._watches
+        return self._samples and budget.samples, self._watches and budget.watches
+
+    def settle(self, meter: Meter, recording: Recording, watched: bool) -> None:
+        """Charge the step that ends to the budget, and record what it has cost.
+
+        Args:
+            watched: whether it was watched.
+        """
+        if self._budget is None:
+            return
+        step_s, own_s = meter.end_step()
+        bare_s = self._budget.end_step(step_s, own_s)
+        later_s = meter.next_step(self._budget.samples or self._budget.watches)
+        self._budget.charge_later(later_s)
+        recording.spent(watched, None if step_s is None else bare_s, own_s, later_s)

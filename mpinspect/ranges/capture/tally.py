@@ -1,4 +1,4 @@
-"""From raw rows of counts to windows: what was counted, gathered until somebody asks.
+"""From raw rows of counts to windows.
 
 Rows stay on the device that counted them until the end of their step (``host_rows``, ``device_rows``); then one copy takes
 them all to the host, from a GPU asynchronously and looked at a step later.
@@ -19,10 +19,9 @@ import torch
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
 from mpinspect.ranges.capture.device_rows import DeviceRows
-from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
-from mpinspect.ranges.capture.host_rows import HostRows
+from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.window_rows import WindowRows
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import LostUpdates, TensorKey, Window
@@ -38,13 +37,13 @@ _NARROW = {
 
 
 def passed_through(dtype: torch.dtype) -> str:
-    """Name of the narrow format that values of this dtype were rounded to; "float32" if none."""
+    """Return the name of the narrow format that values of this dtype were rounded to; "float32" if none."""
     return _NARROW.get(dtype, "float32")
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The bare name: "float16" for torch.float16."""
+    """Return the bare name: "float16" for torch.float16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -135,9 +134,9 @@ class Tally:
             return self._rows_on(tensor.device).count(tensor)
         return fastest.count(tensor, divisor)
 
-    def count_together(self, waiting: list[Waiting]) -> None:
-        """The same for gradients that have waited for it; what can't be counted gets no row."""
-        by_device: dict[torch.device, list[Waiting]] = {}
+    def count_together(self, waiting: list[ParameterGradient]) -> None:
+        """Count gradients that have waited for it, as ``count`` does; what can't be counted gets no row."""
+        by_device: dict[torch.device, list[ParameterGradient]] = {}
         for each in waiting:
             by_device.setdefault(each.values.device, []).append(each)
         for device, group in by_device.items():
@@ -185,14 +184,14 @@ class Tally:
         return len(self._steps)
 
     def end_step(self, step: int) -> None:
-        """All samples of this step are in: send them to the host, and take in those that have arrived."""
+        """Send the step's samples to the host, and take in those that have arrived."""
         if self._pending or self._pending_lost:
             self._send(step)
         while self._travelling and all(copy.ready() for copy in _copies(self._travelling[0])):
             self._take_next()
 
     def close_window(self, *, wait: bool = False) -> Window | None:
-        """The window since the last call, or None if nothing was sampled. ``wait`` for what is still on a GPU."""
+        """Return the window since the last call, or None if nothing was sampled. ``wait`` for what is still on a GPU."""
         while wait and self._travelling:
             self._take_next()
         if not self._steps:
@@ -228,7 +227,7 @@ class Tally:
         )
 
     def _send_rows(self, samples: list[Sample]) -> list[tuple[list[int], HostCopy]]:
-        """Those in a buffer in one copy, the others beside it, and those of a buffer that can't be sent too."""
+        """Send the rows of a buffer in one copy, and the others beside it; those of a buffer that can't be sent too."""
         rows: list[torch.Tensor | None] = [sample.row for sample in samples]
         copies = []
         for buffer in self._buffers():
@@ -276,7 +275,7 @@ class Tally:
             self._gradient_peaks[peak] = self._gradient_peaks.get(peak, 0) + 1
 
     def _arranged(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[IntArray]) -> Arrangement:
-        """That of the step before, where this one looks alike."""
+        """Return the arrangement of the step before, where this one looks alike; else a new one."""
         shapes = [RowSet(rows.shape[1], len(rows)) for rows in row_sets]
         if not self._arrangement.fits(samples, scales, shapes):
             self._arrangement = Arrangement(samples, scales, shapes)
@@ -304,7 +303,7 @@ def _copy_alike(
 
 
 def _arrived_scales(step: _Step) -> list[StepScale]:
-    """The step's scales with the values that came from a device."""
+    """Return the step's scales with the values that came from a device."""
     values = [scale.value for scale in step.scales]
     for indices, copy in step.scale_copies:
         for index, value in zip(indices, copy.values().tolist(), strict=True):
@@ -313,7 +312,7 @@ def _arrived_scales(step: _Step) -> list[StepScale]:
 
 
 def _arrived_lost(step: _Step) -> dict[tuple[TensorKey, str], LostUpdates]:
-    """The step's lost updates, added up by tensor and format."""
+    """Return the step's lost updates, added up by tensor and format."""
     found: dict[tuple[TensorKey, str], LostUpdates] = {}
     for indices, copy in step.lost_counts:
         for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""Weight gradients that wait for the end of their backward, to be counted together.
+"""Parameters' gradients that wait for the end of their backward, to be counted together.
 
 They are many and mostly small: one by one each costs a kernel's launch on a GPU, and on a CPU Python code that the products
 before it have driven out of the caches. So a gradient waits where nothing is known that could change it in the meantime.
-What changes its memory all the same is told by its version, unless it goes round that too (``.data``, NumPy) in the backward.
+In-place changes are detected by the version counter; writes through ``.data`` or NumPy in the backward are not.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from mpinspect.ranges.capture.backward_scale import NO_BACKWARD
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
+from mpinspect.ranges.capture.observations import ParameterGradient
 
-#: They reduce gradients over processes from hooks on autograd's nodes, which nobody can see, and without torch.distributed.
+#: They reduce gradients over processes from hooks on autograd's nodes, which can't be seen, and without torch.distributed.
 _REDUCERS = ("horovod.torch", "byteps.torch")
 #: A larger gradient is counted at once: its reading takes longer than what waiting saves.
 _LARGEST_TO_WAIT = 16 << 20
@@ -30,49 +30,28 @@ Enter = Callable[[Callable[[], None]], object]
 Context = TypeVar("Context")
 
 
-@dataclass(slots=True)
-class Waiting:
-    """A gradient to be counted when the backward ends, if it is then what it was.
-
-    Args:
-        watched: whose it is.
-        values: the same memory as the gradient's, as long as it waits.
-        version: how often that had been changed in place.
-        place: how many looks the watch had taken in this step before.
-        stream: on which the gradient came, on a GPU.
-        found: the row of its counts; None as long as it waits, and where it could not be counted.
-    """
-
-    watched: WatchedParameter
-    values: torch.Tensor
-    version: int
-    place: int
-    stream: Any
-    found: torch.Tensor | None = None
-
-
 class WaitingGradients(Generic[Context]):
-    """Those of one backward.
+    """Holds the gradients of one backward.
 
     Args:
-        look: called with those that are still what they were, and with what ``begin`` was told.
+        show: called with the context that ``begin`` was given, and the gradients that are still what they were.
         note: called with a sentence on what could not be counted.
-        enter: runs what is to be done when the backward ends, which is an entrance of the training into the capture.
+        enter: runs ``finish`` when the backward ends, as an entrance of the training into the capture.
     """
 
     def __init__(
-        self, look: Callable[[list[Waiting], Context], None], note: Callable[[str], None], enter: Enter
+        self, show: Callable[[Context, list[ParameterGradient]], None], note: Callable[[str], None], enter: Enter
     ) -> None:
         self._enter = enter
-        self._look = look
+        self._show = show
         self._note = note
         #: Backwards may run in several threads.
         self._lock = threading.Lock()
-        self._waiting: list[Waiting] = []
+        self._waiting: list[ParameterGradient] = []
         self._bytes = 0
         #: The backward (graph task) whose gradients wait here; NO_BACKWARD: no gradient may.
         self.task = NO_BACKWARD
-        #: The thread that began it, and what holds for all its gradients.
+        #: The thread that began it, and the context of its gradients.
         self._thread = 0
         self._context: Context | None = None
         self._looks: Sized = ()
@@ -81,17 +60,17 @@ class WaitingGradients(Generic[Context]):
         return len(self._waiting)
 
     def begin(self, context: Context, looks: Sized) -> None:
-        """The first gradient of a backward has come: the others may wait, unless another thread's backward is at work.
+        """Let the gradients of the backward that has just brought its first one wait, unless another thread's is at work.
 
         Args:
-            context: for ``look``.
-            looks: as many as the watch has taken in this step.
+            context: for ``show``.
+            looks: the tensors that the watch has read in this step.
         """
         if self._waiting:
             if self._thread != threading.get_ident():
                 # That backward goes on beside this one.
                 return
-            # Of a backward around this one, or of one that broke off: what comes now may change their gradients.
+            # Of a backward around this one, or of one that broke off: what follows may change their gradients.
             self.finish()
         with self._lock:
             if not self._waiting:
@@ -104,10 +83,9 @@ class WaitingGradients(Generic[Context]):
         self.task = NO_BACKWARD
 
     def hold(self, watched: WatchedParameter, gradient: torch.Tensor) -> bool:
-        """Have a gradient of this ``task`` that has just arrived wait.
+        """Hold a gradient of this ``task`` that has just arrived; returns whether it may wait.
 
-        Returns:
-            False where it is not counted, where more than its accumulation may touch it, where it is large, or there is no room.
+        Not where it isn't counted, where more than its accumulation may touch it, where it is large, or there is no room.
         """
         parameter = watched.parameter
         if (
@@ -127,7 +105,7 @@ class WaitingGradients(Generic[Context]):
         # Another tensor with the same memory: .grad still takes the gradient over, where it would copy one that others hold.
         values = gradient.detach()
         stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
-        waiting = Waiting(watched, values, values._version, len(self._looks), stream)
+        waiting = ParameterGradient(watched, values, values._version, len(self._looks), stream)
         with self._lock:
             if self.task != torch._C._current_graph_task_id():
                 # Another thread's backward has come in between.
@@ -140,18 +118,18 @@ class WaitingGradients(Generic[Context]):
         return True
 
     def make_room(self, gradient: torch.Tensor) -> None:
-        """Look at what waits, if it and this gradient together hold too much memory."""
+        """Show what waits, if it and this gradient together hold too much memory."""
         # A sparse gradient does not wait, and says nothing of its bytes.
         if gradient.layout is torch.strided and self._bytes + gradient.nbytes > _MOST_WAITING:
             self.finish()
 
     def finish_left_behind(self) -> None:
-        """Look at what a backward of this thread left here that did not come to its end: nothing is held any longer."""
+        """Show the gradients that an interrupted backward of this thread left behind."""
         if self._waiting and self._thread == threading.get_ident():
             self.finish()
 
     def finish(self) -> None:
-        """Look at what waits, and hold it no longer."""
+        """Show what waits, and hold it no longer."""
         with self._lock:
             waiting, self._waiting, self._bytes = self._waiting, [], 0
             context = self._context
@@ -164,14 +142,14 @@ class WaitingGradients(Generic[Context]):
                 "off"
             )
         assert context is not None
-        self._look(intact, context)
+        self._show(context, intact)
 
     def _backward_ends(self) -> None:
         self._enter(self.finish)
 
 
 def _may_be_reduced() -> bool:
-    """Whether gradients may be averaged over processes as they come: by way of .data, which no version tells."""
+    """Return whether gradients may be averaged over processes as they arrive: through .data, which no version tells."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return True
     return any(name in sys.modules for name in _REDUCERS)

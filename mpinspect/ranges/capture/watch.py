@@ -1,421 +1,294 @@
-"""The non-finite watch: at every step the largest magnitude of every output and gradient, in execution order.
+"""The non-finite watch, an observer: at every step the largest magnitude of every output and gradient, in execution order.
 
-One reduction a tensor. On a CPU its value is known at once; on a GPU it is left on the device, and the values travel to the
-host together when the step ends, asynchronously, and are looked at a step later. Of gradients that are counted anyway the row
-has it, which is read when the step ends. From them come the first culprit and a short
-ring of each tensor's last maxima.
+One reduction a tensor, or none where an observer counted it: then the row of counts has the magnitude. On a CPU the value is
+known at once; on a GPU it is left on the device until the step ends (``judge``). From these come the first culprit and the last
+maxima.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sized
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from mpinspect.counting import layout
-from mpinspect.counting.magnitude import largest_magnitude
-from mpinspect.counting.pieces import detached_values
-from mpinspect.ranges.capture import culprit
-from mpinspect.ranges.capture.calls import Fresh, StepCalls
-from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS, Seen
-from mpinspect.ranges.capture.host_copy import HostCopy, copy_groups
-from mpinspect.ranges.capture.last_values import LastValues
-from mpinspect.ranges.capture.loss_scale import BackwardScale
-from mpinspect.ranges.capture.waiting import Waiting
+from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
+from mpinspect.ranges.capture.judge import Judge, Look, StepLog
+from mpinspect.ranges.capture.largest import Found, Value, largest_of
+from mpinspect.ranges.capture.observations import (
+    Backward,
+    Call,
+    LastValues,
+    Observer,
+    OutputGradient,
+    ParameterGradient,
+)
+from mpinspect.ranges.capture.optimizers import ModelOptimizers, skips_on_device
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.distributed import local_part
 from mpinspect.runtime.guard import Unread
 
-#: Maxima remembered of each tensor.
-RING_LENGTH = 8
 #: In so many steps it is learned which outputs are handed on.
 _LEARNING_STEPS = 3
 
 
-#: The largest magnitude; while it is on a device the smallest and largest value of the tensor, or a row of counts.
-_Value = float | tuple[torch.Tensor, ...]
-#: That, or the row of the tensor's counts.
-Found = torch.Tensor | _Value
-
-
-class _Look(NamedTuple):
-    """A look at one tensor."""
-
-    phase: str
-    what: str
-    name: str
-    module: str
-    tensor: int
-    micro_batch: int
-    value: _Value
-    is_input: bool = False
-
-
-@dataclass
-class _StepLog:
-    """Everything seen in one step. Holds no tensor of the model, only reduced values."""
-
-    step: int = 0
-    looks: list[_Look] = field(default_factory=list)
-    calls: StepCalls = field(default_factory=StepCalls)
-    last_output: _Look | None = None
-    #: Numbers of inputs that no module was seen to make and that were not looked at so far.
-    unseen_inputs: set[int] = field(default_factory=set)
-    #: By number, where it is known: what no magnitude in an output exceeds, finite.
-    bounds: dict[int, float] = field(default_factory=dict)
-    #: The same by module, of outputs that were not looked at.
-    within: dict[str, float] = field(default_factory=dict)
-    #: Whether an output that is known already is not finite.
-    broken: bool = False
-    #: Modules that can't have made the first infinity or NaN, where that was found out before the weights moved.
-    innocent: frozenset[str] | None = None
-    scale: BackwardScale | None = None
-    skipped: bool | None = None
-    found_inf: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass
-class _Travelling:
-    log: _StepLog
-    copies: list[tuple[list[int], HostCopy]]
-    found_inf: HostCopy | None = None
-
-    def ready(self) -> bool:
-        copies = [copy for _, copy in self.copies] + ([self.found_inf] if self.found_inf is not None else [])
-        return all(copy.ready() for copy in copies)
-
-
-class Watch:
-    """Sees tensors go by; tells the first culprit of each step.
+class Watch(Observer):
+    """Reads every tensor that is observed; records the first culprit of each step as an event.
 
     Args:
-        stays_finite: whether a module, by its path, returns finite values whenever it is given finite ones.
-        gradient_stays_finite: whether it hands on a finite gradient, given that at its outputs, within a magnitude.
+        modules: those that are watched, by path.
+        optimizers: the model's.
+        broken_weights: explains events of the forward.
+        clock: the run's.
+        recording: takes the events.
+        may_pause: whether there may be steps that are not watched.
     """
 
     def __init__(
-        self, stays_finite: Callable[[str], bool], gradient_stays_finite: Callable[[str, float], bool]
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        optimizers: ModelOptimizers,
+        broken_weights: BrokenWeights,
+        clock: StepClock,
+        recording: Recording,
+        may_pause: bool,
     ) -> None:
-        #: The tensors that could not be looked at.
+        #: The tensors that could not be read.
         self.unread = Unread[TensorKey]()
-        self._stays_finite, self._gradient_stays_finite = stays_finite, gradient_stays_finite
-        self._log = _StepLog()
-        self._travelling: deque[_Travelling] = deque()
-        self._maxima: dict[tuple[str, str], deque[float]] = {}
-        #: By module: what its outputs did not exceed when they were last not looked at.
-        self._within: dict[str, float] = {}
-        #: Of the output before: its largest magnitude, or (second: False) what none in it exceeds.
-        self._last_output: LastValues[tuple[float, bool]] = LastValues()
+        self._optimizers = optimizers
+        self._broken_weights = broken_weights
+        self._clock = clock
+        self._recording = recording
+        self._may_pause = may_pause
+        self._judge = Judge(modules, self.unread)
+        self._log = StepLog()
+        #: Steps that are watched, and the one before was not; events arrive a few steps late at most.
+        self._after_pause: deque[int] = deque(maxlen=8)
+        #: The largest magnitude in the output before.
+        self._last_output: LastValues[float] = LastValues()
         self._last_module = ""
         #: Modules whose output a container was seen to return.
         self._handed_on: set[str] = set()
         self._steps = 0
-        #: Modules that return infinities (or NaNs) while every gradient is finite: masks.
-        self._harmless: set[tuple[str, bool]] = set()
-        self._skips_on_device = 0
 
-    # -- while the step runs ------------------------------------------------------------------------------------
+    @property
+    def looks(self) -> Sized:
+        """The tensors read in this step."""
+        return self._log.looks
 
-    def module_called(
-        self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> tuple[list[Fresh], float | None]:
-        """A module's forward ran. Returns the tensors not seen before, and what no magnitude in what went in exceeds.
+    def forward_broke(self) -> bool | None:
+        """Return whether the last output of this step is not finite; None where a device knows.
 
-        That is finite, and at least 1; None where it is not known of every input, or there is none.
+        Where anything before it was not, that mostly is not either.
         """
-        fresh, given = self._log.calls.called(module, inputs, outputs)
+        last = self._log.last_output
+        return None if last is None else last.is_broken
+
+    # -- the forward ------------------------------------------------------------------------------------------------
+
+    def called(self, call: Call) -> None:
+        """Read the outputs not seen before; the inputs only where something broke, and only those that no module made."""
+        path, inputs, finite = call.layer.path, call.inputs(), True
+        call.fresh = fresh = self._log.calls.called(path, inputs, call.outputs)
         if fresh and fresh[0][2]:
             self._log.unseen_inputs.update(number for _, number, is_input in fresh if is_input)
-            return fresh, None
-        if not given or len(given) != len(inputs):
-            return fresh, None
-        largest = 1.0
-        for number in given:
-            known = self._log.bounds.get(number)
-            if known is None:
-                return fresh, None
-            largest = max(largest, known)
-        return fresh, largest
+        if not call.recomputed:
+            rows = call.rows
+            for tensor, number, is_input in fresh:
+                if not is_input:
+                    row = None if rows is None else rows.get(id(tensor))
+                    finite = self._output(path, tensor, number, call.micro_batch, row) and finite
+        if not finite or self._log.broken:
+            self._read_inputs(path, inputs, call.micro_batch)
 
-    def unseen_input(self) -> int:
-        """The number of a tensor that is not at hand: the one inside a wrapper."""
-        return self._log.calls.unseen()
-
-    def wrapped_input(self, number: int, module: str) -> None:
-        """Tensor ``number`` is what a full backward hook's wrapper was put around before ``module`` got it."""
-        self._log.calls.wrapped(number, module)
-
-    def output(
+    def _output(
         self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
     ) -> bool:
-        """The forward's output (``row``: its counts, where it was counted already). Whether it is known to be finite."""
-        found: torch.Tensor | float | None = row
+        """Read an output (``row``: its counts, where it was counted). Returns whether it is known to be finite."""
+        found: Found | None = row
         tensor = local_part(tensor)
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
         if before is not None:
-            found, exact = before
+            found = before
             self._handed_on.add(self._last_module)
-            if not exact:
-                self.output_within(module, tensor, number, found)
-                return True
         look = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, found)
         self._log.last_output = look
         if look is None:
             return True
         if not isinstance(look.value, float):
             return False
-        self._keep(module, tensor, look.value, True)
-        if not math.isfinite(look.value):
-            self._log.broken = True
-            return False
-        self._log.bounds[number] = look.value
-        return True
-
-    def output_within(self, module: str, tensor: torch.Tensor, number: int, bound: float) -> None:
-        """The forward's output, which is certain to be within a bound and is not looked at: its maximum stays unknown."""
-        self._keep(module, tensor, bound, False)
-        self._log.bounds[number] = bound
-        self._log.within[module] = max(bound, self._log.within.get(module, 0.0))
-
-    def _keep(self, module: str, tensor: torch.Tensor, largest: float, exact: bool) -> None:
-        """Remember what is known of an output, if it may be handed on: after a few steps those are known that were."""
         if self._steps < _LEARNING_STEPS or module in self._handed_on:
-            self._last_output.keep(tensor, (largest, exact))
+            # It may be handed on: after a few steps it is known which outputs are.
+            self._last_output.keep(tensor, look.value)
             self._last_module = module
         else:
             self._last_output.forget()
+        if math.isfinite(look.value):
+            return True
+        self._log.broken = True
+        return False
 
-    @property
-    def forward_is_broken(self) -> bool:
-        """Whether an output of this step is known not to be finite."""
-        return self._log.broken
-
-    def look_at_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
-        """An output of this call is not known to be finite: so it matters whether what went in was, where no module made it."""
+    def _read_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
+        """An output is not known to be finite: so it matters whether what went in was, where no module made it."""
         for tensor in inputs:
             number = self._log.calls.number_of(tensor)
             if number is not None and number in self._log.unseen_inputs:
                 self._log.unseen_inputs.discard(number)
                 self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
 
-    def activation_gradient(
-        self,
-        module: str,
-        gradient: torch.Tensor,
-        number: int,
-        micro_batch: int,
-        found: Found | None,
-        is_input: bool,
-    ) -> Found | None:
-        """The gradient at a module's output, or at an input that no module was seen to make.
+    def unseen_input(self) -> int:
+        """Return a number for a tensor that is not at hand: the one inside a wrapper."""
+        return self._log.calls.unseen()
 
-        ``found``: what is known of it, where it was looked at or counted already. Returns what is known of it now.
-        """
-        value = self._read(TensorKey(module, ACTIVATION_GRADIENT), gradient, found, False)
+    def wrapped_input(self, number: int, module: str) -> None:
+        """Note that a full backward hook's wrapper was put around tensor ``number`` before ``module`` got it."""
+        self._log.calls.wrapped(number, module)
+
+    # -- the backward -----------------------------------------------------------------------------------------------
+
+    def backward_begins(self, backward: Backward) -> None:
+        """Note the loss scale."""
+        self._log.scale = backward.scale
+
+    def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
+        """Read a gradient at an output, or at an input that no module was seen to make."""
+        if gradient.number < 0:
+            return
+        layer = gradient.layer
+        value = self._read(layer.gradient_key, gradient.values, gradient.found, False)
         if value is None:
-            return None
+            gradient.found = None
+            return
+        path = layer.path
         self._log.looks.append(
-            _Look(BACKWARD, ACTIVATION_GRADIENT, module, module, number, micro_batch, value, is_input)
+            Look(
+                BACKWARD,
+                ACTIVATION_GRADIENT,
+                path,
+                path,
+                gradient.number,
+                backward.micro_batch,
+                value,
+                gradient.is_input,
+            )
         )
-        return value if found is None else found
+        if gradient.found is None:
+            gradient.found = value
 
-    @property
-    def looks(self) -> Sized:
-        """Those of this step."""
-        return self._log.looks
+    def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
+        """Read a parameter's gradient, unless it was not counted and the scaler checks it."""
+        if gradient.found is not None or not backward.checked_by_scaler:
+            watched = gradient.watched
+            self._look(
+                BACKWARD,
+                WEIGHT_GRADIENT,
+                watched.name,
+                watched.owner,
+                -1,
+                backward.micro_batch,
+                gradient.values,
+                gradient.found,
+            )
 
-    def weight_gradient(
-        self, name: str, module: str, gradient: torch.Tensor, micro_batch: int, row: torch.Tensor | None
-    ) -> None:
-        """A parameter's gradient (``row``: its counts, where it was counted already)."""
-        self._look(BACKWARD, WEIGHT_GRADIENT, name, module, -1, micro_batch, gradient, row)
-
-    def waited(self, gradients: Iterable[Waiting], micro_batch: int) -> None:
-        """Parameters' gradients that have waited: the looks at them, where nothing was found so far, take their places."""
+    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+        """Read gradients that have waited: the looks at them take the places of their arrival."""
         looks, merged, done = self._log.looks, [], 0
         for each in gradients:
+            if each.found is None and backward.checked_by_scaler:
+                continue
             value = self._read(each.watched.gradient_key, each.values, each.found, False)
             if value is None:
                 continue
             merged += looks[done : each.place]
             done = max(done, each.place)
-            merged.append(
-                _Look(BACKWARD, WEIGHT_GRADIENT, each.watched.name, each.watched.owner, -1, micro_batch, value)
-            )
+            name, owner = each.watched.name, each.watched.owner
+            merged.append(Look(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value))
         looks[:] = merged + looks[done:]
 
-    def loss(self, loss: torch.Tensor, micro_batch: int) -> None:
-        """The loss that a scaler is about to multiply."""
-        self._look(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
+    def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
+        """Read the loss, and the product that the backward begins with."""
+        for loss in losses:
+            self._look(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
+        for loss in scaled:
+            self._look(BACKWARD, SCALED_LOSS, "", "", -1, micro_batch, loss, None)
 
-    def scaled_loss(self, loss: torch.Tensor, micro_batch: int) -> None:
-        """The loss, once a scaler has multiplied it: the backward begins with it."""
-        self._look(BACKWARD, SCALED_LOSS, "", "", -1, micro_batch, loss, None)
+    # -- the optimizers ---------------------------------------------------------------------------------------------
 
-    def forward_broke(self) -> bool | None:
-        """Whether the last output of this step is not finite, which mostly is so where anything before it was; None on a GPU."""
-        return _is_broken(self._log.last_output)
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find out what can't be found out once the weights have moved."""
+        if self.at_work:
+            if not self._broken_weights.exhausted and self.forward_broke():
+                self._broken_weights.read_before_step()
+            self._judge.find_innocent(self._log)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor):
+            # A fused optimizer skips on the device: whether it stepped is known when this has reached the host.
+            self._log.found_inf.append(found_inf.detach().clone().reshape(()))
 
-    def weights_are_about_to_move(self) -> None:
-        """An optimizer is about to step: where the last gradient is not finite, find out now who can't have made that."""
-        looks = self._log.looks
-        if self._log.innocent is None and looks and looks[-1].phase == BACKWARD and _is_broken(looks[-1]):
-            seen = _seen(looks, [_at_once(look.value) for look in looks])
-            stories, _ = self._log.calls.stories()
-            self._log.innocent = self._innocent(seen, stories)
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the step was not skipped, where the host knows."""
+        if self.at_work and not skips_on_device(optimizer):
+            self._log.skipped = bool(self._log.skipped)
 
-    def backward_scale(self, scale: BackwardScale) -> None:
-        """The loss scale of this step's backward."""
-        self._log.scale = scale
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the optimizer's gradients, which are still there: something was not finite, and a parameter tells what."""
+        if not self.at_work:
+            return
+        self._log.skipped = True
+        for watched in self._optimizers.parameters(optimizer):
+            if watched.parameter.grad is not None:
+                gradient = local_part(watched.parameter.grad)
+                micro_batch = self._clock.micro_batch
+                self._look(BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, micro_batch, gradient, None)
 
-    def skipped(self, skipped: bool) -> None:
-        """An optimizer's step was, or was not, skipped."""
-        self._log.skipped = skipped or bool(self._log.skipped)
+    # -- the step ---------------------------------------------------------------------------------------------------
 
-    def stepped_with(self, found_inf: torch.Tensor) -> None:
-        """A fused optimizer was handed found_inf: whether it stepped is known when that has reached the host."""
-        self._log.found_inf.append(found_inf.detach().clone().reshape(()))
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Be at work in a step that is watched."""
+        if self._may_pause and watched and not self.at_work and self._clock.step:
+            self._after_pause.append(self._clock.step)
+        self.at_work = watched
+        self._broken_weights.begin_step()
 
-    def take_skips_on_device(self) -> int:
-        """Steps found meanwhile to have been skipped on the device, once each."""
-        skips, self._skips_on_device = self._skips_on_device, 0
-        return skips
-
-    # -- when it ends ------------------------------------------------------------------------------------------
-
-    def end_step(self, step: int) -> list[Event]:
-        """Send this step's values to the host; the events of the steps whose values have arrived. Does not wait."""
-        log, self._log = self._log, _StepLog()
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Send the step's values to the host; record the events of the steps whose values have arrived. Does not wait."""
+        log, self._log = self._log, StepLog()
         log.calls.forget_tensors()
         self._last_output.forget()
         log.step = step
         if log.looks or log.found_inf:
             self._steps += 1
-            found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
-            self._travelling.append(_Travelling(log, self._copies(log), found_inf))
-        return self.drain(wait=False)
+            self._judge.send(log)
+        self._record(wait=False)
 
-    def drain(self, *, wait: bool = True) -> list[Event]:
-        """The events of the steps whose values have arrived (``wait``: of all that are on their way)."""
-        events: list[Event] = []
-        while self._travelling and (wait or self._travelling[0].ready()):
-            event = self._judge(self._travelling.popleft())
-            if event is not None:
-                events.append(event)
-        return events
+    def drain(self) -> None:
+        """Record the events of all steps whose values are on their way."""
+        self._record(wait=True)
+        self._recording.skips(self._clock.skipped_steps)
 
-    def _copies(self, log: _StepLog) -> list[tuple[list[int], HostCopy]]:
-        """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
-        groups: dict[Any, list[int]] = {}
-        values: dict[int, Any] = {
-            index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)
-        }
-        for index, value in values.items():
-            groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
-        lost = set()
+    def _record(self, *, wait: bool) -> None:
+        for event in self._judge.events(wait=wait):
+            self._recording.event(self._explained(event))
+        self._clock.skipped_steps += self._judge.take_skips_on_device()
 
-        def failed(index: int, error: Exception) -> None:
-            lost.add(index)
-            self.unread.failed(TensorKey(log.looks[index].name, log.looks[index].what), error)
-
-        copies = copy_groups(
-            groups.values(), lambda places: HostCopy(_stacked([values[index] for index in places])), failed
-        )
-        if not lost:
-            return copies
-        log.looks = [look for index, look in enumerate(log.looks) if index not in lost]
-        return self._copies(log)
-
-    def _judge(self, arrived: _Travelling) -> Event | None:
-        log = arrived.log
-        largest = _largest(log.looks, arrived.copies)
-        if arrived.found_inf is not None:
-            log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
-            self._skips_on_device += log.skipped
-        if all(map(math.isfinite, largest)):
-            self._remember(log, largest)
-            return None
-        seen = _seen(log.looks, largest)
-        # Gradients do not depend on the loss's own value: an infinite one that left them finite is nothing.
-        loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
-        suspicious = [
-            look
-            for look in seen
-            if (look.phase != FORWARD or (look.module, look.is_nan) not in self._harmless)
-            and (look.what != SCALED_LOSS or loss_matters)
-        ]
-        stories, calls = log.calls.stories()
-        innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
-        read = {look.tensor for look in log.looks} | log.bounds.keys()
-        found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
-        event = self._event(found, suspicious, log) if found is not None else None
-        self._remember(log, largest)
+    def _explained(self, event: Event) -> Event:
+        """Return the event; where a forward broke, with a word on the module's weights if they were broken already."""
+        if event.phase == "forward" and not self._broken_weights.exhausted:
+            # Skipped, or nobody has stepped since the forward ran.
+            unmoved = event.skipped or (event.skipped is None and self._clock.has_optimizers)
+            event = self._broken_weights.explain(event, unmoved=event.step == self._clock.step and unmoved)
+        if event.step in self._after_pause:
+            gap = "the step before was not looked at (max_overhead), so it may have begun earlier"
+            event = replace(event, explanation=f"{event.explanation}; {gap}")
         return event
 
-    def _innocent(self, seen: list[Seen], stories: list[culprit.TensorStory]) -> frozenset[str]:
-        """Modules that can't have made the first infinity or NaN of what they were given."""
-        first = culprit.first_broken(seen)
-        if first is None or first.tensor < 0:
-            return frozenset()
-        if first.phase == FORWARD:
-            return frozenset([first.module] if self._stays_finite(first.module) else [])
-        largest = culprit.largest_at_output(seen, stories, first)
-        return frozenset(
-            module
-            for module in dict.fromkeys(stories[first.tensor].consumers)
-            if module in largest and self._gradient_stays_finite(module, largest[module])
-        )
-
-    def _remember(self, log: _StepLog, largest: list[float]) -> None:
-        self._within.update(log.within)
-        for look, value in zip(log.looks, largest, strict=True):
-            if not look.is_input and math.isfinite(value):
-                self._ring(look.what, look.name).append(value)
-
-    def _event(self, found: culprit.Culprit, seen: list[Seen], log: _StepLog) -> Event:
-        gradients_finite = culprit.finite_gradients(seen)
-        if found.phase == FORWARD and gradients_finite:
-            # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
-            self._harmless.update(
-                (look.module, look.is_nan) for look in seen if look.phase == FORWARD and not look.finite
-            )
-        first, explanation = found.first, found.explanation
-        within = self._within.get(first.name) if first.what == ACTIVATION else None
-        if within is not None:
-            explanation += (
-                f"; before, where input and weight kept it small, it was not read: within {within:.3g} the last time"
-            )
-        return Event(
-            log.step,
-            first.micro_batch,
-            found.phase,
-            found.module,
-            first.what,
-            first.name,
-            "nan" if math.isnan(first.largest) else "inf",
-            _scale_value(log.scale),
-            tuple(self._ring(first.what, first.name)),
-            log.skipped,
-            culprit.finite_in_forward(seen),
-            gradients_finite,
-            explanation,
-            found.after,
-        )
-
-    # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _ring(self, what: str, name: str) -> deque[float]:
-        ring = self._maxima.get((what, name))
-        if ring is None:
-            ring = self._maxima[what, name] = deque(maxlen=RING_LENGTH)
-        return ring
+    # -- reading ----------------------------------------------------------------------------------------------------
 
     def _look(
         self,
@@ -428,126 +301,18 @@ class Watch:
         tensor: torch.Tensor,
         found: Found | None,
         is_input: bool = False,
-    ) -> _Look | None:
+    ) -> Look | None:
         value = self._read(TensorKey(name, what), tensor, found, phase == FORWARD)
         if value is None:
             return None
-        look = _Look(phase, what, name, module, number, micro_batch, value, is_input)
+        look = Look(phase, what, name, module, number, micro_batch, value, is_input)
         self._log.looks.append(look)
         return look
 
-    def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
-        """What is to be known of a tensor; None for those that have no value, or none that can be had."""
+    def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
+        """Return what is to be known of a tensor; None for those that have no value, or none that can be had."""
         try:
-            return _value(tensor, found, at_once)
+            return largest_of(tensor, found, at_once)
         except Exception as error:
             self.unread.failed(key, error)
             return None
-
-
-def _value(tensor: torch.Tensor, found: Found | None, at_once: bool) -> _Value | None:
-    """What is to be known of a tensor; None for those that have no value.
-
-    ``at_once``: of a row on a CPU, which is filled by now; others are read when the step ends.
-    """
-    if isinstance(found, torch.Tensor):
-        return _from_row(found.numpy()) if at_once and found.is_cpu else (found,)
-    if found is not None:
-        return found
-    if not tensor.numel():
-        return None
-    tensor = local_part(tensor)
-    largest = largest_magnitude(tensor)
-    return extremes(tensor) if largest is None else largest
-
-
-def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """Smallest and largest value, 0-d each, NaN if there is one; on the tensor's device, without a wait.
-
-    None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
-    """
-    tensor = detached_values(tensor)
-    if tensor.layout is not torch.strided:
-        # Of an uncoalesced one the values before they are added up: coalescing waits for the GPU.
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.numel() or tensor.element_size() == 1:
-        return None
-    if tensor.is_cpu and not tensor.data_ptr() and not tensor._is_zerotensor():
-        # Its memory was given back, as sharded training does between uses.
-        return None
-    return tuple(torch.aminmax(tensor))
-
-
-def _scale_value(scale: BackwardScale | None) -> float | None:
-    """The scale as a number; one still on a GPU is waited for, which only happens where there is an event to tell."""
-    if scale is None or scale.on_device is None:
-        return None if scale is None else scale.value
-    return float(scale.on_device)
-
-
-def _stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Extremes as (n, 2), float32 or float64; the heads of rows as (n, HEADER), int64."""
-    if len(values[0]) == 1:
-        return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
-    flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
-    return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
-
-
-def _seen(looks: Iterable[_Look], largest: Iterable[float]) -> list[Seen]:
-    return [
-        Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
-        for look, value in zip(looks, largest, strict=True)
-    ]
-
-
-def _at_once(value: _Value) -> float:
-    """The largest magnitude where it is known on the host; 0 where a device has it, which is not waited for."""
-    if isinstance(value, float):
-        return value
-    if value[0].device.type != "cpu":
-        return 0.0
-    if len(value) == 1:
-        return _from_row(value[0].numpy())
-    return from_extremes(*(each.double().numpy().item() for each in value))
-
-
-def _is_broken(look: _Look | None) -> bool | None:
-    """Whether it is not finite; None where there is no look, and where a device has the value."""
-    if look is None or (isinstance(look.value, tuple) and look.value[0].device.type != "cpu"):
-        return None
-    return not math.isfinite(_at_once(look.value))
-
-
-def _largest(looks: list[_Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
-    """The largest magnitude of each look, inf or NaN included."""
-    largest = [look.value if isinstance(look.value, float) else 0.0 for look in looks]
-    for indices, copy in copies:
-        values = copy.values()
-        found = (
-            _from_rows(values)
-            if values.shape[1] == layout.HEADER
-            else [from_extremes(*pair) for pair in values.tolist()]
-        )
-        for index, value in zip(indices, found, strict=True):
-            largest[index] = value
-    return largest
-
-
-def from_extremes(low: float, high: float) -> float:
-    """The largest magnitude between the smallest and the largest value; NaN if one is."""
-    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
-
-
-def _from_row(row: Any) -> float:
-    return _from_rows(row[None, : layout.HEADER])[0]
-
-
-def _from_rows(heads: npt.NDArray[np.int64]) -> list[float]:
-    """Of the heads of rows, shape (n, HEADER)."""
-    largest = heads[:, layout.MAX_BITS].copy().view(np.float64)
-    largest[heads[:, layout.INFS] > 0] = math.inf
-    largest[heads[:, layout.NANS] > 0] = math.nan
-    found: list[float] = largest.tolist()
-    return found

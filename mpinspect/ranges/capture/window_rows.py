@@ -1,27 +1,122 @@
-"""The open window: rows of counts added up, a matrix for each length of row, until they become columns."""
+"""The open window: rows of counts added up, a matrix for each length of row, until they become columns.
+
+By integers alone: a flush-denormals mode, which takes subnormals for zero, changes nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from mpinspect.counting import layout
 from mpinspect.counting.layout import INFS, MAX_BITS, MIN_BITS, NO_MINIMUM
 from mpinspect.ranges.capture.arrangement import (
     EMPTY_ROSTER,
     NO_EXPONENT,
     NOTHING_SAMPLED,
     Arrangement,
-    IntArray,
     Joined,
     Roster,
     SampleSet,
     rounds,
 )
-from mpinspect.ranges.capture.row_columns import peak_exponents, row_columns
 from mpinspect.ranges.session import LostUpdates, TensorKey
-from mpinspect.ranges.store.columns import PER_BIN, PER_PEAK, SIGNIFICANDS, Column, Lost, TensorColumns
+from mpinspect.ranges.store.columns import PER_BIN, PER_PEAK, SIGNIFICANDS, Column, Lost, TensorColumns, narrowed
 from mpinspect.ranges.store.merging import merge_columns
+
+IntArray = npt.NDArray[np.int64]
+
+_MANTISSA = (1 << 52) - 1
+_BIAS = 1023
+_SMALLEST_SUBNORMAL = -1074
+#: Of the significand 2 - 2^-11: from here on a value rounds to 2 in 11 bits.
+_NEAR_TOP = 0x7FF << 41
+
+
+def exponents_and_mantissas(bits: IntArray) -> tuple[IntArray, IntArray]:
+    """Return exponents of finite positive float64 values, subnormals too, and the 52 bits of the significands behind the point.
+
+    Args:
+        bits: int64, the values' bits. Zero and infinity get some exponent.
+    """
+    is_subnormal = bits <= _MANTISSA
+    if is_subnormal.any():
+        # As an integer, a multiple of the smallest subnormal, it is a normal float64.
+        bits = np.where(is_subnormal, bits.astype(np.float64).view(np.int64), bits)
+        return (bits >> 52) - _BIAS + _SMALLEST_SUBNORMAL * is_subnormal, bits & _MANTISSA
+    return (bits >> 52) - _BIAS, bits & _MANTISSA
+
+
+def peak_exponents(rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return the exponents of the rows' largest magnitudes, rounded to 11 bits; and which rows have a value.
+
+    Args:
+        rows: int64, shape (n, length of a layout).
+    """
+    largest = rows[:, layout.MAX_BITS]
+    exponents, mantissas = exponents_and_mantissas(largest)
+    near_top = mantissas >= _NEAR_TOP
+    return exponents + near_top, largest > 0
+
+
+def row_columns(rows: IntArray, log2_scales: IntArray) -> dict[str, Column]:
+    """Decode rows as ``layout.decode`` does, shifted by -log2_scale, into the columns of ``TensorColumns`` that hold them.
+
+    Args:
+        rows: int64, shape (n, length of a layout), contiguous.
+        log2_scales: int64, shape (n,).
+
+    Raises:
+        ValueError: a row's extremes disagree with its counts.
+    """
+    low, low_mantissas = exponents_and_mantissas(rows[:, layout.MIN_BITS])
+    high, high_mantissas = exponents_and_mantissas(rows[:, layout.MAX_BITS])
+    has_values = rows[:, layout.MAX_BITS] > 0
+    bins = np.where(has_values, high - low + 1, 0)
+    if (bins < has_values).any():
+        raise ValueError("a row's smallest magnitude is larger than its largest")
+    return {
+        "min_exponent": np.where(has_values, low - log2_scales, 0),
+        "bins": bins,
+        "zeros": rows[:, layout.ZEROS].copy(),
+        "infs": rows[:, layout.INFS].copy(),
+        "nans": rows[:, layout.NANS].copy(),
+        "min_significand": _significands(low_mantissas, has_values),
+        "max_significand": _significands(high_mantissas, has_values),
+        **_bins(rows, low, bins),
+    }
+
+
+def _significands(mantissas: IntArray, has_values: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Return the significands, in [1, 2); 1 where there is no value."""
+    return (np.where(has_values, mantissas, 0) | _BIAS << 52).view(np.float64)
+
+
+def _bins(rows: IntArray, low: IntArray, bins: IntArray) -> dict[str, Column]:
+    """Return the rows' counters of the exponents from ``low`` on, joined."""
+    length = rows.shape[1]
+    lowest = (layout.NARROW if length == layout.NARROW.length else layout.WIDE).lowest_exponent
+    used = np.flatnonzero(bins)
+    ends = np.cumsum(bins[used])
+    starts = ends - bins[used]
+    first = used * length + layout.HEADER + 3 * (low[used] - lowest)
+    at = np.repeat(first - 3 * starts, bins[used])
+    at += 3 * np.arange(len(at))
+    flat = rows.reshape(-1)
+    powers, others, tops = flat[at], flat[at + 1], flat[at + 2]
+    counts = powers + others + tops
+    inside = np.zeros(len(rows), dtype=np.int64)
+    if len(used):
+        inside[used] = np.add.reduceat(counts, starts)
+    ends_are_used = (counts[starts] > 0).all() and (counts[ends - 1] > 0).all()
+    if not ends_are_used or (inside != rows[:, layout.HEADER :].sum(axis=1)).any():
+        raise ValueError(
+            "a row's smallest or largest magnitude does not lie in its first or last exponent with a count"
+        )
+    return {"counts": narrowed(counts), "powers_of_two": narrowed(powers), "near_top": narrowed(tops)}
+
 
 #: A peak is counted as one number with its tensor: tensor * _EXPONENTS + exponent - NO_EXPONENT.
 _EXPONENTS = -2 * NO_EXPONENT
@@ -30,7 +125,7 @@ _LOOSE_PEAKS = 1 << 14
 
 
 class WindowRows:
-    """What was counted in the steps of the open window, tensor by tensor."""
+    """Adds up what is counted in the steps of the open window, tensor by tensor."""
 
     def __init__(self) -> None:
         self._roster = EMPTY_ROSTER
@@ -73,7 +168,7 @@ class WindowRows:
             self._lost[at] = self._lost[at] + found if at in self._lost else found
 
     def columns(self) -> TensorColumns:
-        """The tensors, in the order in which they came.
+        """Return the tensors, in the order in which they came.
 
         Raises:
             ValueError: a row's extremes disagree with its counts.
@@ -96,7 +191,7 @@ class WindowRows:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _place(self, arrangement: Arrangement) -> tuple[SampleSet, ...]:
-        """A step's samples with their places in this window, which makes room for them."""
+        """Return a step's samples with their places in this window, which makes room for them."""
         if self._placed is None or self._placed[0] is not arrangement:
             if self._roster is EMPTY_ROSTER:
                 self._set_roster(arrangement.roster)
@@ -123,7 +218,7 @@ class WindowRows:
         return TensorColumns(self._roster.order, columns, contexts, context, self._lost_of_tensors())
 
     def _of_some(self, tensors: IntArray, values: Mapping[str, Column]) -> TensorColumns:
-        """Part of what was counted of these tensors: values only, no samples."""
+        """Return part of what was counted of these tensors: values only, no samples."""
         contexts, context = self._roster.numbered_contexts
         order = tuple(self._roster.order[tensor] for tensor in tensors.tolist())
         nothing = _nothing(_OF_SAMPLES, len(order))
@@ -140,7 +235,7 @@ class WindowRows:
 
 
 class _Sums:
-    """Rows of one length, added up slot by slot."""
+    """Adds up rows of one length, slot by slot."""
 
     def __init__(self, length: int) -> None:
         #: int64, (slots, length).
@@ -169,7 +264,7 @@ class _Sums:
 
 
 class _Peaks:
-    """How often each tensor had which peak exponent."""
+    """Counts how often each tensor had which peak exponent."""
 
     def __init__(self) -> None:
         self._codes = np.zeros(0, dtype=np.int64)
@@ -178,7 +273,7 @@ class _Peaks:
         self._loose_count = 0
 
     def add(self, tensors: IntArray, exponents: IntArray) -> None:
-        """One peak for each entry; NO_EXPONENT is none."""
+        """Add one peak for each entry; NO_EXPONENT is none."""
         codes = tensors * _EXPONENTS + (exponents - NO_EXPONENT)
         self._loose.append(codes[exponents > NO_EXPONENT])
         self._loose_count += len(codes)
@@ -186,7 +281,7 @@ class _Peaks:
             self._gather()
 
     def columns(self, tensors: int) -> dict[str, IntArray]:
-        """The columns ``peaks`` and PER_PEAK of ``TensorColumns``, exponents in rising order."""
+        """Return the columns ``peaks`` and PER_PEAK of ``TensorColumns``, exponents in rising order."""
         self._gather()
         return {
             "peaks": np.bincount(self._codes // _EXPONENTS, minlength=tensors),
@@ -204,7 +299,7 @@ class _Peaks:
 
 
 def _unscaled_peaks(samples: SampleSet, rows: IntArray) -> IntArray:
-    """Of each row the exponent of its largest magnitude, rounded to 11 bits; NO_EXPONENT where it has none."""
+    """Return for each row the exponent of its largest magnitude, rounded to 11 bits; NO_EXPONENT where it has none."""
     exponents, has_values = peak_exponents(rows)
     peaks = np.where(has_values, exponents - samples.log2_scale, NO_EXPONENT)
     overflowed = rows[:, INFS] > 0
@@ -216,7 +311,7 @@ _OF_VALUES = ("min_exponent", "bins", "zeros", "infs", "nans", *SIGNIFICANDS, *P
 
 
 def _nothing(names: Collection[str], tensors: int) -> dict[str, Column]:
-    """These columns of so many tensors of which nothing was counted."""
+    """Return these columns of so many tensors of which nothing was counted."""
     columns: dict[str, Column] = {}
     for name in names:
         if name in SIGNIFICANDS:

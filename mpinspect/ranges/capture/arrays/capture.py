@@ -4,23 +4,108 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpinspect.ranges.capture.arrays.given import ArgumentError, Given, quoted, step_number, understand
+from mpinspect.ranges.capture.arrays.given import ArgumentError, Given, leaves, quoted, step_number, understand
 from mpinspect.ranges.capture.arrays.non_finite import NonFiniteWatch, owner
-from mpinspect.ranges.capture.arrays.numbering import StepNumbers
-from mpinspect.ranges.capture.arrays.open_step import OpenStep
 from mpinspect.ranges.capture.arrays.samples import ArraySample, sample
-from mpinspect.ranges.capture.arrays.trees import leaves
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
-from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT
-from mpinspect.ranges.session import Session, TensorInfo, TensorKey, Window, merge_windows
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS
+from mpinspect.ranges.session import (
+    Session,
+    TensorInfo,
+    TensorKey,
+    TensorWindow,
+    Window,
+    merge_tensor_windows,
+    merge_windows,
+)
+
+
+@dataclass
+class OpenStep:
+    """A step's samples, merged when it ends."""
+
+    number: int
+    sampled: bool
+    parts: dict[TensorKey, list[TensorWindow]] = field(default_factory=dict)
+    #: The loss scales of its gradients, in the order seen.
+    scales: dict[float | None, None] = field(default_factory=dict)
+    peak: int | None = None
+
+    def add(self, sample: ArraySample) -> None:
+        """Add an array."""
+        self.parts.setdefault(sample.key, []).append(sample.window)
+        if sample.key.kind in GRADIENT_KINDS:
+            self.scales[sample.scale] = None
+            if sample.peak is not None:
+                self.peak = sample.peak if self.peak is None else max(self.peak, sample.peak)
+
+    @property
+    def has_gradients(self) -> bool:
+        return bool(self.scales)
+
+    def window(self) -> Window | None:
+        """Return the step as a window; None if nothing was counted in it."""
+        if not self.parts:
+            return None
+        tensors = {key: merge_tensor_windows(parts) for key, parts in self.parts.items()}
+        return Window(self.number, self.number, 1, tensors, {} if self.peak is None else {self.peak: 1})
+
+
+class StepNumbers:
+    """Keeps step numbers that only grow, whatever numbers are given: a loop that counts from 0 in each epoch goes on.
+
+    ``number`` is that of the open step, or of the last one; ``count`` how many have begun.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.first = 0
+        self.count = 0
+        self.is_open = False
+        #: What was given for ``number``; None if nothing was.
+        self.given: int | None = None
+
+    @property
+    def span(self) -> int:
+        """Steps from the first to this one, those in which nothing was observed included."""
+        return self.number - self.first + 1 if self.count else 0
+
+    def belongs(self, given: int | None) -> bool:
+        """Return whether something observed with this number belongs to the step that is open."""
+        return self.is_open and (given is None or self.given is None or given == self.given)
+
+    def went_back(self, given: int | None) -> bool:
+        """Return whether this number is smaller than the one before."""
+        return given is not None and self.given is not None and given < self.given
+
+    def stay(self, given: int | None) -> None:
+        """Take the number of something more that belongs to the open step."""
+        if self.given is None:
+            self.given = given
+
+    def begin(self, given: int | None) -> None:
+        """Begin another step."""
+        if not self.count:
+            self.number = self.first = max(given or 0, 0)
+        elif given is None or self.given is None:
+            self.number += 1
+        else:
+            self.number += max(given - self.given, 1)
+        self.count += 1
+        self.is_open = True
+        self.given = given
+
+    def end(self) -> None:
+        """End the open step."""
+        self.is_open = False
 
 
 class ArrayCapture:
-    """Counts what it is handed. No method raises an Exception for anything that a training loop may hand over.
+    """Counts the arrays it is given. No method raises an Exception for anything that a training loop may hand over.
 
     Args:
         recording: takes what is captured.
@@ -59,13 +144,13 @@ class ArrayCapture:
                         self._take(sample(TensorKey(leaf, kind), part, given))
 
     def _check_name(self, name: Any) -> None:
-        """Numbers of layers are names too; of anything else it is said what becomes of it."""
+        """Note what becomes of a name that is no text; numbers of layers are names too."""
         if not isinstance(name, (str, int)):
             kind = f"name of type {type(name).__name__}"
             self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
 
     def _check_scale(self, given: Given) -> None:
-        """Each way in which a scale can be unknown is said, not only the first."""
+        """Note each way in which a scale can be unknown, not only the first."""
         if given.unknown and self._recording.progress.scale_known:
             self._faults.add(f"scale {given.unknown_kind}")
             self._recording.scale_unknown(given.unknown)
@@ -96,20 +181,20 @@ class ArrayCapture:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def next_step(self, skipped: bool | None) -> None:
-        """The step is over, even one in which nothing was observed."""
+        """End the step, even one in which nothing was observed."""
         with self._guarded("next_step"):
             if self._step is None:
                 self._begin_step(None)
             self._end_step(skipped)
 
     def finish(self) -> None:
-        """No more arrays come: end the open step and pass on what is left."""
+        """End the open step and pass on what is left: no more arrays arrive."""
         with self._guarded("close"):
             self._end_step(None)
             self._close_window()
 
     def _enter(self, step: Any) -> OpenStep:
-        """The step that something observed with this number belongs to."""
+        """Return the step that something observed with this number belongs to."""
         given = step_number(step)
         if self._step is not None and self._numbers.belongs(given):
             self._numbers.stay(given)
@@ -159,7 +244,7 @@ class ArrayCapture:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """All that was recorded, the open step included, which goes on."""
+        """Return all that was recorded, the open step included, which goes on."""
         session = self._recording.session()
         windows = [*session.windows, *([merge_windows(*self._windows)] if self._windows else [])]
         events, progress = list(session.events), session.progress
@@ -180,7 +265,7 @@ class ArrayCapture:
 
     @contextlib.contextmanager
     def _guarded(self, name: str, kind: str = "") -> Iterator[None]:
-        """Lets no Exception pass: it is noted once for each reason, and beside the tensor it concerns."""
+        """Let no Exception pass: note it once for each reason, and beside the tensor it concerns."""
         try:
             yield
         except Exception as error:

@@ -1,13 +1,15 @@
-"""What the caller says of an array beside its values, understood."""
+"""What a recorder is given, understood: nested arrays taken apart, and what is said of an array beside its values."""
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpinspect.counting.foreign import on_host
+from mpinspect.counting.foreign import is_number_or_numbers, on_host
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS
 
@@ -18,7 +20,7 @@ _LONGEST = 60
 
 
 class ArgumentError(ValueError):
-    """An argument beside the array is nonsense. ``kind``: which one and in which way, told once each."""
+    """Raised for an argument beside the array that is nonsense. ``kind``: which one and in which way, noted once each."""
 
     def __init__(self, argument: str, given: Any, why: str) -> None:
         super().__init__(f"{argument}={quoted(given)} {why}")
@@ -43,7 +45,7 @@ class Given:
 
 
 def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
-    """The arguments of ``Recorder.observe``. Only gradients are multiplied by the loss scale.
+    """Return the arguments of ``Recorder.observe``. Only gradients are multiplied by the loss scale.
 
     Raises:
         ArgumentError: an unknown kind or format, or a loss scale that is no number.
@@ -68,7 +70,7 @@ def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
 
 
 def step_number(given: Any) -> int | None:
-    """The number of a step, exactly; None where none was given. Waits for the device that it lies on, if any.
+    """Return the number of a step, exactly; None where none was given. Waits for the device that it lies on, if any.
 
     Raises:
         ArgumentError: it is no whole number of 64 bits.
@@ -85,7 +87,7 @@ def step_number(given: Any) -> int | None:
 
 
 def quoted(given: Any) -> str:
-    """What was given, in a few characters; its type where it can't say."""
+    """Return what was given, in a few characters; its type where it can't say."""
     try:
         text = " ".join(repr(given).split())
     except Exception:
@@ -94,7 +96,7 @@ def quoted(given: Any) -> str:
 
 
 def _whole(given: Any) -> int:
-    """Raises an Exception of any kind if it is none."""
+    """Return a whole number; raises an Exception of any kind if it is none."""
     try:
         return operator.index(given)
     except TypeError:
@@ -109,9 +111,53 @@ def _whole(given: Any) -> int:
 
 
 def _number(given: Any) -> float:
-    """A number, or the one that an array or variable holds; waits for the device that it lies on."""
+    """Return a number, or the one that an array or variable holds; waits for the device that it lies on."""
     try:
         # item(), where there is one: float() of an array with a dimension, or of a torch tensor in a graph, warns.
         return float(given.item() if hasattr(given, "item") else given)
     except (TypeError, ValueError):
         return float(on_host(given).values.reshape(()))
+
+
+def leaves(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Return every array in ``thing`` with its name: keys, indices and fields are joined to ``name`` by dots.
+
+    None (a variable without a gradient) is left out. A list of numbers is an array, a list of arrays is not.
+
+    Args:
+        name: of the whole; "" for none.
+        thing: an array; a mapping, list, tuple or named tuple of such; where JAX is loaded, any of its pytrees.
+    """
+    if thing is None:
+        return
+    if isinstance(thing, Mapping):
+        for key, part in thing.items():
+            yield from leaves(_joined(name, str(key)), part)
+    elif isinstance(thing, (list, tuple)) and not is_number_or_numbers(thing):
+        for key, part in zip(getattr(thing, "_fields", range(len(thing))), thing, strict=True):
+            yield from leaves(_joined(name, str(key)), part)
+    elif "jax" in sys.modules and not hasattr(thing, "dtype"):
+        yield from _of_jax(name, thing)
+    else:
+        yield name, thing
+
+
+def _of_jax(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    jax: Any = sys.modules["jax"]
+    for path, leaf in jax.tree_util.tree_flatten_with_path(thing)[0]:
+        whole = name
+        for step in path:
+            whole = _joined(whole, _step_name(step))
+        yield whole, leaf
+
+
+def _step_name(step: Any) -> str:
+    """Return the key, index or field of one step of a pytree's path."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(step, attribute):
+            return str(getattr(step, attribute))
+    return str(step)
+
+
+def _joined(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part

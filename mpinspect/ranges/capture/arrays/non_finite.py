@@ -7,15 +7,12 @@ forward and which to the backward is known.
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import NamedTuple
 
 from mpinspect.ranges.capture.arrays.samples import ArraySample
+from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, History, word
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT
 from mpinspect.ranges.session import Event, TensorKey
-
-#: Maxima remembered of each tensor.
-RING_LENGTH = 8
 
 _FORWARD_KINDS = (ACTIVATION, WEIGHT)
 _WHY = "it was the first array observed in this step that was not finite"
@@ -29,38 +26,36 @@ class _Look(NamedTuple):
 
 
 class NonFiniteWatch:
-    """Sees the samples of one step after the other."""
+    """Judges the samples of one step after the other."""
 
     def __init__(self) -> None:
         self._looks: list[_Look] = []
         self._times: dict[TensorKey, int] = {}
-        self._maxima: dict[TensorKey, deque[float]] = {}
-        #: Tensors of the forward that hold infinities (or NaNs) while every gradient is finite: masks.
-        self._harmless: set[tuple[TensorKey, bool]] = set()
+        self._history = History()
 
     def look(self, sample: ArraySample) -> None:
-        """One array of the open step. Seen again in it, it is taken for the next micro-batch's."""
+        """Take an array of the open step. One that is seen again in it is taken for the next micro-batch's."""
         micro_batch = self._times.get(sample.key, 0)
         self._times[sample.key] = micro_batch + 1
         self._looks.append(_Look(sample.key, sample.largest, micro_batch, sample.scale))
 
     def judge(self, step: int, skipped: bool | None) -> Event | None:
-        """The event of the open step, if there is one; changes nothing."""
+        """Return the event of the open step, if there is one; changes nothing."""
         bad = (look for look in self._looks if not math.isfinite(look.largest))
-        first = next((look for look in bad if (look.key, math.isnan(look.largest)) not in self._harmless), None)
+        first = next((look for look in bad if not self._history.excuses(look.key, look.largest)), None)
         if first is None:
             return None
         in_forward = first.key.kind in _FORWARD_KINDS
         return Event(
             step,
             first.micro_batch,
-            "forward" if in_forward else "backward",
+            FORWARD if in_forward else BACKWARD,
             owner(first.key),
             first.key.kind,
             first.key.name,
-            "nan" if math.isnan(first.largest) else "inf",
+            word(first.largest),
             first.scale if first.key.kind in GRADIENT_KINDS else self._scale(),
-            tuple(self._maxima.get(first.key, ())),
+            self._history.last_maxima(first.key),
             skipped,
             self._finite((ACTIVATION,)),
             self._finite(GRADIENT_KINDS),
@@ -68,35 +63,32 @@ class NonFiniteWatch:
         )
 
     def end_step(self, step: int, skipped: bool | None) -> Event | None:
-        """The step is over: its event, if there is one."""
+        """End the step; returns its event, if there is one."""
         event = self.judge(step, skipped)
-        if event is not None and event.phase == "forward" and event.gradients_finite:
+        if event is not None and event.phase == FORWARD and event.gradients_finite:
             # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
-            self._harmless.update(
-                (look.key, math.isnan(look.largest))
-                for look in self._looks
-                if look.key.kind in _FORWARD_KINDS and not math.isfinite(look.largest)
-            )
+            for look in self._looks:
+                if look.key.kind in _FORWARD_KINDS and not math.isfinite(look.largest):
+                    self._history.excuse(look.key, look.largest)
         for look in self._looks:
-            if math.isfinite(look.largest):
-                self._maxima.setdefault(look.key, deque(maxlen=RING_LENGTH)).append(look.largest)
+            self._history.remember(look.key, look.largest)
         self._looks.clear()
         self._times.clear()
         return event
 
     def _finite(self, kinds: tuple[str, ...]) -> bool | None:
-        """Whether everything seen of these kinds is finite; None if nothing was seen."""
+        """Return whether everything seen of these kinds is finite; None if nothing was seen."""
         seen = [math.isfinite(look.largest) for look in self._looks if look.key.kind in kinds]
         return all(seen) if seen else None
 
     def _scale(self) -> float | None:
-        """The loss scale of the step's gradients; None where there is none, or no single one."""
+        """Return the loss scale of the step's gradients; None where there is none, or no single one."""
         scales = {look.scale for look in self._looks if look.key.kind in GRADIENT_KINDS}
         return scales.pop() if len(scales) == 1 else None
 
 
 def owner(key: TensorKey) -> str:
-    """The module that a tensor belongs to: for parameters the name without its last part, behind a dot or a slash."""
+    """Return the module that a tensor belongs to: for parameters the name without its last part, behind a dot or a slash."""
     if key.kind in (ACTIVATION, ACTIVATION_GRADIENT):
         return key.name
     cut = max(key.name.rfind("."), key.name.rfind("/"))

@@ -15,9 +15,8 @@ from mpinspect.counting.arrays import count_array
 from mpinspect.counting.foreign import on_host
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture.arrays.given import Given
-from mpinspect.ranges.capture.rounded_before import floor_exponent, overflow_exponent
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey, TensorWindow, narrowest
+from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, narrowest, overflow_exponent
 
 IntArray = npt.NDArray[np.int64]
 
@@ -87,7 +86,7 @@ def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
 
 
 def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ...], str]:
-    """Row of counts, shape and dtype; torch's tensors are counted on their device."""
+    """Return row of counts, shape and dtype; torch's tensors are counted on their device."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         from mpinspect.counting.fastest import count
@@ -102,7 +101,7 @@ def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ..
 
 
 def _peak(key: TensorKey, histogram: ExponentHistogram, narrow: str, scale: float | None) -> int | None:
-    """Exponent of the largest magnitude rounded to 11 bits."""
+    """Return the exponent of the largest magnitude rounded to 11 bits."""
     peak = histogram.peak_exponent if len(histogram.counts) else None
     if histogram.infs and narrow != "float32" and key.kind in GRADIENT_KINDS:
         least = overflow_exponent(narrow, scale)
@@ -121,5 +120,5 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _log2(scale: float | None) -> int:
-    """Of a power of two."""
+    """Return the exponent of a power of two; 0 for a scale that is not known."""
     return 0 if scale is None else math.frexp(scale)[1] - 1

@@ -1,0 +1,192 @@
+"""Counting, an observer: at sampled steps the exponents of outputs, gradients and weights, as samples for the tally."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.loss_scale import BackwardScale, ScaleOfBackward
+from mpinspect.ranges.capture.observations import Backward, Call, Observer, OutputGradient, ParameterGradient
+from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorKey, narrowest
+from mpinspect.runtime.distributed import local_part
+
+
+class StepPrecision:
+    """Tells which narrow format the values of the open step have passed through.
+
+    Args:
+        scale: tells whether a GradScaler is at work.
+    """
+
+    def __init__(self, scale: ScaleOfBackward) -> None:
+        self._scale = scale
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what was seen."""
+        #: The narrowest format that an output or a gradient of this step was seen in.
+        self.narrowest = "float32"
+        self._any_output = False
+
+    def outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Take a module's outputs."""
+        for tensor in outputs:
+            self._any_output = True
+            if tensor.dtype is not torch.float32:
+                self._pass_through(tensor.dtype)
+
+    def of_gradient(self, dtype: torch.dtype) -> str:
+        """Return the format that a gradient of this dtype was rounded to on its way.
+
+        Under autocast an FP32 gradient may be the upcast of an FP16 one, here or at any layer after: so it counts as
+        rounded if anything in the step was. Where no output was seen (torch.compile), a GradScaler tells of FP16.
+        """
+        if dtype is not torch.float32:
+            self._pass_through(dtype)
+        if not self._any_output and self._scale.by_scaler:
+            return narrowest((self.narrowest, "float16"))
+        return self.narrowest
+
+    def _pass_through(self, dtype: torch.dtype) -> None:
+        name = passed_through(dtype)
+        if name not in ("float32", self.narrowest):
+            self.narrowest = narrowest((self.narrowest, name))
+
+
+class Counting(Observer):
+    """Counts what is observed at sampled steps.
+
+    Args:
+        kinds: kinds of tensor to count.
+        parameters: those whose weights are counted.
+        tally: takes the samples.
+        precision: tells what gradients were rounded to.
+    """
+
+    def __init__(
+        self,
+        kinds: Collection[str],
+        parameters: Sequence[WatchedParameter],
+        tally: Tally,
+        precision: StepPrecision,
+    ) -> None:
+        self._parameters = parameters
+        self._tally = tally
+        self._precision = precision
+        self._counts_weights = WEIGHT in kinds
+        self._counts_outputs = ACTIVATION in kinds
+        self._counts_output_gradients = ACTIVATION_GRADIENT in kinds
+        self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
+        #: Layers whose outputs were counted in this step with their gradients enabled.
+        self._counted_layers: set[str] = set()
+        #: Layers that are not counted, whose output's gradient is counted all the same: it goes on to one that is.
+        self._counted_ahead: set[str] = set()
+        #: The layer of the gradient before, where that is not counted.
+        self._last_path = ""
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Be at work in a sampled step."""
+        self.at_work = sampled
+        self._counted_layers.clear()
+        self._last_path = ""
+
+    def called(self, call: Call) -> None:
+        """Count the outputs, and ask for the gradients at them."""
+        if call.layer.counted:
+            if self._counts_outputs and self._is_first(call):
+                call.rows = self._count_outputs(call.layer, call.outputs)
+            call.counts_gradients = self._counts_output_gradients
+
+    def _is_first(self, call: Call) -> bool:
+        """Return whether outputs are to be counted: once, with gradients enabled (a reentrant checkpoint's when recomputed)."""
+        if not torch.is_grad_enabled():
+            return False
+        if call.recomputed:
+            return call.layer.path not in self._counted_layers
+        self._counted_layers.add(call.layer.path)
+        return True
+
+    def _count_outputs(self, layer: Layer, outputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        key, rows = TensorKey(layer.path, ACTIVATION), {}
+        for tensor in outputs:
+            row = self._count(key, tensor)
+            if row is not None:
+                rows[id(tensor)] = row
+        return rows
+
+    def _count(self, key: TensorKey, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Count a tensor that is no gradient; returns its row, if it can be counted."""
+        narrow, values = passed_through(tensor.dtype), local_part(tensor)
+        row = self._tally.count(key, values)
+        if row is not None:
+            self._tally.add(Sample(key, row, values.numel(), dtype_name(values.dtype), narrow))
+        return row
+
+    def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
+        """Count a gradient at an output of a counted layer, or of a container that hands it on to one."""
+        layer, counted = gradient.layer, gradient.counted
+        if counted or layer.path in self._counted_ahead:
+            if backward.divisor is None:
+                row = self._row_of(gradient)
+                if row is not None:
+                    gradient.found = row
+            else:
+                row = self._tally.count(layer.gradient_key, gradient.values, backward.divisor)
+            if counted and row is not None:
+                self._add_gradient(layer.gradient_key, gradient.values, row, backward.scale)
+        self._last_path = "" if counted else layer.path
+
+    def _row_of(self, gradient: OutputGradient) -> torch.Tensor | None:
+        """Return the row of a gradient's counts, of the values as they are.
+
+        A container's gradient is not asked for, its last layer's is, and mostly that is the same memory: then it is counted when
+        it arrives first, at the container, where else the watch would read it once more.
+        """
+        if isinstance(gradient.found, torch.Tensor):
+            return gradient.found
+        if gradient.found is not None:
+            self._counted_ahead.add(self._last_path)
+        elif gradient.counted and self._last_path:
+            self._counted_ahead.discard(self._last_path)
+        return self._tally.count(gradient.layer.gradient_key, gradient.values)
+
+    def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
+        """Count a parameter's gradient."""
+        watched = gradient.watched
+        if not (self.lets_gradients_wait and watched.counted):
+            return
+        row = self._tally.count(watched.gradient_key, gradient.values, backward.divisor)
+        if row is not None:
+            self._add_gradient(watched.gradient_key, gradient.values, row, backward.scale)
+        if backward.divisor is None:
+            # Else the row is of the values divided.
+            gradient.found = row
+
+    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+        """Count parameters' gradients together."""
+        self._tally.count_together(gradients)
+        for each in gradients:
+            if each.found is not None:
+                self._add_gradient(each.watched.gradient_key, each.values, each.found, backward.scale)
+
+    def _add_gradient(self, key: TensorKey, gradient: torch.Tensor, row: torch.Tensor, scale: BackwardScale) -> None:
+        dtype = gradient.dtype
+        narrow = self._precision.of_gradient(dtype)
+        self._tally.add(Sample(key, row, gradient.numel(), dtype_name(dtype), narrow, scale))
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Count the weights and send the step's samples off; drop them if they are no sample."""
+        if not self.at_work:
+            return
+        if not sampled:
+            self._tally.drop_step()
+            return
+        if self._counts_weights:
+            for watched in self._parameters:
+                if watched.counted:
+                    self._count(TensorKey(watched.name, WEIGHT), watched.parameter)
+        self._tally.end_step(step)

@@ -1,0 +1,298 @@
+"""The dispatcher: turns what hooks see of a training into observations, and shows them to the observers of the step.
+
+It knows hooks and steps; the observers (``counting``, ``watch``, ``optimizers.Updates``) know what to do with a tensor. Every
+method through which training enters is guarded: no fault of ours reaches it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.capture.counting import StepPrecision
+from mpinspect.ranges.capture.largest import Found
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.loss_scale import ScaleOfBackward
+from mpinspect.ranges.capture.model_hooks import ModelHooks
+from mpinspect.ranges.capture.observations import (
+    NO_CONTEXT,
+    Backward,
+    Call,
+    LastValues,
+    Observer,
+    OutputGradient,
+    ParameterGradient,
+    is_many,
+    out_of_reach,
+    tracing,
+    transforms,
+)
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import Pace, StepClock
+from mpinspect.ranges.capture.tensor_hooks import backward_ended
+from mpinspect.ranges.capture.waiting import WaitingGradients
+from mpinspect.ranges.capture.watch import Watch
+from mpinspect.ranges.capture.weights import WeightChanges
+from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.guard import Guarded, entrance, guarded
+from mpinspect.runtime.meter import Meter
+from mpinspect.runtime.outputs import tensor_list, tensors_in
+
+
+class Dispatcher(Guarded):
+    """Shows what happens in the training of one model to the observers, which ``Capture`` makes."""
+
+    def __init__(
+        self,
+        parameters: Sequence[WatchedParameter],
+        clock: StepClock,
+        pace: Pace,
+        optimizers: ModelOptimizers,
+        loss_scale: float | Callable[[], Any] | None,
+        scalers: Collection[Any],
+        recording: Recording,
+    ) -> None:
+        super().__init__(recording.note)
+        self.clock, self._pace, self._optimizers, self._recording = clock, pace, optimizers, recording
+        me = weakref.ref(self)
+        self._hooks = ModelHooks(me)
+        #: Weight gradients that wait for the end of their backward.
+        self.waiting = WaitingGradients(Backward.waited, recording.note, functools.partial(backward_ended, me))
+        fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
+        self._scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
+        self._precision = StepPrecision(self._scale)
+        self._weight_changes = WeightChanges(parameters)
+        #: An observer that counts comes before one that need not read then.
+        self._observers: tuple[Observer, ...] = ()
+        #: All of them unless the capture rests, and those that are at work in this step.
+        self._observing: tuple[Observer, ...] = ()
+        self._at_work: tuple[Observer, ...] = ()
+        self._watch: Watch | None = None
+        self._resting = self._sampled = self._any_call = False
+        #: The context of the gradients that arrive.
+        self._backward = NO_CONTEXT
+        #: The output's gradient before, with what was found in it.
+        self._last_gradient: LastValues[Found] = LastValues()
+        self.attached = False
+        #: Whether there is a GPU whose streams could be capturing a graph.
+        self._may_capture_graphs = False
+        #: Whether nothing is to be seen in this step: what every hook asks first.
+        self.quiet = False
+
+    def step_ended(self) -> None:
+        """Take in what has been captured, if it is time."""
+
+    # -- the forward ----------------------------------------------------------------------------------------------
+
+    @entrance
+    def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's forward has run."""
+        if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
+            return
+        self._any_call = True
+        # By activation checkpointing: not counted again, but of the reentrant kind these are the tensors that gradients reach.
+        recomputed = torch._C._current_graph_task_id() != -1
+        in_training = recomputed or (self.clock.in_forward and torch.is_grad_enabled())
+        if (not in_training and not self._training_forward(layer)) or not self._at_work:
+            return
+        outputs = tensor_list(output)
+        self._precision.outputs(outputs)
+        call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
+        if self._hooks.wrapped_inputs and self._watch in self._at_work:
+            self._hooks.see_through_wrappers(call, self._watch)
+        for observer in self._at_work:
+            observer.called(call)
+        self._hooks.await_gradients(call)
+
+    def _training_forward(self, layer: Layer) -> bool:
+        """Tell the clock that a forward ran; returns whether it belongs to training."""
+        if not torch.is_grad_enabled():
+            # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
+            return layer.module.training
+        if self.clock.after_backward:
+            self.waiting.finish_left_behind()
+        if self.clock.forward(self._weight_changes.updated):
+            self._end_step()
+            self.clock.forward(self._weight_changes.updated)
+        return True
+
+    # -- the backward ---------------------------------------------------------------------------------------------
+
+    @entrance
+    def activation_gradient(
+        self, layer: Layer, values: torch.Tensor, counted: bool, number: int, is_input: bool
+    ) -> None:
+        """The gradient at a tensor has arrived."""
+        backward = self._context(values)
+        if backward is None:
+            return
+        if type(values) is not torch.Tensor:
+            values = local_part(values)
+        last = self._last_gradient
+        found = last.found_in(values) if last.remembers else None
+        gradient = OutputGradient(layer, values, counted, number, is_input, found)
+        for observer in backward.observers:
+            observer.output_gradient(gradient, backward)
+        if counted:
+            last.forget()
+        else:
+            last.keep(values, gradient.found)
+
+    @entrance
+    def weight_gradient(self, watched: WatchedParameter, values: torch.Tensor) -> None:
+        """The gradient of a parameter has arrived, and does not wait yet."""
+        backward = self._context(values)
+        if backward is None:
+            return
+        if self.waiting.task == backward.task:
+            self.waiting.make_room(values)
+            if self.waiting.hold(watched, values):
+                return
+        gradient = ParameterGradient(watched, local_part(values))
+        for observer in backward.observers:
+            observer.parameter_gradient(gradient, backward)
+
+    @entrance
+    def backward_ended(self, finish: Callable[[], None]) -> None:
+        """A backward is over: observe what waited for that."""
+        finish()
+
+    def _context(self, gradient: torch.Tensor) -> Backward | None:
+        """Return the context that a gradient shares with all others of its backward; None where it can't be observed."""
+        backward, task = self._backward, torch._C._current_graph_task_id()
+        if backward.task == task == self._scale.task and not is_many(gradient):
+            return backward
+        return None if self._is_out_of_reach(gradient) else self._backward_begins(gradient.dtype)
+
+    def _is_out_of_reach(self, gradient: torch.Tensor | None = None) -> bool:
+        """Return whether nothing can be observed just now, and note why."""
+        reason = out_of_reach(self._may_capture_graphs, gradient)
+        if reason is not None:
+            self._recording.note(reason)
+        return reason is not None
+
+    def _backward_begins(self, dtype: torch.dtype) -> Backward:
+        """Find out the context at the first gradient of a backward."""
+        in_half = dtype is torch.float16 or self._precision.narrowest == "float16"
+        scale, is_new = self._scale.now(in_half)
+        # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
+        told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
+        if told_by_backwards and self.clock.backward_again(self._weight_changes.updated):
+            self._end_step()
+            # Which forgets the backward, for the sake of those that go on over a step's end.
+            self._scale.now(in_half)
+        self.clock.backward()
+        self._last_gradient.forget()
+        by_scaler = self._scale.by_scaler and not self._optimizers.any_fused
+        task, micro_batch = torch._C._current_graph_task_id(), self.clock.micro_batch
+        backward = self._backward = Backward(task, scale, scale.divisor, micro_batch, self._at_work, by_scaler)
+        if is_new:
+            for observer in backward.observers:
+                observer.backward_begins(backward)
+        counts = any(observer.lets_gradients_wait for observer in backward.observers)
+        if counts and backward.divisor is None and not self._hooks.others_change_gradients:
+            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.looks)
+        else:
+            self.waiting.stop()
+        return backward
+
+    @entrance
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """A GradScaler scaled a loss: its backward, should it reach this model, has that scale."""
+        products = self._scale.loss_scaled(scaler, scaled)
+        if self._at_work and self.clock.begun:
+            for observer in self._at_work:
+                observer.loss_scaled(list(tensors_in(given)), products, self.clock.micro_batch)
+
+    # -- the optimizers -------------------------------------------------------------------------------------------
+
+    @entrance
+    def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` begins."""
+        self.waiting.finish_left_behind()
+        self._optimizers.scaler_steps(optimizer)
+
+    @entrance
+    def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` is over: if the optimizer did not step meanwhile, the scaler skipped it."""
+        if not self._optimizers.was_skipped(optimizer):
+            return
+        if self.clock.optimizer_again(optimizer):
+            self._end_step()
+        for observer in self._observing:
+            observer.step_skipped(optimizer)
+        if self.clock.optimizer_done(optimizer, skipped=True):
+            self._end_step()
+
+    @entrance
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        self.waiting.finish_left_behind()
+        if not self._optimizers.steps(optimizer):
+            return
+        self.clock.know(optimizer)
+        if self.clock.optimizer_again(optimizer):
+            self._end_step()
+        self._optimizers.step_begins(optimizer)
+        for observer in self._observing:
+            observer.optimizer_steps(optimizer)
+
+    @entrance
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        if not self._optimizers.stepped(optimizer):
+            return
+        for observer in self._observing:
+            observer.optimizer_stepped(optimizer)
+        if self.clock.optimizer_done(optimizer, skipped=False):
+            self._end_step()
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    @guarded
+    def _end_step(self, *, finished: bool = True) -> None:
+        """Have the observers finish the step, and begin the next."""
+        self._finish_waiting()
+        step, watched = self.clock.step, self._watch in self._at_work
+        # What a broken-off step leaves is no sample of a whole one; but better than nothing where there is none.
+        sampled = self._sampled and (finished or not self._recording.progress.sampled_steps)
+        for observer in self._observing:
+            self._finish(observer, step, sampled)
+        if finished and self.meter is not None:
+            self._settle(self.meter, watched)
+        self.clock.advance()
+        self.step_ended()
+        steps = self.clock.step if finished else step
+        self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
+        if self.attached:
+            self._begin_step()
+
+    @guarded
+    def _finish_waiting(self) -> None:
+        self.waiting.finish()
+
+    @guarded
+    def _finish(self, observer: Observer, step: int, sampled: bool) -> None:
+        observer.end_step(step, sampled)
+
+    @guarded
+    def _settle(self, meter: Meter, watched: bool) -> None:
+        self._pace.settle(meter, self._recording, watched)
+
+    def _begin_step(self) -> None:
+        self._sampled, watched = (False, False) if self._resting else self._pace.next_step()
+        for observer in self._observers:
+            observer.begin_step(self._sampled, watched)
+        self._observing = () if self._resting else self._observers
+        self._at_work = tuple(observer for observer in self._observers if observer.at_work)
+        # Without an optimizer it is the forwards that tell where a step begins.
+        self.quiet = not self._at_work and self.clock.has_optimizers
+        self._optimizers.begin_step()
+        self._precision.begin_step()
+        self._scale.forget()
+        self._hooks.begin_step(self.quiet)

@@ -1,0 +1,234 @@
+"""What the watch saw in a step, and the judgement on it once its values have reached the host: the event, if there is one.
+
+Values that a device holds travel to the host together when the step ends, asynchronously, and are judged a step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture import culprit
+from mpinspect.ranges.capture.calls import StepCalls
+from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen
+from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
+from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
+from mpinspect.ranges.capture.largest import Value, from_stacked, on_host, stacked
+from mpinspect.ranges.capture.loss_scale import BackwardScale
+from mpinspect.ranges.session import Event, TensorKey
+from mpinspect.runtime.guard import Unread
+
+
+class Look(NamedTuple):
+    """One tensor that was read; as ``culprit.Seen``, its value perhaps still on a device."""
+
+    phase: str
+    what: str
+    name: str
+    module: str
+    tensor: int
+    micro_batch: int
+    value: Value
+    is_input: bool = False
+
+    @property
+    def is_broken(self) -> bool | None:
+        """Whether the value is not finite; None where a device has it."""
+        largest = on_host(self.value)
+        return None if largest is None else not math.isfinite(largest)
+
+
+@dataclass
+class StepLog:
+    """Everything seen in one step. Holds no tensor of the model, only reduced values."""
+
+    step: int = 0
+    looks: list[Look] = field(default_factory=list)
+    calls: StepCalls = field(default_factory=StepCalls)
+    last_output: Look | None = None
+    #: Numbers of inputs that no module was seen to make and that were not read so far.
+    unseen_inputs: set[int] = field(default_factory=set)
+    #: Whether an output that is known already is not finite.
+    broken: bool = False
+    #: Modules that can't have made the first infinity or NaN, where that was found out before the weights moved.
+    innocent: frozenset[str] | None = None
+    scale: BackwardScale | None = None
+    skipped: bool | None = None
+    found_inf: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Travelling:
+    log: StepLog
+    copies: list[tuple[list[int], HostCopy]]
+    found_inf: HostCopy | None = None
+
+    def ready(self) -> bool:
+        copies = [copy for _, copy in self.copies] + ([self.found_inf] if self.found_inf is not None else [])
+        return all(copy.ready() for copy in copies)
+
+
+class Judge:
+    """Names the first culprit of each step, and remembers every tensor's last maxima.
+
+    Args:
+        modules: those that are watched, by path.
+        unread: takes the tensors whose values can't be sent to the host.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module], unread: Unread[TensorKey]) -> None:
+        self._modules = modules
+        self._unread = unread
+        self._travelling: deque[_Travelling] = deque()
+        #: Maxima by kind and name; excuses by module.
+        self._history = culprit.History()
+        self._skips_on_device = 0
+
+    def send(self, log: StepLog) -> None:
+        """Send a step's values to the host. Does not wait."""
+        found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
+        self._travelling.append(_Travelling(log, self._copies(log), found_inf))
+
+    def events(self, *, wait: bool) -> list[Event]:
+        """Return the events of the steps whose values have arrived (``wait``: of all that were sent)."""
+        events: list[Event] = []
+        while self._travelling and (wait or self._travelling[0].ready()):
+            event = self._judge(self._travelling.popleft())
+            if event is not None:
+                events.append(event)
+        return events
+
+    def take_skips_on_device(self) -> int:
+        """Return how many steps are known since the last call to have been skipped on the device."""
+        skips, self._skips_on_device = self._skips_on_device, 0
+        return skips
+
+    def find_innocent(self, log: StepLog) -> None:
+        """Note which modules can't have made the last gradient's infinity, if it has one: the weights are about to move."""
+        if log.innocent is None and log.looks and log.looks[-1].phase == BACKWARD and log.looks[-1].is_broken:
+            # What a device has is not waited for, and passes for finite.
+            seen = _seen(log.looks, [on_host(look.value) or 0.0 for look in log.looks])
+            stories, _ = log.calls.stories()
+            log.innocent = self._innocent(seen, stories)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _copies(self, log: StepLog) -> list[tuple[list[int], HostCopy]]:
+        """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
+        groups: dict[Any, list[int]] = {}
+        values: dict[int, Any] = {
+            index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)
+        }
+        for index, value in values.items():
+            groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
+        lost = set()
+
+        def failed(index: int, error: Exception) -> None:
+            lost.add(index)
+            self._unread.failed(TensorKey(log.looks[index].name, log.looks[index].what), error)
+
+        copies = copy_groups(
+            groups.values(), lambda places: HostCopy(stacked([values[index] for index in places])), failed
+        )
+        if not lost:
+            return copies
+        log.looks = [look for index, look in enumerate(log.looks) if index not in lost]
+        return self._copies(log)
+
+    def _judge(self, arrived: _Travelling) -> Event | None:
+        log = arrived.log
+        largest = _largest(log.looks, arrived.copies)
+        if arrived.found_inf is not None:
+            log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
+            self._skips_on_device += log.skipped
+        if all(map(math.isfinite, largest)):
+            self._remember(log, largest)
+            return None
+        seen = _seen(log.looks, largest)
+        # Gradients do not depend on the loss's own value: an infinite one that left them finite is nothing.
+        loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
+        suspicious = [
+            look
+            for look in seen
+            if (look.phase != FORWARD or not self._history.excuses(look.module, look.largest))
+            and (look.what != SCALED_LOSS or loss_matters)
+        ]
+        stories, calls = log.calls.stories()
+        innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
+        read = {look.tensor for look in log.looks}
+        found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
+        event = self._event(found, suspicious, log) if found is not None else None
+        self._remember(log, largest)
+        return event
+
+    def _innocent(self, seen: list[Seen], stories: list[culprit.TensorStory]) -> frozenset[str]:
+        """Return the modules that can't have made the first infinity or NaN of what they were given."""
+        first = culprit.first_broken(seen)
+        if first is None or first.tensor < 0:
+            return frozenset()
+        if first.phase == FORWARD:
+            return frozenset([first.module] if stays_finite(self._modules[first.module]) else [])
+        largest = culprit.largest_at_output(seen, stories, first)
+        return frozenset(
+            module
+            for module in dict.fromkeys(stories[first.tensor].consumers)
+            if module in largest and gradient_stays_finite(self._modules[module], largest[module])
+        )
+
+    def _remember(self, log: StepLog, largest: list[float]) -> None:
+        for look, value in zip(log.looks, largest, strict=True):
+            if not look.is_input:
+                self._history.remember((look.what, look.name), value)
+
+    def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
+        gradients_finite = culprit.finite_gradients(seen)
+        if found.phase == FORWARD and gradients_finite:
+            # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
+            for look in seen:
+                if look.phase == FORWARD and not look.finite:
+                    self._history.excuse(look.module, look.largest)
+        first = found.first
+        return Event(
+            log.step,
+            first.micro_batch,
+            found.phase,
+            found.module,
+            first.what,
+            first.name,
+            culprit.word(first.largest),
+            _scale_value(log.scale),
+            self._history.last_maxima((first.what, first.name)),
+            log.skipped,
+            culprit.finite_in_forward(seen),
+            gradients_finite,
+            found.explanation,
+            found.after,
+        )
+
+
+def _scale_value(scale: BackwardScale | None) -> float | None:
+    """Return the scale as a number; one still on a GPU is waited for, which only happens where there is an event to tell."""
+    if scale is None or scale.on_device is None:
+        return None if scale is None else scale.value
+    return float(scale.on_device)
+
+
+def _seen(looks: Iterable[Look], largest: Iterable[float]) -> list[Seen]:
+    return [
+        Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
+        for look, value in zip(looks, largest, strict=True)
+    ]
+
+
+def _largest(looks: list[Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
+    """Return the largest magnitude of each look, inf or NaN included."""
+    largest = [look.value if isinstance(look.value, float) else 0.0 for look in looks]
+    for indices, copy in copies:
+        for index, value in zip(indices, from_stacked(copy.values()), strict=True):
+            largest[index] = value
+    return largest

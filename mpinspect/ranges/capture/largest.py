@@ -1,0 +1,101 @@
+"""The largest magnitude of a tensor: a number where the host knows it; on a GPU what the host will make one of, later."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mpinspect.counting import layout
+from mpinspect.counting.magnitude import largest_magnitude
+from mpinspect.counting.pieces import detached_values
+from mpinspect.runtime.distributed import local_part
+
+#: The largest magnitude, inf or NaN included; or in its place the smallest and the largest value, or the row of counts.
+Value = float | tuple[torch.Tensor, ...]
+#: What is known of a tensor: that, or the row of its counts.
+Found = torch.Tensor | Value
+
+
+def largest_of(tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
+    """Return a tensor's largest magnitude without a wait; None for tensors that have no value.
+
+    Args:
+        found: what is known of the tensor already.
+        at_once: whether a row of counts on a CPU is filled by now; if not, it is read when the step ends.
+    """
+    if isinstance(found, torch.Tensor):
+        return from_row(found.numpy()) if at_once and found.is_cpu else (found,)
+    if found is not None:
+        return found
+    if not tensor.numel():
+        return None
+    tensor = local_part(tensor)
+    largest = largest_magnitude(tensor)
+    return extremes(tensor) if largest is None else largest
+
+
+def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Return the smallest and the largest value, 0-d each, NaN if there is one; on the tensor's device, without a wait.
+
+    None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
+    """
+    tensor = detached_values(tensor)
+    if tensor.layout is not torch.strided:
+        # Of an uncoalesced one the values before they are added up: coalescing waits for the GPU.
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.numel() or tensor.element_size() == 1:
+        return None
+    if tensor.is_cpu and not tensor.data_ptr() and not tensor._is_zerotensor():
+        # Its memory was given back, as sharded training does between uses.
+        return None
+    return tuple(torch.aminmax(tensor))
+
+
+def on_host(value: Value) -> float | None:
+    """Return the largest magnitude, read from a CPU's memory if need be; None where a device has it."""
+    if isinstance(value, float):
+        return value
+    if value[0].device.type != "cpu":
+        return None
+    if len(value) == 1:
+        return from_row(value[0].numpy())
+    return from_extremes(*(each.double().numpy().item() for each in value))
+
+
+def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Return pairs of extremes as (n, 2), float32 or float64; rows of counts, cut after their heads, as (n, HEADER), int64."""
+    if len(values[0]) == 1:
+        return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
+    flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
+    return flat if flat.dtype == torch.float64 else flat.to(torch.float32)
+
+
+def from_stacked(values: npt.NDArray[Any]) -> list[float]:
+    """Return the largest magnitudes of what was ``stacked``."""
+    return (
+        _from_heads(values) if values.shape[1] == layout.HEADER else [from_extremes(*pair) for pair in values.tolist()]
+    )
+
+
+def from_extremes(low: float, high: float) -> float:
+    """Return the largest magnitude between the smallest and the largest value; NaN if one is."""
+    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+
+
+def from_row(row: Any) -> float:
+    """Return the largest magnitude that a row of counts tells of."""
+    return _from_heads(row[None, : layout.HEADER])[0]
+
+
+def _from_heads(heads: npt.NDArray[np.int64]) -> list[float]:
+    largest = heads[:, layout.MAX_BITS].copy().view(np.float64)
+    largest[heads[:, layout.INFS] > 0] = math.inf
+    largest[heads[:, layout.NANS] > 0] = math.nan
+    found: list[float] = largest.tolist()
+    return found

@@ -1,0 +1,210 @@
+"""The hooks that a capture has on a model's modules, parameters and tensors; off while nothing is to be seen."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as global_hooks
+
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
+from mpinspect.ranges.capture.weights import can_be_hooked
+from mpinspect.runtime.distributed import is_distributed
+from mpinspect.runtime.hooks import HandleList, hook_gradient
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.capture.dispatcher import Dispatcher
+    from mpinspect.ranges.capture.observations import Call
+    from mpinspect.ranges.capture.watch import Watch
+
+
+class ModelHooks:
+    """Puts hooks on and takes them off. Holds the dispatcher weakly.
+
+    Args:
+        dispatcher: what the hooks call.
+    """
+
+    def __init__(self, dispatcher: weakref.ref[Dispatcher]) -> None:
+        self._dispatcher = dispatcher
+        self._handles = HandleList()
+        #: The hooks on modules and on parameters, by torch's numbers.
+        self._on_modules: list[tuple[torch.nn.Module, int]] = []
+        self._on_parameters: list[tuple[torch.Tensor, int]] = []
+        #: Those that are off for now.
+        self._lifted_modules: list[tuple[torch.nn.Module, int, Any]] = []
+        self._lifted_parameters: list[tuple[torch.Tensor, int, Any]] = []
+        #: Parameters that can't be hooked yet: frozen, or lazy ones without a shape.
+        self._later: list[WatchedParameter] = []
+        #: Whether full backward hooks of others wrap some module's inputs.
+        self.wrapped_inputs = False
+        #: Whether hooks of others may change gradients that have arrived before.
+        self.others_change_gradients = False
+
+    @property
+    def any_on_modules(self) -> bool:
+        return bool(self._on_modules)
+
+    def hook_modules(self, layers: Iterable[Layer]) -> None:
+        """Hook the modules that have a forward."""
+        dispatcher = self._alive()
+        for layer in layers:
+            if not _is_never_called(layer.module):
+                hook = ForwardHook(dispatcher, layer)
+                handle = self._handles.add(layer.module.register_forward_hook(hook, with_kwargs=True))
+                self._on_modules.append((layer.module, handle.id))
+
+    def hook_parameters(self, parameters: Iterable[WatchedParameter]) -> None:
+        """Hook the parameters that can be; the others when ``begin_step`` finds that they can."""
+        dispatcher, later = self._alive(), []
+        for watched in parameters:
+            parameter: Any = watched.parameter
+            if not can_be_hooked(parameter):
+                later.append(watched)
+            elif is_distributed(parameter):
+                self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(dispatcher, watched)))
+            else:
+                handle = self._handles.add(parameter.register_hook(ParameterHook(dispatcher, watched)))
+                self._on_parameters.append((parameter, handle.id))
+        self._later = later
+
+    def begin_step(self, quiet: bool) -> None:
+        """Have hooks on the model as it is now; none where nothing is to be seen in the step."""
+        if quiet:
+            self._lift()
+        else:
+            self._put_back()
+            self._tend()
+
+    def _tend(self) -> None:
+        """Adapt to the model as it is now: hook what was unfrozen, and put our hooks behind everybody else's."""
+        if any(can_be_hooked(watched.parameter) for watched in self._later):
+            self.hook_parameters(self._later)
+        self.wrapped_inputs = any(module._backward_hooks for module, _ in self._on_modules)
+        self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
+        for module, number in self._on_modules:
+            # Another hook that was added later may change the output: see what the next module is given.
+            hooks: Any = module._forward_hooks
+            if number in hooks and next(reversed(hooks)) != number:
+                hooks.move_to_end(number)
+
+    def unhook(self, modules: Collection[int]) -> bool:
+        """Take the hooks off these modules, by id, for good; returns whether there were any."""
+        leave = [(module, number) for module, number in self._on_modules if id(module) in modules]
+        self._on_modules = [each for each in self._on_modules if id(each[0]) not in modules]
+        self._lifted_modules = [each for each in self._lifted_modules if id(each[0]) not in modules]
+        for module, number in leave:
+            module._forward_hooks.pop(number, None)
+            module._forward_hooks_with_kwargs.pop(number, None)
+        return bool(leave)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        self._handles.remove_all()
+
+    def forget(self) -> None:
+        """Hold no module and no parameter any longer."""
+        for hooks in (self._on_modules, self._on_parameters, self._lifted_modules, self._lifted_parameters):
+            hooks.clear()
+
+    # -- lifting ------------------------------------------------------------------------------------------------------
+
+    def _lift(self) -> None:
+        """Take hooks off until ``_put_back``: one that returns at once costs a microsecond a call and more.
+
+        Not where something was compiled: a module with other hooks than before would be compiled once more.
+        """
+        if has_compiled():
+            return
+        for module, number in self._on_modules:
+            hook: Any = module._forward_hooks.pop(number, None)
+            if hook is not None:
+                module._forward_hooks_with_kwargs.pop(number, None)
+                self._lifted_modules.append((module, number, hook))
+        for parameter, number in self._on_parameters:
+            known: Any = parameter._backward_hooks
+            # Among the hooks of others ours keeps its place.
+            if known is not None and len(known) == 1 and number in known:
+                self._lifted_parameters.append((parameter, number, known.pop(number)))
+
+    def _put_back(self) -> None:
+        """Put lifted hooks back under the same numbers: on modules behind those added since, on parameters before them."""
+        modules, self._lifted_modules = self._lifted_modules, []
+        for module, number, hook in modules:
+            module._forward_hooks[number] = hook
+            module._forward_hooks_with_kwargs[number] = True
+        parameters, self._lifted_parameters = self._lifted_parameters, []
+        for parameter, number, hook in parameters:
+            known: Any = parameter._backward_hooks
+            if known is not None:
+                # Autograd calls them in the order in which they were added to the dictionary, whatever that calls its order.
+                since = list(known.items())
+                known.clear()
+                known[number] = hook
+                known.update(since)
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def await_gradients(self, call: Call) -> None:
+        """Hook the tensors of a call whose gradients are followed, and the outputs whose gradients are counted."""
+        counted, followed = call.counts_gradients, set()
+        for tensor, number, is_input in call.fresh:
+            if tensor.requires_grad and not (is_input and tensor.is_leaf):
+                self._await_gradient(call.layer, tensor, counted and not is_input, number, is_input)
+                if not is_input:
+                    followed.add(id(tensor))
+        if counted:
+            for tensor in call.outputs:
+                if tensor.requires_grad and id(tensor) not in followed:
+                    self._await_gradient(call.layer, tensor, True, -1, False)
+
+    def _await_gradient(self, layer: Layer, tensor: torch.Tensor, counted: bool, number: int, is_input: bool) -> None:
+        handle = hook_gradient(tensor, OutputGradientHook(self._dispatcher, layer, counted, number, is_input))
+        if self.wrapped_inputs and tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn
+            node.metadata[id(self), tensor.output_nr] = number
+        if handle is not None:
+            # A module that returns a parameter.
+            self._handles.add(handle)
+
+    def see_through_wrappers(self, call: Call, watch: Watch) -> None:
+        """Find and hook the tensors that full backward hooks have wrapped as inputs of a module, and tell the watch.
+
+        Such a hook may change the gradient on the way out of the wrapper.
+        """
+        for tensor in call.inputs():
+            node: Any = tensor.grad_fn
+            if node is None or type(node).__name__ != "BackwardHookFunctionBackward":
+                continue
+            inner, index = node.next_functions[tensor.output_nr]
+            if inner is None or not inner.next_functions:
+                continue
+            number = inner.metadata.get((id(self), index))
+            if number is None:
+                number = inner.metadata[id(self), index] = watch.unseen_input()
+                inner.register_prehook(self._prehook(call.layer, number, index))
+            watch.wrapped_input(number, call.layer.path)
+
+    def _prehook(self, layer: Layer, number: int, index: int) -> Callable[[Sequence[torch.Tensor]], None]:
+        hook = OutputGradientHook(self._dispatcher, layer, False, number, True)
+        return lambda gradients: hook(gradients[index])
+
+    def _alive(self) -> Dispatcher:
+        dispatcher = self._dispatcher()
+        assert dispatcher is not None
+        return dispatcher
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled anything in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["stats"].get("unique_graphs"))
+
+
+def _is_never_called(module: torch.nn.Module) -> bool:
+    """Return whether a module has no forward: lists and dicts of modules or parameters."""
+    return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)

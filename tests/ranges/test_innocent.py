@@ -1,0 +1,285 @@
+"""Modules that are cleared of having made an infinity: only where that is certain, and the culprit stays right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+
+pytest.importorskip("numba")
+
+from mpinspect import Inspector
+from mpinspect.ranges.capture import innocent
+from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
+
+KINDS = list(innocent.VALUE_BY_VALUE)
+
+
+def _made(kind: Callable[..., nn.Module]) -> nn.Module:
+    return kind(1, (1, -1)) if kind is nn.Unflatten else kind()
+
+
+def _values(most: float, dtype: torch.dtype) -> torch.Tensor:
+    magnitudes = torch.logspace(-30, math.log10(most) - 1e-6, 2000, dtype=torch.float64)
+    return torch.cat([magnitudes, -magnitudes, torch.zeros(1)]).clamp(-most, most).to(dtype)[None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_these_kinds_never_exceed_their_input(kind: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    """|f(x)| <= max(|x|, 1), up to the fourth root of the largest value; and finite up to the largest."""
+    module = _made(kind)
+    assert stays_finite(module)
+    x = _values(torch.finfo(dtype).max ** 0.25, dtype)
+    assert bool((module(x).reshape(-1).abs() <= x.reshape(-1).abs().clamp(min=1.0)).all())
+    assert bool(module(_values(torch.finfo(dtype).max, dtype)).isfinite().all())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_these_kinds_hand_on_no_larger_gradient(kind: Callable[..., nn.Module]) -> None:
+    """But for those whose own formula may compute infinity times zero: they are not cleared."""
+    module = _made(kind)
+    assert gradient_stays_finite(module, 3e38) == (kind in innocent.NO_STEEPER_THAN_1)
+    if kind in innocent.NO_STEEPER_THAN_1:
+        x = _values(torch.finfo(torch.float32).max, torch.float32).requires_grad_()
+        y = module(x)
+        y.backward(torch.full_like(y, 3e38))
+        assert x.grad is not None
+        assert bool((x.grad <= 3e38).all())
+
+
+_SCALES = st.sampled_from([1e-6, 1.1e-3, 1.0, 1.7, 100.0, 3e3])
+_PRODUCTS: tuple[Callable[[int, int], Any], ...] = (
+    nn.Linear,
+    lambda ins, outs: nn.Conv1d(ins, outs, 3, padding=1),
+    lambda ins, outs: nn.Conv2d(ins, outs, 3, padding=1),
+    lambda ins, outs: nn.Conv2d(ins, ins * outs, (2, 3), stride=2, groups=ins),
+    lambda ins, outs: nn.Conv3d(ins, outs, 2, dilation=2),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    which=st.integers(0, len(_PRODUCTS) - 1),
+    ins=st.integers(1, 20),
+    outs=st.integers(1, 20),
+    one_sign=st.booleans(),
+    scale=_SCALES,
+    weight_scale=_SCALES,
+)
+def test_a_product_that_is_cleared_hands_on_a_gradient_that_fp16_holds(
+    which: int, ins: int, outs: int, one_sign: bool, scale: float, weight_scale: float
+) -> None:
+    module = _PRODUCTS[which](ins, outs)
+    generator = torch.Generator().manual_seed(ins * 21 + outs)
+    with torch.no_grad():
+        # Values in which a bound that is too small would show: all at the largest, of one sign or of two.
+        signs = torch.randn(module.weight.shape, generator=generator).sign()
+        module.weight.copy_(weight_scale * (torch.ones_like(signs) if one_sign else signs))
+    x = torch.zeros(2, ins, *([6] * (module.weight.dim() - 2)), requires_grad=True)
+    y = module(x)
+    y.backward(torch.full_like(y, scale))
+    assert x.grad is not None
+    largest = float(x.grad.abs().max())
+    if gradient_stays_finite(module, scale):
+        assert largest <= 1.001 * innocent.LARGEST_GRADIENT
+    else:
+        terms = module.weight.numel() // module.weight.shape[1]
+        assert terms * scale * weight_scale * 1.001 > innocent.LARGEST_GRADIENT
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30], ids=str)
+def test_a_product_whose_weight_is_not_sound_is_not_cleared(value: float) -> None:
+    linear = nn.Linear(4, 4)
+    assert gradient_stays_finite(linear, 1.0)
+    with torch.no_grad():
+        linear.weight[1, 2] = value
+    assert not gradient_stays_finite(linear, 1.0)
+
+
+# -- unknown code ----------------------------------------------------------------------------------------------------------
+
+
+def _another_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, y: None)
+
+
+def _a_hook_before(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda module, args: None)
+
+
+def _a_backward_hook(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda module, given, made: None)
+
+
+def _own_forward(module: nn.Module) -> None:
+    module.forward = module.forward  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def _everybodys_hook() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, y: None)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("change", [_another_hook, _a_hook_before, _a_backward_hook, _own_forward])
+@pytest.mark.parametrize("kind", [nn.ReLU, lambda: nn.Linear(2, 2)], ids=["ReLU", "Linear"])
+def test_not_cleared_where_something_else_may_change_it(
+    kind: Callable[[], nn.Module], change: Callable[[nn.Module], None]
+) -> None:
+    module = kind()
+    assert gradient_stays_finite(module, 1.0)
+    change(module)
+    assert not gradient_stays_finite(module, 1.0)
+    assert not stays_finite(module)
+
+
+@pytest.mark.usefixtures("_everybodys_hook")
+def test_not_cleared_under_a_hook_for_all_modules() -> None:
+    assert not stays_finite(nn.ReLU())
+    assert not gradient_stays_finite(nn.Linear(2, 2), 1.0)
+
+
+def test_not_cleared_where_the_class_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x / 0.0)
+    assert not stays_finite(nn.ReLU())
+    assert not gradient_stays_finite(nn.ReLU(), 1.0)
+    events = _step(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(3, 4))
+    assert events[0].module == "1"
+
+
+class _Squares(nn.ReLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square()
+
+
+def test_a_subclass_may_do_anything() -> None:
+    assert not stays_finite(_Squares())
+    events = _step(nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False), _Squares()), torch.full((1, 1), 3e38))
+    assert [event.module for event in events] == ["2"]
+
+
+def test_a_weight_that_is_computed_is_not_read() -> None:
+    linear = nn.Linear(4, 4)
+    parametrizations.weight_norm(linear)
+    assert not gradient_stays_finite(linear, 1.0)
+
+
+# -- who is named ----------------------------------------------------------------------------------------------------------
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    with Inspector(model, capture=()) as inspector:
+        model(x).sum().backward()
+    return list(inspector.session().events)
+
+
+def _train(model: nn.Module, steps: int, at_step: Callable[[int], None]) -> list[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, capture=(), optimizers=optimizer) as inspector:
+        for step in range(steps):
+            at_step(step)
+            optimizer.zero_grad()
+            model(torch.randn(_ROWS, 4, generator=torch.Generator().manual_seed(0))).sum().backward()
+            optimizer.step()
+    return list(inspector.session().events)
+
+
+#: Rows enough for an output of 2^16 values.
+_ROWS, _WIDTH = 1024, 64
+
+
+def test_an_infinite_input_of_a_module_that_hides_it_is_told_of_the_next() -> None:
+    """ReLU(-inf) is 0 and nothing broke; a Linear given the same tensor breaks, and its input was broken already."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu, self.linear = nn.ReLU(), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            broken = x / 0.0
+            return self.relu(broken) + self.linear(broken)
+
+    events = _step(Both(), torch.full((1, 2), -1.0))
+    assert (events[0].phase, events[0].module, events[0].tensor) == ("forward", "", "linear")
+    assert "whose input was not finite already" in events[0].explanation
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38], ids=str)
+def test_a_large_linear_whose_weight_breaks_is_named_with_its_last_maxima(value: float) -> None:
+    """Every output is read, however small its input and weight keep it: its last maxima are those that it had."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.GELU())
+    largest = []
+    model[1].register_forward_hook(lambda module, args, y: largest.append(float(y.detach().abs().max())))
+
+    def break_it(step: int) -> None:
+        with torch.no_grad():
+            model[1].weight[5, 1] = value if step == 3 else float(step)
+
+    event = _train(model, 4, break_it)[0]
+    assert (event.step, event.phase, event.what, event.module) == (3, "forward", "activation", "1")
+    assert event.forward_finite is False
+    assert event.last_maxima == tuple(largest[:3])
+
+
+@pytest.mark.parametrize(("by", "module"), [("last", ""), (None, "")], ids=["before a layer", "at the end"])
+def test_an_infinity_made_after_a_large_product_is_told_of_the_code_that_made_it(by: str | None, module: str) -> None:
+    class Divides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.large, self.last = nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.Linear(_WIDTH, 2)
+            self.by = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.large(self.first(x)) / self.by
+            return self.last(hidden) if by else hidden.flatten()
+
+    model = Divides()
+    event = _train(model, 3, lambda step: setattr(model, "by", 0.0 if step == 2 else 1.0))[0]
+    assert (event.step, event.phase, event.module) == (2, "forward", module)
+    if by:
+        assert event.tensor == by
+        assert "whose input was not finite already" in event.explanation
+
+
+def test_a_layer_after_large_products_is_named_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 2))
+
+    def break_it(step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                model[3].weight[0, 0] = float("inf")
+
+    event = _train(model, 3, break_it)[0]
+    assert (event.step, event.phase, event.module) == (2, "forward", "3")
+
+
+def test_a_layer_is_named_and_not_the_container_that_hands_its_output_on() -> None:
+    """In another shape, so it is another tensor."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 8), nn.Linear(8, _WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.first(x)).unflatten(0, (2, -1)).flatten(0, 1)
+
+    model = Flat()
+
+    def break_it(step: int) -> None:
+        if step == 2:
+            nn.init.constant_(model.head.weight, 3e38)
+
+    event = _train(model, 3, break_it)[0]
+    assert (event.step, event.phase, event.module) == (2, "forward", "head")
