@@ -40,15 +40,14 @@ def add_output_options(
 
 def print_text(report: RendersItself) -> None:
     """In colour on a terminal, and where FORCE_COLOR asks for it; without where NO_COLOR does."""
-    from mpinspect.reporting.forms import form
-    from mpinspect.reporting.page import colour_console
+    from mpinspect.reporting.forms import document, render
+    from mpinspect.reporting.text import colour_console, print_to
 
-    text = form(report.kind, ".txt")
     console = colour_console(sys.stdout)
     if console is not None:
-        text.render_console(report, console)
+        print_to(document(report), console)
     else:
-        sys.stdout.write(text.render(report))
+        sys.stdout.write(render(report, ".txt"))
 
 
 def save_to(report: RendersItself, *paths: str | None) -> None:

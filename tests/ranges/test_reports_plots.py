@@ -133,7 +133,7 @@ def test_matplotlib_is_left_as_it_was(report, tmp_path):
     """Neither pyplot nor a backend is loaded, and the user's style stays."""
     code = (
         "import sys, matplotlib; sys.path.insert(0, 'tests'); import sessions\n"
-        "from mpinspect.reporting.forms import plots\n"
+        "from mpinspect.ranges.report import plots\n"
         # Reading the backend would load pyplot.
         "style = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "matplotlib.rcParams['font.size'] = 31; before = style()\n"
