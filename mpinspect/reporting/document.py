@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import NOT_APPLICABLE
 
 #: How a line or a cell is meant; "" is plain. A form without colour shows the words alone.
 TONES = ("", "strong", "dim", "good", "warning", "error", "unknown")
@@ -123,6 +124,7 @@ class Column:
             its own.
         cut: "middle" or "start": what of a long name gives way to "..."; "" where it is folded instead.
         meaning: what the heading means, for the legend.
+        is_optional: whether it is left out where no row shown has more than "-" in it.
     """
 
     heading: str
@@ -131,6 +133,7 @@ class Column:
     is_name: bool = False
     cut: str = ""
     meaning: str = ""
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,14 +285,27 @@ def shown_tables(block: Tables, allowed: int | None) -> tuple[list[Table], int]:
     """
     total = sum(len(table.rows) for table in block.tables) if block.total is None else block.total
     if allowed is None or total <= allowed:
-        return [table for table in block.tables if table.rows], 0
+        return [_of_use(table) for table in block.tables if table.rows], 0
     found = []
     for table in block.tables:
         ranked = sorted(zip(table.ranks or range(len(table.rows)), table.rows, strict=True), key=lambda pair: pair[0])
         rows = tuple(row for rank, row in ranked if rank < allowed)
         if rows:
-            found.append(Table(table.columns, rows, table.title))
+            found.append(_of_use(Table(table.columns, rows, table.title)))
     return found, total - sum(len(table.rows) for table in found)
+
+
+def _of_use(table: Table) -> Table:
+    """The table without optional columns in which nothing stands."""
+    kept = [
+        place
+        for place, column in enumerate(table.columns)
+        if not column.is_optional or any(row[place].text not in ("", NOT_APPLICABLE) for row in table.rows)
+    ]
+    if len(kept) == len(table.columns):
+        return table
+    rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
+    return Table(tuple(table.columns[place] for place in kept), rows, table.title)
 
 
 def shown_parts(block: Parts, allowed: int | None) -> tuple[list[Part], int]:

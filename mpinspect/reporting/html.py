@@ -54,13 +54,14 @@ overflow-wrap:anywhere;color-scheme:light dark}
 .mpinspect table{border-collapse:collapse;font-size:.93em;font-variant-numeric:tabular-nums;margin:0;background:none;border:0}
 .mpinspect th,.mpinspect td{padding:.28em .7em;text-align:right;vertical-align:top;border:0;border-bottom:1px solid var(--line);
 background:none;white-space:nowrap;color:inherit}
-.mpinspect th{font-weight:600;vertical-align:bottom;border-bottom:2px solid var(--line);color:var(--soft);white-space:normal}
+.mpinspect th{font-weight:600;vertical-align:bottom;border-bottom:2px solid var(--line);color:var(--soft);
+white-space:normal;overflow-wrap:normal}
 .mpinspect th.left,.mpinspect td.left{text-align:left}.mpinspect td.name{white-space:normal;min-width:11em}
 .mpinspect td.long{white-space:normal;min-width:18em}
 .mpinspect td small{display:block;white-space:normal;max-width:46em}
 .mpinspect tbody tr:hover{background:var(--raised)}
 .mpinspect td.good,.mpinspect td.warning,.mpinspect td.error,.mpinspect td.unknown{font-weight:600}
-.mpinspect .strip{display:inline-flex;height:1em;vertical-align:-.1em}
+.mpinspect .strip{display:inline-flex;background:var(--raised);height:1em;vertical-align:-.1em}
 .mpinspect .strip span{display:flex;border-left:1px solid var(--soft)}.mpinspect .strip span:first-child{border-left:0}
 .mpinspect .strip i{width:4px;height:100%;background:var(--fill);opacity:0}
 .mpinspect .strip .s1{opacity:.16}.mpinspect .strip .s2{opacity:.34}.mpinspect .strip .s3{opacity:.62}
@@ -68,7 +69,8 @@ background:none;white-space:nowrap;color:inherit}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
 @media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
-.mpinspect td.name{min-width:8em}.mpinspect td.long{min-width:12em}}
+.mpinspect td.name{min-width:8em}.mpinspect td.long{min-width:12em}
+.mpinspect td{white-space:normal;overflow-wrap:normal}.mpinspect td.name{overflow-wrap:anywhere}}
 """
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -225,12 +227,11 @@ def _cell(cell: Cell, classes: str) -> str:
 
 
 def _strip(strip: Strip) -> str:
-    parts = [f"<span>{''.join(map(_bin, part))}</span>" for part in ((strip.below,), *strip.parts, (strip.above,))]
-    # What lies beyond the bins is no part of its own, but stands at the ends.
-    first = parts[0].replace("</span>", "") + parts[1].removeprefix("<span>")
-    last = parts[-2].replace("</span>", "") + parts[-1].removeprefix("<span>")
-    inside = [first, *parts[2:-2], last] if len(strip.parts) > 1 else [*parts]
-    return f'<span class="strip">{"".join(inside)}</span>'
+    """What lies below all bins stands at the head of the first part; what lies above them is a part of its own."""
+    first, *others = strip.parts
+    parts = ((strip.below, *first), *others, (strip.above,))
+    drawn = "".join(f"<span>{''.join(map(_bin, part))}</span>" for part in parts)
+    return f'<span class="strip">{drawn}</span>'
 
 
 def _bin(share: float) -> str:

@@ -221,12 +221,12 @@ def test_the_checks_above_see_what_they_should():
         "from mpinspect.ranges import session\n"
         "from mpinspect.ranges.session import Session\n"
         "if TYPE_CHECKING:\n    import pandas\n"
-        "def f():\n    from mpinspect.ranges.report import text\n"
+        "def f():\n    from mpinspect.ranges.report import document\n"
     )
     assert list(imports(tree, MODULES)) == [
         Import("typing", False),
         Import("torch.nn", False),
         Import("mpinspect.ranges.session", False),
         Import("mpinspect.ranges.session", False),
-        Import("mpinspect.ranges.report.text", True),
+        Import("mpinspect.ranges.report.document", True),
     ]

@@ -194,20 +194,15 @@ def _name_cells(row: NameRow) -> list[str | Cell]:
 
 
 def _modules(modules: tuple[ModuleRow, ...]) -> Tables:
-    shown = modules[: most(ROWS, len(modules))]
-    rows = [_module_cells(row) for row in shown]
-    # Columns of verdicts that no module has would only take the names' room.
-    used = [
-        place for place, _ in enumerate((*PRODUCTS, "rest")) if any(row[2 + place] != NOT_APPLICABLE for row in rows)
-    ]
-    columns = [
+    columns = (
         Column("time"),
         Column("of all"),
-        *(Column((*PRODUCTS, "rest")[place], priority=1) for place in used),
+        # Verdicts that no module has would only take the names' room.
+        *(Column(verdict, priority=1, is_optional=True) for verdict in (*PRODUCTS, "rest")),
         Column("module", is_name=True, cut="start"),
-    ]
-    kept = [[*row[:2], *(row[2 + place] for place in used), row[-1]] for row in rows]
-    return table(columns, kept, limit=ROWS, total=len(modules))
+    )
+    rows = map(_module_cells, modules[: most(ROWS, len(modules))])
+    return table(columns, rows, limit=ROWS, total=len(modules))
 
 
 def _module_cells(row: ModuleRow) -> list[str]:

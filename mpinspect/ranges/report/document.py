@@ -164,7 +164,7 @@ def _layers(report: RangeReport) -> Iterator[Block]:
     """A table for each kind that was seen; of many layers those that lose most."""
     seen = seen_layers(report)
     if not seen:
-        yield Line("No tensor was counted.")
+        yield from section("Layers", Line("No tensor was counted."))
         return
     worst_first = sorted(range(len(seen)), key=lambda place: badness(seen[place]), reverse=True)
     ranks = {place: rank for rank, place in enumerate(worst_first[: most(LAYERS, len(seen))])}

@@ -116,29 +116,25 @@ def _kernels(report: RunReport) -> str:
 def _modules(report: RunReport) -> Tables:
     """The modules from all sides, those columns that there is something for."""
     rows = by_module(report)
-    has_shapes, has_times = report.shapes is not None, any(row.kernel_time_us is not None for row in rows)
-    columns = {
-        "module": Column("module", is_name=True),
-        "FLOPs": Column("FLOPs") if has_shapes else None,
-        "shapes": Column("shapes") if has_shapes else None,
-        "L1 lost at 1": Column("L1 lost at 1"),
-        "scale needed": Column("scale needed"),
-        "kernels": Column("kernels") if has_times else None,
-        "on Tensor Cores": Column("on Tensor Cores") if has_times else None,
-    }
-    kept = {name: column for name, column in columns.items() if column is not None}
-    cells = ([_figures(row)[name] for name in kept] for row in rows[: MODULES.page])
-    return table(tuple(kept.values()), cells, limit=MODULES, total=len(rows))
+    columns = (
+        Column("module", is_name=True),
+        Column("FLOPs", is_optional=True),
+        Column("shapes", is_optional=True),
+        Column("L1 lost at 1"),
+        Column("scale needed"),
+        Column("kernels", is_optional=True),
+        Column("on Tensor Cores", is_optional=True),
+    )
+    return table(columns, map(_figures, rows[: MODULES.page]), limit=MODULES, total=len(rows))
 
 
-def _figures(row: ModuleRow) -> dict[str, str]:
-    name = row.module or "(outside of modules)"
-    return {
-        "module": f"{name} {row.module_type}".strip(),
-        "FLOPs": NOT_APPLICABLE if row.flops_fraction is None else percent(row.flops_fraction),
-        "shapes": row.shape_verdict or NOT_APPLICABLE,
-        "L1 lost at 1": share(row.lost_l1_share, is_estimate=True) if row.lost_l1_share else UNKNOWN,
-        "scale needed": UNKNOWN if row.log2_scale_needed is None else f"2^{row.log2_scale_needed}",
-        "kernels": NOT_APPLICABLE if row.kernel_time_us is None else duration(row.kernel_time_us),
-        "on Tensor Cores": NOT_APPLICABLE if row.tensor_core_fraction is None else percent(row.tensor_core_fraction),
-    }
+def _figures(row: ModuleRow) -> list[str]:
+    return [
+        f"{row.module or '(outside of modules)'} {row.module_type}".strip(),
+        NOT_APPLICABLE if row.flops_fraction is None else percent(row.flops_fraction),
+        row.shape_verdict or NOT_APPLICABLE,
+        share(row.lost_l1_share, is_estimate=True) if row.lost_l1_share else UNKNOWN,
+        UNKNOWN if row.log2_scale_needed is None else f"2^{row.log2_scale_needed}",
+        NOT_APPLICABLE if row.kernel_time_us is None else duration(row.kernel_time_us),
+        NOT_APPLICABLE if row.tensor_core_fraction is None else percent(row.tensor_core_fraction),
+    ]
