@@ -20,7 +20,7 @@ class Kind:
 
     Args:
         document: has ``document(report) -> Document``.
-        json: has ``document(report)``, the report as plain dicts and lists, and ``LAYOUT`` of its text.
+        json: has ``to_plain(report)``, the report as plain dicts and lists, and ``LAYOUT`` of its text.
         picture: has ``save(report, path)``; "" where there is no picture.
     """
 
@@ -36,7 +36,7 @@ class Kind:
 
 KINDS = {
     "ranges": Kind("mpinspect.ranges.report.document", "mpinspect.ranges.report.json", "mpinspect.ranges.report.plots"),
-    "probe": Kind("mpinspect.ranges.report.probe", "mpinspect.ranges.report.probe_json"),
+    "probe": Kind("mpinspect.ranges.report.probe", "mpinspect.ranges.report.probe"),
     "shapes": Kind("mpinspect.shapes.report.document", "mpinspect.shapes.report.json"),
     "kernels": Kind(
         "mpinspect.kernels.report.document", "mpinspect.kernels.report.json", "mpinspect.kernels.report.plot"
@@ -59,7 +59,7 @@ def document(report: Any) -> Document:
 
 def plain(report: Any) -> dict[str, Any]:
     """A report as plain dicts, lists, strings, numbers, booleans and None: what its JSON holds."""
-    found: dict[str, Any] = _json(report).document(report)
+    found: dict[str, Any] = _json(report).to_plain(report)
     return found
 
 

@@ -194,7 +194,7 @@ def test_names_kept_as_strings_name_something():
         assert importlib.util.find_spec(name), name
     for kind in forms.KINDS.values():
         assert callable(importlib.import_module(kind.document).document)
-        assert callable(importlib.import_module(kind.json).document)
+        assert callable(importlib.import_module(kind.json).to_plain)
         assert not kind.picture or callable(importlib.import_module(kind.picture).save)
 
 

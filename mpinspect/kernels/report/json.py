@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LAYOUT = Layout(2)
 
 
-def document(report: KernelReport) -> dict[str, Any]:
+def to_plain(report: KernelReport) -> dict[str, Any]:
     """The report as plain dicts, lists, strings, numbers, booleans and None."""
     names = (
         *("rules_version", "tensor_core_fraction", "tensor_core_fraction_of_all", "tensor_core_fraction_of_compute"),

@@ -13,7 +13,7 @@ from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 LAYOUT = Layout(3)
 
 
-def document(report: RangeReport) -> dict[str, Any]:
+def to_plain(report: RangeReport) -> dict[str, Any]:
     """The report as plain dicts, lists, strings, numbers, booleans and None, keys in the order of the fields."""
     return headed("mpinspect.report", 1, plain(report, _SPECIAL))
 

@@ -1,12 +1,14 @@
-"""What a probe's report says: how far FP16's gradients agree with what was predicted of them from FP32."""
+"""What a probe's report says, as a document and as JSON: how far FP16's gradients agree with what FP32 predicts of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.reporting.document import Cell, Column, Document, Item, Items, Limit, Line, Table, Tables, section
+from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 from mpinspect.reporting.words import UNKNOWN, percent
 
 if TYPE_CHECKING:
@@ -134,3 +136,26 @@ def _remark(layer: LayerProbe, found: GradientAgreement) -> Cell:
     if not layer.in_half:
         return Cell("in FP32")
     return Cell("noise in part" if found.nonzero < layer.histogram.nonzero else "")
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------------
+
+LAYOUT = Layout(9, indent=1)
+
+
+def to_plain(report: ProbeReport) -> dict[str, Any]:
+    """The report as plain dicts, lists, strings, numbers, booleans and None: every field but the reference session."""
+    body = fields(report, also=("largest_difference",), but=("layers", "reference")) | {"layers": report.layers}
+    return headed("mpinspect.probe", 1, plain(body, _SPECIAL))
+
+
+def _histogram(histogram: ExponentHistogram) -> dict[str, Any]:
+    names = ("min_exponent", "counts", "zeros", "infs", "nans")
+    return {name: getattr(histogram, name) for name in names}
+
+
+_FRACTIONS = ("predicted_flushed_fraction", "measured_flushed_fraction", "lost_upstream_fraction")
+_SPECIAL: Special = {
+    ExponentHistogram: _histogram,
+    GradientAgreement: lambda found: fields(found, also=_FRACTIONS),
+}

@@ -14,7 +14,7 @@ from mpinspect.run.report import ModuleRow, RunReport, by_module
 LAYOUT = Layout(5)
 
 
-def document(report: RunReport) -> dict[str, Any]:
+def to_plain(report: RunReport) -> dict[str, Any]:
     """The report as plain dicts, lists, strings, numbers, booleans and None."""
     body = {
         "command": report.command,

@@ -11,7 +11,7 @@ from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
 LAYOUT = Layout(2)
 
 
-def document(report: ShapeReport) -> dict[str, Any]:
+def to_plain(report: ShapeReport) -> dict[str, Any]:
     """The report as plain dicts, lists, strings, numbers, booleans and None; floats are estimates and shares, with six digits."""
     gpu = report.gpu
     body = {
