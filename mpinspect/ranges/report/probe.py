@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.probe import ProbeReport
 
 #: Parameters, in the model's order.
-LAYERS = Limit(60, 100, "more parameters; all are in JSON")
+LAYERS = Limit(60, 100, "more rows; all are in JSON")
 NAMES = Limit(12, 50)
 #: From here on a difference between measured and predicted is explained: 0.01 of a layer's non-zero elements.
 TELLING_DIFFERENCE = 0.01
@@ -34,7 +34,7 @@ def document(report: ProbeReport) -> Document:
         f"FP16 against FP32 on {batches}",
         (
             *_verdicts(report),
-            *_tables(report),
+            _tables(report),
             *section("Notes", Items((*notes, *map(Item, report.notes)), marked=True)),
         ),
     )
@@ -87,31 +87,34 @@ def _names(layers: list[LayerProbe], limit: int = 5) -> str:
     return ", ".join(layer.name for layer in layers[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
-def _tables(report: ProbeReport) -> Iterator[Tables]:
-    """A table for each loss scale that ran."""
+def _tables(report: ProbeReport) -> Tables:
+    """A table for each loss scale that ran, with the same parameters in each."""
     shown = report.layers[: LAYERS.page]
-    yield _table("Loss scale 1", [(layer, layer.unscaled) for layer in shown], len(report.layers))
+    runs = [("Loss scale 1", [(layer, layer.unscaled) for layer in shown])]
     if report.second_scale not in (None, 1.0):
         scaled = [(layer, layer.scaled) for layer in shown if layer.scaled is not None]
-        yield _table(f"Loss scale {report.second_scale:g}", scaled, len(report.layers))
+        runs.append((f"Loss scale {report.second_scale:g}", scaled))
+    tables = []
+    for place, (title, found) in enumerate(runs):
+        rows = tuple(_row(layer, agreement) for layer, agreement in found)
+        tables.append(Table(_COLUMNS, rows, title, tuple(len(runs) * number + place for number in range(len(rows)))))
+    limit = Limit(len(runs) * LAYERS.terminal, len(runs) * LAYERS.page, LAYERS.rest)
+    return Tables(tuple(tables), limit, len(runs) * len(report.layers), _LEGEND)
 
 
-def _table(title: str, layers: list[tuple[LayerProbe, GradientAgreement]], total: int) -> Tables:
-    columns = (
-        Column("weight gradient", is_name=True),
-        Column("predicted", meaning="share of the non-zero elements that FP16 would flush, from the FP32 counts alone"),
-        Column("measured", meaning="share that came out zero"),
-        Column(
-            "upstream",
-            meaning="of the measured, what FP16 would hold at its FP32 value, but what it was computed from had been rounded or "
-            "flushed before",
-        ),
-        Column("cosine", priority=1),
-        Column("error", meaning="L2 norm of the difference over that of the FP32 gradient"),
-        Column("remark", is_left=True),
-    )
-    rows = tuple(_row(layer, found) for layer, found in layers)
-    return Tables((Table(columns, rows, title),), LAYERS, total, _LEGEND)
+_COLUMNS = (
+    Column("weight gradient", is_name=True),
+    Column("predicted", meaning="share of the non-zero elements that FP16 would flush, from the FP32 counts alone"),
+    Column("measured", meaning="share that came out zero"),
+    Column(
+        "upstream",
+        meaning="of the measured, what FP16 would hold at its FP32 value, but what it was computed from had been rounded or "
+        "flushed before",
+    ),
+    Column("cosine", priority=1),
+    Column("error", meaning="L2 norm of the difference over that of the FP32 gradient"),
+    Column("remark", is_left=True),
+)
 
 
 def _row(layer: LayerProbe, found: GradientAgreement) -> tuple[Cell, ...]:
@@ -155,7 +158,15 @@ def _histogram(histogram: ExponentHistogram) -> dict[str, Any]:
 
 
 _FRACTIONS = ("predicted_flushed_fraction", "measured_flushed_fraction", "lost_upstream_fraction")
+
+
+def _layer(layer: LayerProbe) -> dict[str, Any]:
+    names = ("name", "shape", "histogram", "in_half", "rounding_noise", "unscaled", "scaled")
+    return {name: getattr(layer, name) for name in names}
+
+
 _SPECIAL: Special = {
+    LayerProbe: _layer,
     ExponentHistogram: _histogram,
     GradientAgreement: lambda found: fields(found, also=_FRACTIONS),
 }
