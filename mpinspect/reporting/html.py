@@ -69,8 +69,8 @@ white-space:normal;overflow-wrap:normal}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
 @media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
-.mpinspect td.name{min-width:8em}.mpinspect td.long{min-width:12em}
-.mpinspect td{white-space:normal;overflow-wrap:normal}.mpinspect td.name{overflow-wrap:anywhere}}
+.mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
+.mpinspect th,.mpinspect td{padding:.28em .3em}}
 """
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
