@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal
 
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import NOT_APPLICABLE
 
 #: How a line or a cell is meant; "" is plain. A form without colour shows the words alone.
-TONES = ("", "strong", "dim", "good", "warning", "error", "unknown")
-
-Shown = TypeVar("Shown")
+Tone = Literal["", "strong", "dim", "good", "warning", "error", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Line:
     """A sentence, or several, as a paragraph."""
 
     text: str
-    tone: str = ""
+    tone: Tone = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Cell:
     """One cell of a table. ``notes`` stand below its text; a strip stands in its place."""
 
     text: str = ""
-    tone: str = ""
+    tone: Tone = ""
     notes: tuple[str, ...] = ()
     strip: Strip | None = None
 

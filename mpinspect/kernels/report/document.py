@@ -20,6 +20,7 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
+    Tone,
     lines,
     most,
     section,
@@ -34,7 +35,7 @@ TRACES = Limit(32, 256, "more; the JSON report has all")
 #: Characters of a name, where there is room.
 _NAME = 100
 
-_TONES = {"native": "good", "degraded": "warning", "off": "error", "unknown": "unknown"}
+_TONES: dict[str, Tone] = {"native": "good", "degraded": "warning", "off": "error", "unknown": "unknown"}
 #: What each verdict says.
 _MEANINGS = {
     "native": "on Tensor Cores",

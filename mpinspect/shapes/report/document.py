@@ -13,6 +13,7 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
+    Tone,
     bullets,
     lines,
     most,
@@ -30,7 +31,7 @@ NOTES = Limit(10, 30)
 
 #: Worst first.
 _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
-_TONES = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
+_TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
 #: Share of the FLOPs that is nearly all of them: a ResNet's stem is 3%.
 _NEARLY_ALL = 0.95
 _SHORT_OF_NATIVE = {
