@@ -12,9 +12,9 @@ from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat
 from mpinspect.ranges import analysis
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.report import text
 from mpinspect.ranges.report.scale_line import scale_line
 from mpinspect.ranges.session import Session
+from mpinspect.reporting.forms import render
 
 #: A scale that a sentence tells to use.
 _TELLS = re.compile(
@@ -121,5 +121,5 @@ def _in_float32(window: re.Match[str]) -> bool:
 
 def _sentences(report: RangeReport) -> str:
     """The page without its tables, which take most of the time, in one line."""
-    page = text.render(replace(report, layers=(), overall=(), formats=(), events=()), 200)
+    page = render(replace(report, layers=(), overall=(), formats=(), events=()), ".txt", width=200)
     return " ".join(page.split())

@@ -36,7 +36,7 @@ from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
-from mpinspect.reporting.forms import form
+from mpinspect.reporting import forms
 from mpinspect.run.reading import read_run
 
 #: What no terminal and no line of a page may get raw: C0, C1, DEL, marks of direction, ends of lines, lone surrogates.
@@ -334,7 +334,7 @@ def report_trace(file: Path) -> str:
 
 def _in_every_form(report: Any) -> str:
     json.loads(report.to_json(), parse_constant=lambda name: 1 / 0)
-    return form(report.kind, ".txt").render(report, 100) + form(report.kind, ".md").render(report)
+    return forms.render(report, ".txt", width=100) + forms.render(report, ".md") + forms.render(report, ".html")
 
 
 def report_baseline(file: Path) -> str:

@@ -109,12 +109,13 @@ def _report(options: argparse.Namespace) -> ShapeReport:
 
 
 def _print(report: ShapeReport, options: argparse.Namespace) -> None:
-    from mpinspect.shapes.report import text as shapes_text
-
     if options.json:
         sys.stdout.write(report.to_json())
     elif options.fix:
-        sys.stdout.write(shapes_text.render_padding(report))
+        from mpinspect.reporting.text import render
+        from mpinspect.shapes.report.document import padding_document
+
+        sys.stdout.write(render(padding_document(report), 100))
     else:
         print_text(report)
 

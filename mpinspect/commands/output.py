@@ -61,15 +61,14 @@ def add_output_options(
 
 def print_text(report: RendersItself) -> None:
     """Print a report as text: in colour on a terminal or with FORCE_COLOR, without colour with NO_COLOR."""
-    from mpinspect.reporting.forms import form
-    from mpinspect.reporting.page import colour_console
+    from mpinspect.reporting.forms import document, render
+    from mpinspect.reporting.text import colour_console, print_to
 
-    text = form(report.kind, ".txt")
     console = colour_console(sys.stdout)
     if console is not None:
-        text.render_console(report, console)
+        print_to(document(report), console)
     else:
-        sys.stdout.write(text.render(report))
+        sys.stdout.write(render(report, ".txt"))
 
 
 def save_to(report: RendersItself, *paths: str | None) -> None:

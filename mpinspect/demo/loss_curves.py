@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mpinspect.reporting.words import NOT_APPLICABLE, power_of_two
+from mpinspect.reporting.words import NOT_APPLICABLE, bare_power, power_of_two
 
 #: The batches of single steps differ more than the precisions do: a training loss is the mean of this many.
 LAST_STEPS = 10
@@ -85,7 +85,7 @@ def loss_scale(curve: Curve) -> str:
     if start is None or end is None:
         return NOT_APPLICABLE
     if start != end:
-        return f"{_short(start)} -> {_short(end)}"
+        return f"{bare_power(start)} -> {bare_power(end)}"
     return "1" if start == 1 else power_of_two(start)
 
 
@@ -113,11 +113,6 @@ def _losses(group: Sequence[Curve], gaps: Sequence[float | None]) -> list[str]:
     )
     known = [gap for gap in gaps if gap is not None]
     return [*(f"{mean:.3f}" for mean in means), signed(fmean(known)) if known else NOT_APPLICABLE]
-
-
-def _short(scale: float) -> str:
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -20,12 +19,15 @@ from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.capture.passes import GradientDifference, LossFunction, Passes
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.reporting.rendering import RendersItself
 from mpinspect.runtime.untouched import RandomState
 
 
 @dataclass(frozen=True)
-class ProbeReport:
+class ProbeReport(RendersItself):
     """What FP16 does to a model's gradients: predicted from FP32 counts, and measured.
+
+    Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
         layers: one entry a parameter that got a gradient, in the model's order.
@@ -38,6 +40,8 @@ class ProbeReport:
         without_gradient: trainable parameters that no batch gave a gradient.
         notes: sentences about what else was noticed.
     """
+
+    kind: ClassVar[str] = "probe"
 
     layers: tuple[LayerProbe, ...]
     loss_scale: LossScaleAdvice
@@ -62,33 +66,6 @@ class ProbeReport:
     def largest_difference(self) -> float:
         """Largest |measured - predicted| flushed fraction of a comparable layer at scale 1, 0..1; 0.0 if there is none."""
         return abs(self.worst.unscaled.difference) if self.worst else 0.0
-
-    def __str__(self) -> str:
-        from mpinspect.ranges.report import probe
-
-        return probe.render(self)
-
-    def _repr_html_(self) -> str:
-        from mpinspect.ranges.report import probe
-
-        return probe.render_html(self)
-
-    def to_json(self) -> str:
-        """The report as JSON text: every field but ``reference``, and the fractions."""
-        from mpinspect.ranges.report import probe
-
-        return probe.render_json(self)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the report in the form that the suffix names: .txt or .json. Returns the path.
-
-        Raises:
-            ValueError: another suffix.
-            OSError: the file can't be written.
-        """
-        from mpinspect.ranges.report import probe
-
-        return probe.save(self, path)
 
 
 def probe(

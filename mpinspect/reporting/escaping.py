@@ -1,7 +1,7 @@
 """Where what others have named becomes text: a report with nothing in it that steers a terminal or makes a line of its own.
 
-Names, notes and sentences come from models, files and traces. They stay as they are in the records and in JSON; every form
-that is text renders ``escaped(report)`` (``page.py`` and ``markdown_page.py`` see to that), so no form escapes by itself.
+Names, notes and sentences come from models, files and traces. They stay as they are in the records and in JSON. Each renderer of
+documents, and each picture, begins with ``escaped``; a form's own marks (Markdown's, HTML's) are escaped by its renderer.
 """
 
 from __future__ import annotations

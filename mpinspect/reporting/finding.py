@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,3 +33,8 @@ class Finding:
     def __str__(self) -> str:
         """As reports print it, in one line."""
         return f"{self.severity}  {self.id}  {self.message}{f'  fix: {self.fix}' if self.fix else ''}"
+
+
+def gravest_first(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings by severity, equal ones in their order."""
+    return sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))

@@ -1,64 +1,108 @@
-"""The forms of reports: which module renders a kind of report for a suffix. A new form is one file and one line here."""
+"""The kinds of reports and their forms: a kind builds one document and its JSON, and a suffix picks the form.
+
+A new form of all reports is one renderer and one line here; a new kind of report is a ``document`` module and one entry.
+"""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Modules by suffix, for each kind of report; named and not imported, for here nobody knows the questions. A module has
-#: ``save(report, path)`` where the form is not text, else ``render(report) -> str``; that of plain text also
-#: ``render_html(report)`` and ``render_console(report, console)``, that of JSON ``document(report)``, the same as plain
-#: dicts and lists.
-FORMS = {
-    "ranges": {
-        ".txt": "mpinspect.ranges.report.text",
-        ".md": "mpinspect.ranges.report.markdown",
-        ".json": "mpinspect.ranges.report.json",
-        ".png": "mpinspect.ranges.report.plots",
-    },
-    "shapes": {
-        ".txt": "mpinspect.shapes.report.text",
-        ".md": "mpinspect.shapes.report.markdown",
-        ".json": "mpinspect.shapes.report.json",
-    },
-    "kernels": {
-        ".txt": "mpinspect.kernels.report.text",
-        ".md": "mpinspect.kernels.report.markdown",
-        ".json": "mpinspect.kernels.report.json",
-        ".png": "mpinspect.kernels.report.plot",
-    },
-    "run": {
-        ".txt": "mpinspect.run.report.text",
-        ".md": "mpinspect.run.report.markdown",
-        ".json": "mpinspect.run.report.json",
-        ".png": "mpinspect.run.report.picture",
-    },
+from mpinspect.reporting.document import Document
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Where a kind of report is told. The modules are named and not imported, for nothing here knows the questions.
+
+    Args:
+        document: has ``document(report) -> Document``.
+        json: has ``to_plain(report)``, the report as plain dicts and lists, and ``LAYOUT`` of its text.
+        picture: has ``save(report, path)``; "" where there is no picture.
+    """
+
+    document: str
+    json: str
+    picture: str = ""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The forms of this kind."""
+        return (*_TEXTS, ".json", *((".png",) if self.picture else ()))
+
+
+KINDS = {
+    "ranges": Kind("mpinspect.ranges.report.document", "mpinspect.ranges.report.json", "mpinspect.ranges.report.plots"),
+    "probe": Kind("mpinspect.ranges.report.probe", "mpinspect.ranges.report.probe"),
+    "shapes": Kind("mpinspect.shapes.report.document", "mpinspect.shapes.report.json"),
+    "kernels": Kind(
+        "mpinspect.kernels.report.document", "mpinspect.kernels.report.json", "mpinspect.kernels.report.plot"
+    ),
+    "run": Kind("mpinspect.run.report.document", "mpinspect.run.report.json", "mpinspect.run.report.picture"),
+}
+#: The renderers by suffix: ``render(document) -> str``.
+_TEXTS = {
+    ".txt": "mpinspect.reporting.text",
+    ".md": "mpinspect.reporting.markdown",
+    ".html": "mpinspect.reporting.html",
 }
 
 
-def form(kind: str, suffix: str) -> ModuleType:
-    """The module that renders a kind of report in the form of a suffix. Raises KeyError where there is none."""
-    return importlib.import_module(FORMS[kind][suffix])
+def document(report: Any) -> Document:
+    """What a report says, before it has a form."""
+    built: Document = importlib.import_module(KINDS[report.kind].document).document(report)
+    return built
 
 
-def save(report: Any, path: str | Path, kind: str) -> Path:
-    """Write a report of that kind in the form that the suffix names; parent directories are made. Returns the path.
+def plain(report: Any) -> dict[str, Any]:
+    """A report as plain dicts, lists, strings, numbers, booleans and None: what its JSON holds."""
+    found: dict[str, Any] = _json(report).to_plain(report)
+    return found
+
+
+def render(report: Any, suffix: str, **options: Any) -> str:
+    """A report as text in the form of a suffix.
+
+    Args:
+        suffix: .txt .md .html or .json.
+        options: of the renderer; ``width`` of plain text.
+
+    Raises:
+        KeyError: another suffix.
+    """
+    if suffix == ".json":
+        from mpinspect.reporting.json_text import lines
+
+        return lines(plain(report), _json(report).LAYOUT) + "\n"
+    text: str = importlib.import_module(_TEXTS[suffix]).render(document(report), **options)
+    return text
+
+
+def save(report: Any, path: str | Path) -> Path:
+    """Write a report in the form that the suffix names; parent directories are made. Returns the path.
 
     Raises:
         ValueError: a suffix that names no form.
         OSError: the file can't be written.
     """
     path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in FORMS[kind]:
+    suffix, suffixes = path.suffix.lower(), KINDS[report.kind].suffixes
+    if suffix not in suffixes:
         what = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        raise ValueError(f"{path.name!r} has {what}, which names no form of report; there are {' '.join(FORMS[kind])}")
-    module = form(kind, suffix)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if hasattr(module, "save"):
-        module.save(report, path)
+        raise ValueError(f"{path.name!r} has {what}, which names no form of report; there are {' '.join(suffixes)}")
+    if suffix == ".png":
+        picture = importlib.import_module(KINDS[report.kind].picture)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(report, path)
     else:
-        path.write_text(module.render(report), encoding="utf-8")
+        text = render(report, suffix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     return path
+
+
+def _json(report: Any) -> ModuleType:
+    return importlib.import_module(KINDS[report.kind].json)

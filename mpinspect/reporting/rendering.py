@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class RendersItself:
     """``str()``, ``_repr_html_()`` for notebooks, ``to_json()`` and ``save(path)`` of a report."""
 
-    #: What kind of report it is, a key of reports.FORMS.
+    #: What kind of report it is, a key of ``forms.KINDS``.
     kind: ClassVar[str]
 
     if TYPE_CHECKING:
@@ -26,26 +26,24 @@ class RendersItself:
         return f"<{type(self).__name__}: {len(self.findings)} findings; print() shows it, save() writes it>"
 
     def __str__(self) -> str:
-        from mpinspect.reporting.forms import form
+        from mpinspect.reporting.forms import render
 
-        text: str = form(self.kind, ".txt").render(self)
-        return text
+        return render(self, ".txt")
 
     def _repr_html_(self) -> str:
-        from mpinspect.reporting.forms import form
+        from mpinspect.reporting.forms import document
+        from mpinspect.reporting.html import fragment
 
-        html: str = form(self.kind, ".txt").render_html(self)
-        return html
+        return fragment(document(self))
 
     def to_json(self) -> str:
         """The report as JSON text (schemas: docs/report-schema.md, docs/shape-lint.md, docs/tensor-cores.md)."""
-        from mpinspect.reporting.forms import form
+        from mpinspect.reporting.forms import render
 
-        text: str = form(self.kind, ".json").render(self)
-        return text
+        return render(self, ".json")
 
     def save(self, path: str | Path) -> Path:
-        """Write the report in the form that the suffix names: .txt .md .json, and .png where there is a picture of it.
+        """Write the report in the form that the suffix names: .txt .md .html .json, and .png where there is a picture of it.
 
         Returns:
             The path. Parent directories are made.
@@ -56,4 +54,4 @@ class RendersItself:
         """
         from mpinspect.reporting.forms import save
 
-        return save(self, path, self.kind)
+        return save(self, path)

@@ -50,6 +50,14 @@ def power_of_two(scale: float | None) -> str:
     return f"{scale:.0f} (2^{exponent - 1})" if 1 <= exponent <= 25 else f"2^{exponent - 1}"
 
 
+def bare_power(scale: float | None) -> str:
+    """A scale as a power of two alone: "2^13"; one that is none as a number, "?" for None."""
+    if scale is None:
+        return UNKNOWN
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
 def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:
     """A share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "?" unknown.
 
@@ -67,6 +75,27 @@ def share(interval: Interval | None, *, is_estimate: bool = False, near: float =
         return f"~{low}" if is_estimate else low
     is_near = interval.high - interval.low <= near
     return f"~{percent(interval.estimate)}{'' if is_near else f' [{low}..{high}]'}"
+
+
+def duration(us: float) -> str:
+    """Three digits and a unit: "0.85 us", "41.3 us", "12.6 ms", "3.20 s"."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        # 999.6 us would read 1000 us.
+        if us >= 0.9995 * size:
+            return f"{_three(us / size)} {unit}"
+    return f"{_three(us)} us"
+
+
+def _three(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def shortened(name: str, length: int, cut: str) -> str:
+    """A name of at most ``length`` characters, 4 or more: its "start" or its "middle", as ``cut`` says, gives way to "..."."""
+    if len(name) <= length:
+        return name
+    tail = length - 3 if cut == "start" else (length - 3) // 3
+    return f"{name[: length - 3 - tail]}...{name[-tail:] if tail > 0 else ''}"
 
 
 def steps_named(first: int, last: int) -> str:
@@ -103,16 +132,3 @@ def format_name(name: str) -> str:
     brand, width, variant, flushed = match.groups()
     family = f"{brand.upper()}F" if brand else "FP"
     return f"{family}{width}" + (f" {variant.upper()}" if variant else "") + (" without subnormals" if flushed else "")
-
-
-def duration(us: float) -> str:
-    """Microseconds with three digits and a unit: "0.85 us", "41.3 us", "12.6 ms", "3.20 s"."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        # 999.6 us would read 1000 us.
-        if us >= 0.9995 * size:
-            return f"{_three_digits(us / size)} {unit}"
-    return f"{_three_digits(us)} us"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

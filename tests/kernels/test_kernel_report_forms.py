@@ -12,11 +12,10 @@ from made_kernels import kernel, mm, trace
 from matplotlib.figure import Figure
 
 from mpinspect.kernels.analysis import analyse_kernels
-from mpinspect.kernels.report import json as kernels_json
-from mpinspect.kernels.report import markdown as kernels_markdown
 from mpinspect.kernels.report import plot as plot_kernels
-from mpinspect.kernels.report import text as kernels_text
-from mpinspect.kernels.report.rows import short_module, short_name
+from mpinspect.kernels.report.document import clean_name
+from mpinspect.reporting.forms import render
+from mpinspect.reporting.words import shortened
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "tensor-cores.md"
 
@@ -50,13 +49,13 @@ def strict(text):
 @pytest.mark.parametrize("width", [40, 60, 100, 160])
 @pytest.mark.parametrize("make", [everything, hostile, lambda: analyse_kernels([]), lambda: analyse_kernels([trace()])])
 def test_no_line_is_wider_than_the_terminal(make, width):
-    rendered = kernels_text.render(make(), width)
+    rendered = render(make(), ".txt", width=width)
     assert max(map(len, rendered.splitlines())) <= width
     assert "\x1b" not in rendered
 
 
 def test_text_says_the_denominators():
-    text = kernels_text.render(everything(), 140)
+    text = render(everything(), ".txt", width=140)
     assert "71% of the matrix products' time (140 us); of 14% more it is unknown" in text
     assert "50% of all kernel time (200 us, communication included)" in text
     assert "59% of kernel time without communication (170 us)" in text
@@ -64,11 +63,11 @@ def test_text_says_the_denominators():
 
 
 def test_text_is_ascii_but_for_names():
-    kernels_text.render(everything(), 140).encode("ascii")
+    render(everything(), ".txt", width=140).encode("ascii")
 
 
 def test_measured_estimated_and_unknown_look_different():
-    lines = kernels_text.render(everything(), 160).splitlines()
+    lines = render(everything(), ".txt", width=160).splitlines()
     head = next(line for line in lines if "30522" in line and "TFLOP" in line)
     assert re.search(r"~[\d.]+ TFLOP/s", head)
     assert " ? " in next(line for line in lines if "triton_tem" in line and line.startswith("  unknown"))
@@ -76,23 +75,23 @@ def test_measured_estimated_and_unknown_look_different():
 
 
 def test_html_escapes_what_it_shows():
-    html = kernels_text.render_html(hostile())
+    html = render(hostile(), ".html")
     assert "<script" not in html
     assert "&lt;script&gt;" in html
 
 
 def test_markdown_escapes_what_it_shows():
-    text = kernels_markdown.render(hostile())
+    text = render(hostile(), ".md")
     assert "<script" not in text
     assert "\x1b" not in text
+    # A row a kernel and a row a module: no name made one, or a column of its own.
     rows = [line for line in text.splitlines() if "evil" in line and line.startswith("| ")]
-    assert rows
-    assert all(len(re.findall(r"(?<!\\)\|", line)) in (8, 9) for line in rows)
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in rows] == [7, 7, 5]
 
 
 def test_json_is_strict_and_adds_up():
     report = everything()
-    document = strict(kernels_json.render(report))
+    document = strict(report.to_json())
     assert (document["schema"], document["schema_version"]) == ("mpinspect.kernels", 1)
     assert document["tensor_core_fraction"] == report.tensor_core_fraction
     assert sum(row["time_us"] for row in document["kernels"]) == pytest.approx(200)
@@ -116,7 +115,7 @@ def test_json_has_no_nan():
 
 def test_the_schema_page_names_every_key():
     documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
-    assert set(_keys(strict(kernels_json.render(everything())))) - documented == set()
+    assert set(_keys(strict(everything().to_json()))) - documented == set()
 
 
 def _keys(plain, *, free=("evidence", "verdict_time_us", "verdict_calls", "tensor_core_tflops", "cuda_core_tflops")):
@@ -199,17 +198,17 @@ def test_labels_in_the_picture_have_room(share, module):
     ],
 )
 def test_short_names(name, short):
-    assert short_name(name, 200) == short
+    assert clean_name(name) == short
 
 
 @pytest.mark.parametrize("length", range(4, 60))
 def test_a_short_name_is_no_longer_than_asked(length):
-    assert len(short_name(made.LAYOUT, length)) <= length
-    assert len(short_module("encoder.layers.0.self_attention.out_proj" * 3, length)) <= length
+    assert len(shortened(clean_name(made.LAYOUT), length, "middle")) <= length
+    assert len(shortened("encoder.layers.0.self_attention.out_proj" * 3, length, "start")) <= length
 
 
 def test_save_refuses_a_suffix_that_names_no_form(tmp_path):
-    with pytest.raises(ValueError, match=r"'report.html' has the suffix '.html'.*\.txt \.md \.json \.png"):
-        everything().save(tmp_path / "report.html")
+    with pytest.raises(ValueError, match=r"'report.pdf' has the suffix '.pdf'.*\.txt \.md \.html \.json \.png"):
+        everything().save(tmp_path / "report.pdf")
     with pytest.raises(ValueError, match="has no suffix"):
         everything().save(tmp_path / "report")

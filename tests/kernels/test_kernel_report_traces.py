@@ -10,8 +10,8 @@ import made_kernels as made
 import pytest
 
 from mpinspect.kernels.analysis import KernelReport, analyse_kernels
-from mpinspect.kernels.report import text as kernels_text
 from mpinspect.kernels.trace import read_trace_files
+from mpinspect.reporting.forms import render
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +134,12 @@ def test_traces_of_different_jobs_are_reported_apart():
 @pytest.mark.parametrize("name", made.REAL)
 def test_a_report_in_every_form(name, reports, tmp_path):
     report = reports[name]
-    for suffix in (".txt", ".md", ".json", ".png"):
+    for suffix in (".txt", ".md", ".html", ".json", ".png"):
         path = report.save(tmp_path / "new" / f"report{suffix}")
         assert path.stat().st_size > 200
     assert (tmp_path / "new" / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert report._repr_html_().startswith("<pre")
+    assert report._repr_html_().startswith("<style>")
 
 
 def test_golden(reports, golden):
-    golden("kernels_bert_100.txt", kernels_text.render(reports["h100_bert_small.json.gz"], 100))
+    golden("kernels_bert_100.txt", render(reports["h100_bert_small.json.gz"], ".txt", width=100))

@@ -17,8 +17,8 @@ from mpinspect import Inspector, MpinspectWarning
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_highest, tolerance_factor
-from mpinspect.ranges.report import text
 from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, Window
+from mpinspect.reporting.forms import render
 
 LARGE = spread({-20: 1000, -6: 10})
 
@@ -177,7 +177,7 @@ def test_a_page_has_one_scale_though_the_window_moves():
     advice = report.loss_scale
     assert advice.needed
     assert advice.static_scale == advice.recommended == advice.dynamic.init_scale
-    page = text.render(report, 200)
+    page = render(report, ".txt", width=200)
     assert "The same as the start of a dynamic one: torch.amp.GradScaler" in page
 
 
@@ -203,7 +203,7 @@ def test_what_the_floor_hides_is_not_known_and_how_to_know_it_is_said():
     seen = window_of(spread({-24: 4000, -20: 100}, zeros=100_000), passed_through="float16", floor_exponent=-25)
     report = analyse(session_of({activation("fc"): seen}))
     assert report.loss_scale.needed is None
-    page = " ".join(text.render(report, 200).split())
+    page = " ".join(render(report, ".txt", width=200).split())
     assert "(if one is needed: not known); window ? .. 2^" in page
     assert "serves every layer" not in page
     assert "To know it, run at a loss scale of at least 2^" in page
@@ -346,7 +346,7 @@ def test_a_scale_by_hand_that_nobody_gave_is_not_known(scale, update):
     assert report.loss_scale.recommended is None
     assert "As the gradients arrive FP16 holds" in report.loss_scale.reason
     assert report.session.progress.weights_moved is True
-    assert "no update" not in text.render(report, 200)
+    assert "no update" not in render(report, ".txt", width=200)
 
 
 def test_a_finite_loss_with_an_infinite_gradient_has_a_scale_that_is_too_high():

@@ -57,7 +57,7 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     assert broke is not None
     assert first_line(broke) == "end of the run (step 5), 0.weight, first NaN"
     text = str(inspector.report())
-    assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step told of it\n" in text
+    assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step reported it\n" in text
 
 
 def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None:

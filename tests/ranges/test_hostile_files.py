@@ -364,15 +364,16 @@ def test_on_a_terminal_in_colour_nothing_of_a_name_is_a_command(run_directory: P
     from rich.console import Console
 
     from mpinspect.kernels.profile import read_trace
-    from mpinspect.reporting.forms import form
+    from mpinspect.reporting import forms
+    from mpinspect.reporting.text import print_to
     from mpinspect.run.reading import read_run
 
     for report in (read_run(run_directory), read_trace(trace)):
         file = io.StringIO()
-        form(report.kind, ".txt").render_console(report, Console(file=file, force_terminal=True, width=90))
+        print_to(forms.document(report), Console(file=file, force_terminal=True, width=90))
         # Rich's own: colours and weights, and nothing else.
         assert_plain(re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()))
-        assert_plain(re.sub(r"<[^>]*>", "", form(report.kind, ".txt").render_html(report)))
+        assert_plain(re.sub(r"<[^>]*>", "", forms.render(report, ".html")))
 
 
 WORD = "x\x1b[31m\x07\u202e\udcff\nforged"

@@ -407,7 +407,7 @@ def test_the_report_as_text_html_json_and_files(reports, tmp_path):
     assert text.isascii()
     assert "emulated on the CPU" in text
     assert all(layer.name in text for layer in report.layers)
-    assert report._repr_html_().startswith("<pre")
+    assert report._repr_html_().startswith("<style>")
     document = json.loads(report.to_json())
     assert document["schema"] == "mpinspect.probe"
     assert document["emulated"] is True
@@ -419,7 +419,7 @@ def test_the_report_as_text_html_json_and_files(reports, tmp_path):
         assert found["unscaled"]["predicted_flushed_fraction"] == layer.unscaled.predicted_flushed_fraction
     assert report.save(tmp_path / "new" / "probe.json").read_text() == report.to_json()
     assert report.save(tmp_path / "probe.txt").read_text() == text
-    with pytest.raises(ValueError, match=r"ends in \.txt or \.json"):
+    with pytest.raises(ValueError, match=r"there are \.txt \.md \.html \.json"):
         report.save(tmp_path / "probe.xlsx")
 
 

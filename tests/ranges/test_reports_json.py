@@ -13,7 +13,6 @@ import sessions
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.report import json as json_report
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
@@ -34,12 +33,12 @@ def report():
 
 
 def test_golden(report, golden):
-    golden("report.json", json_report.render(report))
+    golden("report.json", report.to_json())
 
 
 @pytest.mark.parametrize("name", sessions.all_sessions())
 def test_strict_json(name):
-    document = strict(json_report.render(sessions.report_by_hand(sessions.all_sessions()[name])))
+    document = strict(sessions.report_by_hand(sessions.all_sessions()[name]).to_json())
     assert (document["schema"], document["schema_version"]) == ("mpinspect.report", 1)
 
 
@@ -67,12 +66,12 @@ def test_every_field_of_every_record_is_there(report):
         elif isinstance(value, (int, str)) or value is None:
             assert plain == value, path
 
-    compare(report, strict(json_report.render(report)), "report")
+    compare(report, strict(report.to_json()), "report")
     assert not missing
 
 
 def test_a_histogram_comes_back_whole(report):
-    layers = strict(json_report.render(report))["layers"]
+    layers = strict(report.to_json())["layers"]
     for layer, plain in zip(report.layers, layers, strict=True):
         if layer.histogram is None:
             assert plain["histogram"] is None
@@ -97,14 +96,14 @@ def test_what_json_can_not_hold_is_a_string(report):
         report.findings[0],
         evidence={"inf": float("inf"), "minus": -np.inf, "nan": np.float64("nan"), "int": np.int64(3), "odd": 1j},
     )
-    document = strict(json_report.render(dataclasses.replace(report, findings=(finding,))))
+    document = strict(dataclasses.replace(report, findings=(finding,)).to_json())
     expected = {"inf": "inf", "minus": "-inf", "nan": "nan", "int": 3, "odd": "1j"}
     assert document["findings"][0]["evidence"] == expected
 
 
 def test_counts_stay_on_one_line(report):
     histograms = [layer for layer in (*report.layers, *report.overall) if layer.histogram is not None]
-    lines = json_report.render(report).splitlines()
+    lines = report.to_json().splitlines()
     assert sum('"counts": [' in line and line.rstrip(",").endswith("}") for line in lines) == len(histograms)
 
 
@@ -112,7 +111,7 @@ def test_the_schema_page_names_every_key(report):
     """A new field must be documented: every key of a full report stands in docs/report-schema.md as code."""
     documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
     fields = {field.name for record in (RangeReport, LayerReport) for field in dataclasses.fields(record)}
-    keys = fields | set(_keys(strict(json_report.render(report))))
+    keys = fields | set(_keys(strict(report.to_json())))
     assert keys - documented == set()
 
 

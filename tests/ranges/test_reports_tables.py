@@ -9,19 +9,19 @@ import sys
 import pytest
 import sessions
 
-from mpinspect.ranges.report import dataframe, markdown
-from mpinspect.reporting import markdown_page
+from mpinspect.ranges.report import dataframe
+from mpinspect.reporting import forms, markdown
 
 
 @pytest.mark.parametrize("name", ["everything", "hostile"])
 def test_golden_markdown(name, golden):
-    golden(f"{name}.md", markdown.render(sessions.report_by_hand(sessions.all_sessions()[name])))
+    golden(f"{name}.md", forms.render(sessions.report_by_hand(sessions.all_sessions()[name]), ".md"))
 
 
 @pytest.mark.parametrize("name", sessions.all_sessions())
 def test_every_row_of_a_table_has_as_many_cells_as_its_header(name):
     columns = 0
-    for line in markdown.render(sessions.report_by_hand(sessions.all_sessions()[name])).splitlines():
+    for line in forms.render(sessions.report_by_hand(sessions.all_sessions()[name]), ".md").splitlines():
         if not line.startswith("|"):
             columns = 0
             continue
@@ -31,7 +31,7 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_header(name):
 
 
 def test_names_are_shown_as_they_are():
-    escaped = markdown_page.escape("a|b *c* <script> _d_ [e](f) `g` # h @i")
+    escaped = markdown.escape("a|b *c* <script> _d_ [e](f) `g` # h @i")
     assert escaped == r"a\|b \*c\* &lt;script&gt; \_d\_ \[e\](f) \`g\` \# h \@i"
 
 

@@ -8,23 +8,28 @@ import pytest
 import sessions
 
 from mpinspect.ranges.analysis.report import TimeBlock
-from mpinspect.ranges.report import text
+from mpinspect.reporting import forms
 from mpinspect.reporting.words import percent, power_of_two
+
+
+def render(report, width=None):
+    return forms.render(report, ".txt", width=width)
 
 
 @pytest.mark.parametrize("width", [60, 100, 140])
 @pytest.mark.parametrize("name", ["everything", "word_model", "empty", "hostile"])
 def test_golden(name, width, golden):
     report = sessions.report_by_hand(sessions.all_sessions()[name])
-    golden(f"text_{name}_{width}.txt", text.render(report, width))
+    golden(f"text_{name}_{width}.txt", render(report, width))
 
 
-def test_golden_html(golden):
-    golden("text_hostile.html", text.render_html(sessions.report_by_hand(sessions.all_sessions()["hostile"])))
+@pytest.mark.parametrize("name", ["everything", "hostile"])
+def test_golden_html(name, golden):
+    golden(f"{name}.html", forms.render(sessions.report_by_hand(sessions.all_sessions()[name]), ".html"))
 
 
 def test_the_first_event_comes_before_everything_else():
-    rendered = text.render(sessions.report_by_hand(sessions.everything()), 200)
+    rendered = render(sessions.report_by_hand(sessions.everything()), 200)
     event = rendered.index("step 412, micro-batch 1, backward, decoder.3.attn: inf in the activation gradient")
     assert event < rendered.index("Suggested loss scale")
     for fact in ("loss scale 65536 (2^16)", "forward was finite", "step was skipped", "0.12, 0.25, 0.5, 0.97"):
@@ -32,7 +37,7 @@ def test_the_first_event_comes_before_everything_else():
 
 
 def test_the_loss_scale_and_its_window():
-    rendered = text.render(sessions.report_by_hand(sessions.word_model()), 200)
+    rendered = render(sessions.report_by_hand(sessions.word_model()), 200)
     assert "Suggested loss scale: 8192 (2^13); window 2^7 .. 2^20; headroom 7 powers of two" in rendered
 
 
@@ -41,57 +46,57 @@ def test_doubt_no_need_and_no_advice_are_three_things():
 
     def heading(**changes):
         advice = dataclasses.replace(report.loss_scale, **changes)
-        return text.render(dataclasses.replace(report, loss_scale=advice), 200)
+        return render(dataclasses.replace(report, loss_scale=advice), 200)
 
     assert "Scale 1 will do; window" in heading(needed=False, recommended=1.0)
     assert "8192 (2^13) (if one is needed: not known)" in heading(needed=None)
     assert "no scale serves all: 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
-    none = text.render(dataclasses.replace(report, loss_scale=sessions.no_advice("Because.")), 200)
+    none = render(dataclasses.replace(report, loss_scale=sessions.no_advice("Because.")), 200)
     assert "No loss scale can be suggested.\n  Because." in none
     assert "Suggested" not in none
 
 
 def test_measured_estimated_and_unknown_look_different():
     report = sessions.report_by_hand(sessions.everything())
-    line = next(line for line in text.render(report, 140).splitlines() if line.startswith("decoder  "))
+    line = next(line for line in render(report, 140).splitlines() if line.startswith("decoder  "))
     # Measured bare, the estimate with a mark and its bounds.
     assert " 82% " in line
     assert "~11% [5.9%..20%]" in line
     unknown = dataclasses.replace(report.layers[0], name="mystery", flushed_fraction=None, lost_l1_share=None)
     changed = dataclasses.replace(report, layers=(unknown,))
-    line = next(line for line in text.render(changed, 140).splitlines() if line.startswith("mystery"))
+    line = next(line for line in render(changed, 140).splitlines() if line.startswith("mystery"))
     assert line.split()[2:5] == ["?", "?", "?"]
 
 
 def test_of_many_layers_the_worst_are_shown_and_the_rest_counted():
-    rendered = text.render(sessions.report_by_hand(sessions.all_sessions()["layers_300"]), 120)
-    assert "The 40 worst of 300 rows" in rendered
+    rendered = render(sessions.report_by_hand(sessions.all_sessions()["layers_300"]), 120)
+    assert "... and 260 more rows that lose less; to_dataframe()" in rendered
     assert "to_dataframe()" in rendered
     assert "encoder.layers.149.attention" in rendered
     assert "encoder.layers.0.attention" not in rendered
 
 
 def test_layers_that_never_fired_are_named_with_the_reason():
-    rendered = text.render(sessions.report_by_hand(sessions.everything()), 200)
+    rendered = render(sessions.report_by_hand(sessions.everything()), 200)
     assert "no weight gradient (frozen: requires_grad is False): spare.weight" in rendered
     assert "tower.11.weight and 18 more" in rendered
 
 
 def test_html_escapes_what_it_shows():
-    html = text.render_html(sessions.report_by_hand(sessions.all_sessions()["hostile"]))
-    assert "<script" not in html
-    assert "&lt;script&gt;" in html
-    assert "[red]not red" in html
+    page = forms.render(sessions.report_by_hand(sessions.all_sessions()["hostile"]), ".html")
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "[red]not red" in page
 
 
 def test_plain_text_is_ascii_but_for_names():
-    text.render(sessions.report_by_hand(sessions.everything()), 140).encode("ascii")
+    render(sessions.report_by_hand(sessions.everything()), 140).encode("ascii")
 
 
 def test_the_terminal_sets_the_width(monkeypatch):
     report = sessions.report_by_hand(sessions.everything())
     monkeypatch.setenv("COLUMNS", "72")
-    assert text.render(report) == text.render(report, 72)
+    assert render(report) == render(report, 72)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +127,7 @@ def test_backwards_are_said_where_there_is_not_one_a_step():
     progress = sessions.everything().progress
     for backwards, words in ((500, "40 sampled, 2 skipped;"), (2000, "40 sampled, 2 skipped, 2,000 backwards;")):
         progress = dataclasses.replace(progress, backwards=backwards)
-        rendered = text.render(
-            sessions.report_by_hand(dataclasses.replace(sessions.everything(), progress=progress)), 200
-        )
+        rendered = render(sessions.report_by_hand(dataclasses.replace(sessions.everything(), progress=progress)), 200)
         assert words in rendered
 
 
@@ -133,7 +136,7 @@ def test_a_window_that_moves_by_one_power_is_noise():
 
     def moving(*highest):
         blocks = tuple(TimeBlock(step, step, 3, high) for step, high in enumerate(highest))
-        return text.render(
+        return render(
             dataclasses.replace(report, loss_scale=dataclasses.replace(report.loss_scale, blocks=blocks)), 200
         )
 

@@ -15,10 +15,8 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, Session, TensorKey
+from mpinspect.reporting.forms import render
 from mpinspect.run.report import ModelPart, RunReport, by_module
-from mpinspect.run.report import json as run_json
-from mpinspect.run.report import markdown as run_markdown
-from mpinspect.run.report import text as run_text
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
 
@@ -71,7 +69,7 @@ def test_of_several_models_the_one_that_broke_first_is_named():
     report = RunReport("gan.py", "ended", (ModelPart("Generator", later), ModelPart("Critic", earlier)))
     assert report.first_line.startswith("Critic: step 9, backward, decoder.3.attn, first inf")
     assert RunReport("gan.py", "ended", (ModelPart("Generator", ranges()),)).first_line == ""
-    lines = [line.strip() for line in run_text.render(report, 140).splitlines()]
+    lines = [line.strip() for line in render(report, ".txt", width=140).splitlines()]
     assert lines[0] == report.first_line
     assert lines.index(f"broke  {report.first_line}") > lines.index("In brief")
 
@@ -127,28 +125,28 @@ def reports():
 @pytest.mark.parametrize("name", reports())
 def test_every_form_of_it(name, tmp_path):
     report = reports()[name]
-    for text in (run_text.render(report, 60), run_text.render(report, 160), run_markdown.render(report)):
+    for text in (render(report, ".txt", width=60), render(report, ".txt", width=160), render(report, ".md")):
         text.encode("utf-8")
         assert all(c.isprintable() or c == "\n" for c in text)
     assert "<script>" not in report._repr_html_()
-    document = json.loads(run_json.render(report))
+    document = json.loads(report.to_json())
     assert document["schema"] == "mpinspect.run"
     assert [model["name"] for model in document["models"]] == [part.name for part in report.parts]
     assert document["saw"] == list(report.saw)
-    for suffix in (".txt", ".md", ".json"):
+    for suffix in (".txt", ".md", ".html", ".json"):
         assert report.save(tmp_path / f"report{suffix}").stat().st_size > 0
 
 
 def test_the_parts_in_json_are_what_they_are_alone():
     report = reports()["whole"]
-    document = json.loads(run_json.render(report))
+    document = json.loads(report.to_json())
     assert document["models"][0]["ranges"] == json.loads(report.parts[0].ranges.to_json())
     assert document["shapes"] == json.loads(report.shapes.to_json())
     assert document["kernels"] == json.loads(report.kernels.to_json())
 
 
 def test_nested_markdown_has_one_title():
-    lines = run_markdown.render(reports()["whole"]).splitlines()
+    lines = render(reports()["whole"], ".md").splitlines()
     assert [line for line in lines if line.startswith("# ")] == ["# mpinspect run a.py -x"]
     assert sum(line.startswith("## ") for line in lines) >= 5
 
@@ -162,7 +160,7 @@ def test_findings_of_all_parts_the_gravest_first():
 
 
 def test_in_brief_stands_last():
-    text = run_text.render(reports()["whole"], 140)
+    text = render(reports()["whole"], ".txt", width=140)
     last = text[text.index("In brief") :]
     assert "a.py -x: ended" in last
     assert "Suggested loss scale" in last
@@ -173,13 +171,13 @@ def test_of_many_models_the_gravest_are_shown_in_full_and_the_rest_in_a_line():
     parts = [ModelPart(f"Fold-{number}", ranges()) for number in range(8)]
     parts[6] = ModelPart("Fold-6", broken(dataclasses.replace(INF, skipped=False)))
     report = RunReport("folds.py", "ended", tuple(parts))
-    text = run_text.render(report, 140)
+    text = render(report, ".txt", width=140)
     shown = [line.split()[1] for line in text.splitlines() if line.startswith("ranges: ")]
     assert len(shown) == 4
     assert "Fold-6" in shown
     assert "4 more models: below in brief; in full in report.md" in text
     assert all(f"Fold-{number}  " in text[text.index("In brief") :] for number in range(8))
-    assert sum(line.startswith("## WordModel against") for line in run_markdown.render(report).splitlines()) == 8
+    assert sum(line.startswith("### WordModel against") for line in render(report, ".md").splitlines()) == 8
 
 
 def test_scales_that_nobody_writes_out_are_powers_of_two():

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from shape_records import attention, convolution, eager_attention, linear, recording
 
+from mpinspect.reporting import text as text_form
+from mpinspect.reporting.forms import render
+from mpinspect.reporting.json_text import plain
 from mpinspect.runtime.gpus import Gpu, named
 from mpinspect.runtime.version import __version__
 from mpinspect.shapes.analysis import analyse_shapes
 from mpinspect.shapes.analysis.wording import grouped
-from mpinspect.shapes.report import json as shapes_json
-from mpinspect.shapes.report import markdown as shapes_markdown
-from mpinspect.shapes.report import text as shapes_text
+from mpinspect.shapes.report.document import padding_document
 
 HOSTILE = "evil\n\x1b[31m</pre><script>alert(1)</script>|`*[bold]"
 
@@ -52,24 +53,24 @@ REPORTS = {"small": small, "empty": empty, "hostile": hostile}
 @pytest.mark.parametrize("width", [70, 110])
 @pytest.mark.parametrize("name", REPORTS)
 def test_golden_text(name, width, golden):
-    golden(f"shapes_{name}_{width}.txt", shapes_text.render(REPORTS[name](), width))
+    golden(f"shapes_{name}_{width}.txt", render(REPORTS[name](), ".txt", width=width))
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_golden_markdown(name, golden):
-    golden(f"shapes_{name}.md", shapes_markdown.render(REPORTS[name]()))
+    golden(f"shapes_{name}.md", render(REPORTS[name](), ".md"))
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_golden_json(name, golden):
-    text = shapes_json.render(REPORTS[name]())
+    text = REPORTS[name]().to_json()
     golden(f"shapes_{name}.json", text.replace(f'"mpinspect_version": "{__version__}"', '"mpinspect_version": "?"'))
 
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_line_is_wider_than_asked(name):
     for width in (60, 90, 140):
-        assert max(map(len, shapes_text.render(REPORTS[name](), width).splitlines())) <= width
+        assert max(map(len, render(REPORTS[name](), ".txt", width=width).splitlines())) <= width
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -92,10 +93,10 @@ def test_json_names_every_public_field_of_a_row():
 
 def test_hostile_names_do_nothing():
     assert "<script" not in hostile()._repr_html_()
-    for text in (str(hostile()), shapes_markdown.render(hostile())):
+    for text in (str(hostile()), render(hostile(), ".md")):
         assert "\x1b" not in text
         assert "evil\n" not in text
-    assert "<script" not in shapes_markdown.render(hostile())
+    assert "<script" not in render(hostile(), ".md")
 
 
 def test_a_clean_model_gets_one_sentence():
@@ -109,63 +110,63 @@ def test_a_clean_model_gets_one_sentence():
 
 def test_a_model_off_tensor_cores_is_not_called_suited_to_them():
     tiny = analyse_shapes(recording(linear(8, 8, 8, "float32", backward=False)[0]), named("hopper"))
-    text = shapes_text.render(tiny, 160)
+    text = render(tiny, ".txt", width=160)
     assert [finding.severity for finding in tiny.findings] == ["info"]
     assert "No finding above info; 100% of the FLOPs are not on Tensor Cores (tf32-off)." in text
     assert "1 product, 1,024 FLOP" in text
     assert "1 of 1 product has them" in text
     assert "Nothing to mend" not in text
-    assert "Nothing to mend" not in shapes_markdown.render(tiny)
+    assert "Nothing to mend" not in render(tiny, ".md")
     assert "Nothing to mend" not in str(analyse_shapes(recording(*linear(0, 64, 64)), named("hopper")))
     few = recording(*linear(4096, 1024, 1024), linear(1, 64, 64, backward=False)[0])
     assert "Nothing to mend" in str(analyse_shapes(few, named("hopper")))
 
 
 def test_the_empty_recording_says_so():
-    text = shapes_text.render(empty(), 200)
+    text = render(empty(), ".txt", width=200)
     assert "No matrix product was recorded." in text
     assert "the forward failed before its first product" in text
     assert "No matrix product" in empty()._repr_html_()
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".md", ".json"])
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])
 def test_save_by_suffix(suffix, tmp_path):
     path = small().save(tmp_path / "deep" / f"report{suffix}")
     assert path.read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ["report.html", "report"])
+@pytest.mark.parametrize("name", ["report.png", "report"])
 def test_save_refuses_other_suffixes(name, tmp_path):
-    with pytest.raises(ValueError, match=r"there are \.txt \.md \.json"):
+    with pytest.raises(ValueError, match=r"there are \.txt \.md \.html \.json"):
         small().save(tmp_path / name)
 
 
 def test_equal_layers_share_a_row():
-    text = shapes_text.render(small(), 140)
+    text = render(small(), ".txt", width=140)
     assert "h.{0..2}.mlp" in text
     assert text.count("h.{0..2}.mlp") == 3
 
 
 def test_the_worst_products_come_first_and_the_rest_is_counted():
     layers = [product for index in range(30) for product in linear(64, 64, 64 + 8 * index, name=f"layer{index}")]
-    text = shapes_text.render(analyse_shapes(recording(*layers, *linear(64, 1023, 64)), named("hopper")), 140)
+    text = render(analyse_shapes(recording(*layers, *linear(64, 1023, 64)), named("hopper")), ".txt", width=140)
     table = text[text.index("Products, worst first") :].splitlines()
     assert "degraded" in table[3]
     assert "more kinds of products" in text
 
 
 def test_the_table_of_padded_sizes_alone():
-    text = shapes_text.render_padding(small())
+    text = text_form.render(padding_document(small()))
     assert "50257" in text
     assert "50304" in text
     assert "config.vocab_size" in text
-    assert shapes_text.render_padding(empty()) == "No size needs padding.\n"
+    assert text_form.render(padding_document(empty())) == "No size needs padding.\n"
 
 
 def test_findings_carry_figures_that_json_can_hold():
     for name in REPORTS:
         for finding in REPORTS[name]().findings:
-            assert json.loads(json.dumps(shapes_json._plain(finding.evidence))) is not None
+            assert json.loads(json.dumps(plain(finding.evidence))) is not None
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.report import rows
+from mpinspect.kernels.report.document import clean_name, figures, has_modules, share_words, title
+from mpinspect.reporting import words
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.plot_style import DPI, RC, drawn, percent_axis, shortened
-from mpinspect.reporting.words import duration
 
 #: Bars of modules or kernels.
 MAX_BARS = 15
@@ -70,13 +70,17 @@ def save(report: KernelReport, path: str | Path) -> Path:
 
 def bars(report: KernelReport) -> tuple[Bar, ...]:
     """The modules that take most time; the kernels where no module is known."""
-    if rows.has_modules(report):
-        known = [(rows.short_module(row.module, _LABEL_LENGTH), row.module) for row in report.by_module[:MAX_BARS]]
-        return tuple(Bar(label, _times(report, module=module)) for label, module in known)
+    if has_modules(report):
+        known = [row.module for row in report.by_module[:MAX_BARS]]
+        return tuple(Bar(_label(module or "(unknown)", "start"), _times(report, module=module)) for module in known)
     chosen = report.by_name[:MAX_BARS]
     return tuple(
-        Bar(rows.short_name(row.name, _LABEL_LENGTH), {_part(row.verdict, row.kind): row.time_us}) for row in chosen
+        Bar(_label(clean_name(row.name), "middle"), {_part(row.verdict, row.kind): row.time_us}) for row in chosen
     )
+
+
+def _label(name: str, cut: str) -> str:
+    return words.shortened(name, _LABEL_LENGTH, cut)
 
 
 def _part(verdict: str, kind: str) -> str:
@@ -96,9 +100,7 @@ def _height(report: KernelReport) -> float:
 
 
 def _draw(figure: Figure, report: KernelReport) -> None:
-    gpus = rows.gpus(report) if report.kernels else ""
-    title = f"Kernels of {rows.headline(report)}{f' on {gpus}' if gpus else ''}"
-    figure.suptitle(shortened(title, 100), fontsize=12, fontweight="bold")
+    figure.suptitle(shortened(title(report), 100), fontsize=12, fontweight="bold")
     if report.shares.kernel_time_us <= 0:
         reason = next((finding.message for finding in report.findings), "No kernel was recorded.")
         figure.text(
@@ -120,7 +122,7 @@ def _whole(axes: Axes, report: KernelReport) -> list[tuple[Text, Rectangle]]:
     for part, time in _times(report).items():
         width = time / total
         (bar,) = axes.barh(0, width, left=left, color=COLOURS[part], height=0.8)
-        label = f"{part} {rows.share(width)}"
+        label = f"{part} {share_words(width)}"
         text = axes.text(left + width / 2, 0, label, ha="center", va="center", fontsize=9, color=_ink(part))
         labelled.append((text, bar))
         left += width
@@ -143,7 +145,7 @@ def _drop_wide(figure: Figure, labelled: Iterable[tuple[Text, Rectangle]]) -> No
 
 
 def _sentences(report: KernelReport) -> Iterator[str]:
-    for number, (figure, of) in enumerate(rows.figures(report.shares)):
+    for number, (figure, of) in enumerate(figures(report.shares)):
         yield from textwrap.wrap(f"{'' if number else 'on Tensor Cores: '}{figure} {of}", _LINE)
     if report.phrase:
         yield from textwrap.wrap(report.phrase, _LINE)
@@ -157,7 +159,7 @@ def _parts(axes: Axes, found: Sequence[Bar], report: KernelReport) -> None:
         for part, time in bar.times.items():
             axes.barh(place, time / total, left=left, color=COLOURS[part], height=0.74)
             left += time / total
-        axes.text(left, place, f" {duration(bar.total)}", va="center", fontsize=8, color="#444444")
+        axes.text(left, place, f" {words.duration(bar.total)}", va="center", fontsize=8, color="#444444")
     labels = [shortened(bar.label, _LABEL_LENGTH) for bar in found]
     axes.set_yticks(range(len(found)), labels, fontsize=8)
     axes.set_ylim(len(found) - 0.4, -0.6)
@@ -165,8 +167,8 @@ def _parts(axes: Axes, found: Sequence[Bar], report: KernelReport) -> None:
     percent_axis(axes.xaxis)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    everything = report.by_module if rows.has_modules(report) else report.by_name
-    what = "modules" if rows.has_modules(report) else "kernels"
+    everything = report.by_module if has_modules(report) else report.by_name
+    what = "modules" if has_modules(report) else "kernels"
     which = (
         f"the {len(found)} {what} that take most, of {len(everything):,}"
         if len(found) < len(everything)
@@ -179,7 +181,7 @@ def _legend(axes: Axes, report: KernelReport) -> None:
     """Every part that occurs, with its share: small ones have no room in the bar."""
     total, times = report.shares.kernel_time_us, _times(report)
     handles = [matplotlib.patches.Patch(color=COLOURS[part]) for part in times]
-    labels = [f"{part} {rows.share(time / total)}" for part, time in times.items()]
+    labels = [f"{part} {share_words(time / total)}" for part, time in times.items()]
     axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=len(labels), fontsize=8)
 
 

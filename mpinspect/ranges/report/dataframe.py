@@ -7,7 +7,7 @@ from typing import Any
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.report.table import flushed_at_recommended
+from mpinspect.ranges.report.layers import flushed_at_recommended
 
 #: Columns of whole numbers that may be missing: pandas' nullable integers.
 _INTEGERS = (

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, kind_named
-from mpinspect.ranges.report.table import seen_layers, worst
+from mpinspect.ranges.report.layers import seen_layers, worst
 from mpinspect.reporting.plot_style import draw_regions, exponent_axis, percent_axis, shortened
 from mpinspect.reporting.words import format_name
 

@@ -13,8 +13,8 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.kinds import GRADIENT_KINDS, kind_named
+from mpinspect.ranges.report.layers import log2_recommended, seen_layers
 from mpinspect.ranges.report.scale_line import scale_line
-from mpinspect.ranges.report.table import log2_recommended, seen_layers
 from mpinspect.reporting.plot_style import draw_regions, exponent_axis, percent_axis
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name, percent, power_of_two

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report import plot_heat_map, plot_range_offset
-from mpinspect.ranges.report.table import log2_recommended
+from mpinspect.ranges.report.layers import log2_recommended
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.plot_style import DPI, RC, drawn
 

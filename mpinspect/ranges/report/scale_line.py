@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.session import Progress
-from mpinspect.reporting.words import UNKNOWN, power_of_two
+from mpinspect.reporting.words import UNKNOWN, bare_power, power_of_two
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
@@ -32,10 +30,8 @@ def scale_line(advice: LossScaleAdvice) -> str:
     if not advice.available:
         return "No loss scale can be suggested"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
-        largest = _power(advice.highest)
-        return (
-            f"No loss scale to suggest; no scale serves all: {_power(advice.lowest)} is needed, {largest} the largest"
-        )
+        largest = bare_power(advice.highest)
+        return f"No loss scale to suggest; no scale serves all: {bare_power(advice.lowest)} is needed, {largest} the largest"
     if advice.needed is False:
         return f"Scale 1 will do; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
@@ -45,13 +41,8 @@ def scale_line(advice: LossScaleAdvice) -> str:
 
 def scale_window(advice: LossScaleAdvice) -> str:
     """As in "window 2^3 .. 2^16"; the lower end is not known where it is not known whether scale 1 serves."""
-    lowest = UNKNOWN if advice.needed is None else _power(advice.lowest)
-    return f"window {lowest} .. {_power(advice.highest)}"
-
-
-def _power(scale: float | None) -> str:
-    """The bare power of two: both ends of a window alike."""
-    return UNKNOWN if scale is None else f"2^{math.frexp(scale)[1] - 1}"
+    lowest = UNKNOWN if advice.needed is None else bare_power(advice.lowest)
+    return f"window {lowest} .. {bare_power(advice.highest)}"
 
 
 def _headroom(advice: LossScaleAdvice) -> str:

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
-from mpinspect.reporting.forms import form
-from mpinspect.reporting.json_text import lines
+from mpinspect.reporting import forms
+from mpinspect.reporting.json_text import Layout, fields, headed, plain
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.run.report import ModuleRow, RunReport, by_module
-from mpinspect.runtime.version import __version__
 
-SCHEMA = "mpinspect.run"
-#: Raised when a reader of an older version would misread the file; fields can be added without.
-SCHEMA_VERSION = 1
-
-_LINE_DEPTH = 5
+#: A finding of a part has a line.
+LAYOUT = Layout(5)
 
 
-def render(report: RunReport) -> str:
-    """The report as JSON text, ASCII only; ends with a newline."""
-    return lines(document(report), _LINE_DEPTH) + "\n"
-
-
-def document(report: RunReport) -> dict[str, Any]:
-    """What ``render`` writes, as plain dicts, lists, strings, numbers, booleans and None."""
-    return {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        "mpinspect_version": __version__,
+def to_plain(report: RunReport) -> dict[str, Any]:
+    """The report as plain dicts, lists, strings, numbers, booleans and None."""
+    body = {
         "command": report.command,
         "outcome": report.outcome,
         "first_line": report.first_line,
@@ -40,19 +27,16 @@ def document(report: RunReport) -> dict[str, Any]:
         "shapes": _nested(report.shapes),
         "kernels": _nested(report.kernels),
     }
+    return headed("mpinspect.run", 1, body)
 
 
 def _nested(report: RendersItself | None) -> dict[str, Any] | None:
-    if report is None:
-        return None
-    found: dict[str, Any] = form(report.kind, ".json").document(report)
-    return found
+    return None if report is None else forms.plain(report)
 
 
 def _module(row: ModuleRow) -> dict[str, Any]:
-    fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     share = row.lost_l1_share
-    bounds = None if share is None else {name: getattr(share, name) for name in ("estimate", "low", "high")}
-    if bounds is not None and not all(map(math.isfinite, bounds.values())):
-        bounds = None
-    return fields | {"lost_l1_share": bounds}
+    bounds = None if share is None else (share.estimate, share.low, share.high)
+    is_known = bounds is not None and all(map(math.isfinite, bounds))
+    found: dict[str, Any] = plain(fields(row) | {"lost_l1_share": share if is_known else None})
+    return found

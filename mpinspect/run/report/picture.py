@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpinspect.reporting.forms import form
+from mpinspect.ranges.report import plots
 from mpinspect.run.report import RunReport
 
 
@@ -19,5 +19,4 @@ def save(report: RunReport, path: str | Path) -> Path:
         folders = ", ".join(str(Path(report.log_dir, part.name)) for part in report.parts)
         hint = f" and this run has {len(report.parts)}: give one of {folders}" if folders else " and this run has none"
         raise ValueError(f"a picture is of one model,{hint}")
-    saved: Path = form("ranges", ".png").save(report.parts[0].ranges, path)
-    return saved
+    return plots.save(report.parts[0].ranges, path)

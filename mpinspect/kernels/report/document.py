@@ -1,0 +1,326 @@
+"""What the kernel report says: Tensor Core time, findings, losses, kernels, modules, what is left to gain, traces, coverage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from mpinspect.kernels.analysis.limits import Limits
+from mpinspect.kernels.analysis.losses import Loss
+from mpinspect.kernels.analysis.ranks import RankReport
+from mpinspect.kernels.analysis.report import KernelReport
+from mpinspect.kernels.analysis.rows import PRODUCTS, VERDICTS
+from mpinspect.kernels.analysis.savings import Saving
+from mpinspect.kernels.analysis.shares import ModuleRow, NameRow, Shares
+from mpinspect.reporting.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Findings,
+    Item,
+    Items,
+    Limit,
+    Line,
+    Tables,
+    Tone,
+    lines,
+    most,
+    section,
+    table,
+)
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, format_name, percent, shortened
+
+#: About as many as one looks through; GitHub cuts a comment at 65,536 characters.
+ROWS = Limit(15, 50, "more; the JSON report has all")
+LOSSES = Limit(8, 50, "more; the JSON report has all")
+TRACES = Limit(32, 256, "more; the JSON report has all")
+#: Characters of a name, where there is room.
+_NAME = 100
+
+_TONES: dict[str, Tone] = {"native": "good", "degraded": "warning", "off": "error", "unknown": "unknown"}
+#: What each verdict says.
+_MEANINGS = {
+    "native": "on Tensor Cores",
+    "degraded": "on Tensor Cores, held back",
+    "off": "a product on CUDA cores",
+    "unknown": "a product; no name tells",
+    "helper": "work beside a product",
+    "other": "no product",
+}
+
+
+def document(report: KernelReport) -> Document:
+    """The report as a document. What to do stands before the figures behind it."""
+    return Document(title(report), (*lines(_totals(report)), *_blocks(report)))
+
+
+def _blocks(report: KernelReport) -> Iterator[Block]:
+    if report.kernels:
+        yield from section("Tensor Cores", *_tensor_cores(report))
+    yield from section("Findings", Findings(report.findings))
+    if report.kernels:
+        yield from section("Eligible but not used", _losses(report.eligible))
+        yield from section("Used but degraded", _losses(report.degraded))
+        yield from section("By kernel", _names(report.by_name))
+        if has_modules(report):
+            yield from section("By module", _modules(report.by_module))
+        yield from section("What mixed precision can still bring", *lines(_limits(report.limits)))
+    if len(report.ranks) > 1:
+        yield from section("By trace", _traces(report.ranks))
+    yield from section("Coverage", *lines(_coverage(report)))
+
+
+def title(report: KernelReport) -> str:
+    """What was judged, and on which GPUs."""
+    gpus = ", ".join(_gpus(report)) if report.kernels else ""
+    return f"Kernels of {_sources(report)}{f' on {gpus}' if gpus else ''}"
+
+
+def _sources(report: KernelReport) -> str:
+    files = [rank.source for rank in report.ranks if rank.source]
+    if len(report.ranks) == 1:
+        return report.ranks[0].label
+    return f"{len(report.ranks)} traces" if files or not report.ranks else f"{len(report.ranks)} profiles"
+
+
+def _gpus(report: KernelReport) -> Iterator[str]:
+    """The GPUs by name, and what they are."""
+    for gpu in report.gpus:
+        is_new = gpu.architecture and gpu.architecture not in gpu.name.lower()
+        known = f" ({gpu.architecture.title()})" if is_new else ""
+        yield f"{gpu.name or 'a GPU that the trace does not name'}{known}"
+
+
+def _totals(report: KernelReport) -> Iterator[str]:
+    shares = report.shares
+    if not shares.calls:
+        yield "No kernel was recorded."
+        return
+    idle = report.limits.idle_us / report.limits.span_us if report.limits.span_us > 0 else None
+    yield (
+        f"{shares.calls:,} {'kernel' if shares.calls == 1 else 'kernels'}, {duration(shares.kernel_time_us)} of kernel time; "
+        f"the GPU idle {share_words(idle)} of {duration(report.limits.span_us)}"
+    )
+
+
+# -- Tensor Cores ---------------------------------------------------------------------------------------------------
+
+
+def _tensor_cores(report: KernelReport) -> Iterator[Block]:
+    yield from (Line(f"{figure} {of}") for figure, of in figures(report.shares))
+    yield Line(report.phrase, "strong")
+    columns = ("kernels", "time", "of all", "of products")
+    headings = (Column("verdict", is_left=True), Column("", is_left=True, priority=1), *map(Column, columns))
+    yield table(headings, _verdicts(report.shares))
+
+
+def figures(shares: Shares) -> Iterator[tuple[str, str]]:
+    """(share, of what): the three shares of Tensor Core time, each with its denominator."""
+    if shares.calls == 0:
+        return
+    unknown = shares.of_products("unknown")
+    # Where no verdict of a product is known, nothing is: 0% would be a "no".
+    all_unknown = unknown == 1.0
+    more = "" if not unknown else ": all unknown" if all_unknown else f"; of {percent(unknown)} more it is unknown"
+    products = f"of the matrix products' time ({duration(shares.product_time_us)}){more}"
+    on = None if all_unknown else shares.tensor_core_fraction
+    yield share_words(on), products if shares.product_time_us > 0 else "of the products: none ran"
+    beside = ", communication included" if shares.communication_time_us > 0 else ""
+    on = None if all_unknown else shares.tensor_core_fraction_of_all
+    yield share_words(on), f"of all kernel time ({duration(shares.kernel_time_us)}{beside})"
+    if shares.communication_time_us > 0:
+        apart = f"of kernel time without communication ({duration(shares.compute_time_us)})"
+        yield share_words(shares.tensor_core_fraction_of_compute), apart
+
+
+def _verdicts(shares: Shares) -> Iterator[list[str | Cell]]:
+    """Verdict, meaning, calls, time, share of all, share of products; those that occur."""
+    for verdict in VERDICTS:
+        calls, time = shares.verdict_calls[verdict], shares.verdict_time_us[verdict]
+        if not calls:
+            continue
+        of_all = share_words(time / shares.kernel_time_us if shares.kernel_time_us > 0 else None)
+        of_products = share_words(shares.of_products(verdict)) if verdict in PRODUCTS else NOT_APPLICABLE
+        yield [_verdict(verdict), _MEANINGS[verdict], f"{calls:,}", duration(time), of_all, of_products]
+
+
+def _verdict(verdict: str) -> Cell:
+    return Cell(verdict, _TONES.get(verdict, ""))
+
+
+# -- losses, kernels, modules, traces -------------------------------------------------------------------------------
+
+
+def _losses(losses: tuple[Loss, ...]) -> Items:
+    return Items(tuple(map(_loss, losses[: most(LOSSES, len(losses))])), LOSSES, total=len(losses))
+
+
+def _loss(loss: Loss) -> Item:
+    times = f"{duration(loss.time_us)}, {share_words(loss.fraction)} of all, {loss.calls:,} x"
+    more = f" and {len(loss.modules) - 1:,} more" if len(loss.modules) > 1 else ""
+    where = [f"in {shortened(loss.modules[0], _NAME, 'start')}{more}"] if loss.modules else []
+    details = (*where, shortened(clean_name(loss.kernel), _NAME, "middle"), loss.cause, *map(_saving, loss.savings))
+    return Item(f"{_product(loss)}: {times}, {_rate(loss.tflops)} TFLOP/s", details=details)
+
+
+def _product(loss: Loss) -> str:
+    """ "addmm 128 x 30522 x 512 BF16": M x N x K, as far as known."""
+    sizes = "" if loss.m is None else f"{loss.m} x {loss.n} x {loss.k}"
+    batch = f"{loss.batch} x " if loss.batch is not None and loss.batch > 1 else ""
+    op = loss.op.removeprefix("aten::") or loss.kind
+    return " ".join(filter(None, (op, f"{batch}{sizes}" if sizes else "", loss.dtype and format_name(loss.dtype))))
+
+
+def _saving(one: Saving) -> str:
+    """ "aligned: ~32.0 us at most, by the roofline (then memory-limited)": an estimate and its basis."""
+    return f"{one.way}: ~{duration(one.saved_us)} at most, by the {one.basis} (then {one.limited_by}-limited)"
+
+
+def _names(names: tuple[NameRow, ...]) -> Tables:
+    columns = (
+        Column("verdict", is_left=True),
+        Column("time"),
+        Column("of all"),
+        Column("calls", priority=1),
+        Column("TFLOP/s", priority=1),
+        Column("kernel", is_name=True, cut="middle"),
+    )
+    rows = map(_name_cells, names[: most(ROWS, len(names))])
+    return table(columns, rows, limit=ROWS, total=len(names))
+
+
+def _name_cells(row: NameRow) -> list[str | Cell]:
+    doubt = (row.reason,) if row.verdict in ("degraded", "off", "unknown") else ()
+    name = Cell(shortened(clean_name(row.name), _NAME, "middle"), notes=doubt)
+    figures = (duration(row.time_us), share_words(row.fraction), f"{row.calls:,}", _rate(row.tflops))
+    return [_verdict(row.verdict), *figures, name]
+
+
+def _modules(modules: tuple[ModuleRow, ...]) -> Tables:
+    columns = (
+        Column("time"),
+        Column("of all"),
+        # Verdicts that no module has would only take the names' room.
+        *(Column(verdict, priority=1, is_optional=True) for verdict in (*PRODUCTS, "rest")),
+        Column("module", is_name=True, cut="start"),
+    )
+    rows = map(_module_cells, modules[: most(ROWS, len(modules))])
+    return table(columns, rows, limit=ROWS, total=len(modules))
+
+
+def _module_cells(row: ModuleRow) -> list[str]:
+    """Time, share, the times of the verdicts of products, the rest, the name; "-" where there is none."""
+    verdicts = [row.verdict_time_us[verdict] for verdict in PRODUCTS]
+    rest = row.time_us - sum(verdicts)
+    times = [duration(time) if time > 0 else NOT_APPLICABLE for time in (*verdicts, rest)]
+    return [duration(row.time_us), share_words(row.fraction), *times, row.module or "(unknown)"]
+
+
+def _traces(ranks: tuple[RankReport, ...]) -> Tables:
+    columns = (
+        Column("trace", is_name=True),
+        Column("kernels", priority=2),
+        Column("kernel time"),
+        Column("TC of products"),
+        Column("TC of all", priority=1),
+        Column("communication", priority=1),
+        Column("idle"),
+        Column("attributed", priority=2),
+    )
+    return table(columns, map(_trace_cells, ranks[: most(TRACES, len(ranks))]), limit=TRACES, total=len(ranks))
+
+
+def _trace_cells(rank: RankReport) -> list[str]:
+    shares, idle = rank.shares, [device.idle_fraction for device in rank.devices]
+    return [
+        rank.label,
+        f"{shares.calls:,}",
+        duration(shares.kernel_time_us),
+        share_words(shares.tensor_core_fraction),
+        share_words(shares.tensor_core_fraction_of_all),
+        share_words(shares.communication_fraction),
+        ", ".join(map(share_words, idle)) or UNKNOWN,
+        share_words(rank.coverage.attributed_fraction),
+    ]
+
+
+# -- the rest -------------------------------------------------------------------------------------------------------
+
+
+def _coverage(report: KernelReport) -> Iterator[str]:
+    """How far kernel time was attributed, in sentences."""
+    covered = report.coverage
+    if covered.attributed_fraction is None:
+        yield "No kernel, so nothing to attribute."
+        return
+    reasons = [f"{percent(part)} {reason}" for reason, part in covered.unattributed_fractions.items() if part > 0]
+    rest = f"; the rest: {', '.join(reasons)}" if reasons else ""
+    yield f"operator known for {share_words(covered.attributed_fraction)} of kernel time{rest}"
+    same = covered.path_fraction == covered.module_fraction
+    chains = "" if same else f" (as a dotted path {share_words(covered.path_fraction)})"
+    yield f"module known for {share_words(covered.module_fraction)} of kernel time{chains}"
+    if covered.flops_fraction is not None:
+        yield f"FLOPs known for {share_words(covered.flops_fraction)} of the matrix products' time"
+
+
+def _limits(limits: Limits) -> Iterator[str]:
+    """Math-limited, memory-limited and idle time, and the bound."""
+    if limits.span_us <= 0:
+        yield "Unknown: nothing ran on a GPU."
+        return
+    parts = (
+        ("math-limited products", limits.math_limited_us),
+        ("memory-limited kernels", limits.memory_limited_us),
+        ("products with unknown limit", limits.unknown_us),
+        ("communication", limits.communication_us),
+        ("copies", limits.copies_us),
+        ("idle", limits.idle_us),
+    )
+    yield f"from first to last kernel {duration(limits.span_us)}: {_times(parts)}"
+    if limits.speedup_at_most is None:
+        yield "No bound of what mixed precision can bring: the GPU has no Tensor Cores, is unknown, or kernels overlap."
+        return
+    alone = limits.kernel_speedup_at_most
+    kernels = f" (~{alone:.2f}x if only kernel time counted)" if alone is not None and limits.idle_us > 0 else ""
+    saved = _times(limits.saved_at_most_us.items(), "~") or "nothing left to save"
+    yield f"mixed precision and Tensor Cores can make this at most ~{limits.speedup_at_most:.2f}x as fast{kernels}: {saved}"
+    yield f"A bound, which assumes: {'; '.join(limits.assumptions)}."
+
+
+def _times(parts: Iterable[tuple[str, float]], mark: str = "") -> str:
+    return ", ".join(f"{name} {mark}{duration(time)}" for name, time in parts if time > 0)
+
+
+def share_words(fraction: float | None) -> str:
+    """A share 0..1 in words; "?" where unknown."""
+    return UNKNOWN if fraction is None else percent(fraction)
+
+
+def has_modules(report: KernelReport) -> bool:
+    """Whether the module of any kernel is known."""
+    return any(row.module for row in report.by_module)
+
+
+def clean_name(name: str) -> str:
+    """A kernel's name without its parameters and torch's namespaces."""
+    text = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    text = _without_parameters(text).replace("at::native::", "").replace("pytorch_flash::", "")
+    # CUTLASS's kernels name themselves inside Kernel<...>, and once more among the parameters.
+    wrapped = re.fullmatch(r"cutlass\w*::Kernel2?<(\w+)>?", text)
+    return wrapped[1] if wrapped else text
+
+
+def _without_parameters(text: str) -> str:
+    """A C++ signature up to its parameter list: the first parenthesis outside of template arguments."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += {"<": 1, ">": -1}.get(character, 0)
+        if character == "(" and depth <= 0 and place:
+            return text[:place]
+    return text
+
+
+def _rate(tflops: float | None) -> str:
+    """TFLOP/s, an estimate; "?" where unknown."""
+    return UNKNOWN if tflops is None else f"~{tflops:.3g}"

@@ -1,0 +1,248 @@
+"""Documents as HTML: one static page that needs nothing else, and the same as a fragment for notebooks. Light and dark."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+
+from mpinspect.reporting.document import (
+    Block,
+    Cell,
+    Column,
+    Document,
+    Findings,
+    Item,
+    Items,
+    Line,
+    Parts,
+    Section,
+    Strip,
+    Tables,
+    allowed_on,
+    item_words,
+    legend_words,
+    rest_words,
+    shown_items,
+    shown_parts,
+    shown_tables,
+)
+from mpinspect.reporting.escaping import escaped
+from mpinspect.reporting.finding import Finding, gravest_first
+
+#: Colours have a contrast of 4.5:1 or more against both grounds of their scheme.
+STYLE = """
+.mpinspect{--ground:#fff;--raised:#f6f7f9;--ink:#1c2126;--soft:#59636e;--line:#d8dde3;--good:#116b35;--warning:#8a5a00;
+--error:#b3261e;--unknown:#8a3f80;--info:#1f5fa8;--fill:#2f6fb5;background:var(--ground);color:var(--ink);
+font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;text-align:left;padding:1px 0;
+overflow-wrap:anywhere;color-scheme:light dark}
+@media (prefers-color-scheme:dark){.mpinspect{--ground:#15181c;--raised:#1e2227;--ink:#e4e8ec;--soft:#9aa5b1;--line:#363d45;
+--good:#5fcf8a;--warning:#e3b341;--error:#ff8a80;--unknown:#e29bd6;--info:#7fb8f5;--fill:#6aa9ee}}
+.mpinspect h1,.mpinspect h2,.mpinspect h3,.mpinspect h4{line-height:1.25;margin:1.6em 0 .5em;font-weight:600;color:inherit}
+.mpinspect h1{font-size:1.5em;margin-top:.4em}.mpinspect h2{font-size:1.15em}.mpinspect h3{font-size:1em}
+.mpinspect h4{font-size:1em;color:var(--soft)}
+.mpinspect p{margin:.35em 0;max-width:62em}.mpinspect ul{margin:.35em 0;padding-left:1.3em;max-width:62em}
+.mpinspect li{margin:.2em 0}.mpinspect ul.plain{list-style:none;padding-left:0}
+.mpinspect .alarm{border-left:4px solid var(--error);background:var(--raised);padding:.6em .9em;font-weight:600}
+.mpinspect .strong{font-weight:600}.mpinspect .dim,.mpinspect .legend,.mpinspect .rest,.mpinspect small{color:var(--soft)}
+.mpinspect .legend{font-size:.86em;margin-top:.6em}.mpinspect .good{color:var(--good)}.mpinspect .warning{color:var(--warning)}
+.mpinspect .error{color:var(--error)}.mpinspect .unknown{color:var(--unknown)}.mpinspect .info{color:var(--info)}
+.mpinspect p.good,.mpinspect p.error,.mpinspect p.warning{font-weight:600}
+.mpinspect .finding{border-left:4px solid currentColor;background:var(--raised);margin:.5em 0;padding:.5em .9em;max-width:61em}
+.mpinspect .finding p{color:var(--ink);margin:.15em 0}.mpinspect .finding .id{font-weight:600;margin-left:.5em;color:var(--ink)}
+.mpinspect .finding .fix::before{content:"Fix: ";font-weight:600}
+.mpinspect .scroll{overflow-x:auto;margin:.4em 0}
+.mpinspect table{border-collapse:collapse;font-size:.93em;font-variant-numeric:tabular-nums;margin:0;background:none;border:0}
+.mpinspect th,.mpinspect td{padding:.28em .7em;text-align:right;vertical-align:top;border:0;border-bottom:1px solid var(--line);
+background:none;white-space:nowrap;color:inherit}
+.mpinspect th{font-weight:600;vertical-align:bottom;border-bottom:2px solid var(--line);color:var(--soft);
+white-space:normal;overflow-wrap:normal}
+.mpinspect th.left,.mpinspect td.left{text-align:left}.mpinspect td.name{white-space:normal;min-width:11em}
+.mpinspect td.long{white-space:normal;min-width:18em}
+.mpinspect td small{display:block;white-space:normal;max-width:46em}
+.mpinspect tbody tr:hover{background:var(--raised)}
+.mpinspect td.good,.mpinspect td.warning,.mpinspect td.error,.mpinspect td.unknown{font-weight:600}
+.mpinspect .strip{display:inline-flex;background:var(--raised);height:1em;vertical-align:-.1em}
+.mpinspect .strip span{display:flex;border-left:1px solid var(--soft)}.mpinspect .strip span:first-child{border-left:0}
+.mpinspect .strip i{width:4px;height:100%;background:var(--fill);opacity:0}
+.mpinspect .strip .s1{opacity:.16}.mpinspect .strip .s2{opacity:.34}.mpinspect .strip .s3{opacity:.62}
+.mpinspect .strip .s4{opacity:1}
+.mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
+@media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
+@media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
+.mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
+.mpinspect th,.mpinspect td{padding:.28em .3em}}
+"""
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>{style}body{{margin:0}}
+body>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-sizing:border-box}}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
+#: Characters of a cell from which on its text is wrapped.
+_LONG = 48
+#: Least share of each shade of a strip but the first.
+_SHADES = (1e-3, 1e-2, 1e-1)
+_STRIP_LEGEND = (
+    "the darker, the larger the share: under 0.1%, under 1%, under 10%, 10% or more; the lines are the edges"
+)
+
+
+def escape(text: str) -> str:
+    """Text between tags as it is."""
+    return html.escape(text, quote=False)
+
+
+def render(document: Document) -> str:
+    """A page of its own, styled, without scripts and without anything from elsewhere; every name in it is escaped."""
+    return _PAGE.format(title=escape(escaped(document).title), style=STYLE, body=_article(document))
+
+
+def fragment(document: Document) -> str:
+    """The same for a notebook's cell: an element with its style, that styles nothing beside itself."""
+    return f"<style>{STYLE}</style>\n{_article(document)}\n"
+
+
+def _article(document: Document) -> str:
+    return "\n".join(['<article class="mpinspect">', *_document(escaped(document), 1), "</article>"])
+
+
+def _document(document: Document, level: int) -> Iterator[str]:
+    yield _heading(document.title, level)
+    if document.alarm:
+        yield f'<p class="alarm">{escape(document.alarm)}</p>'
+    for block in (*document.summary, *document.blocks):
+        yield from _block(block, level)
+
+
+def _heading(title: str, level: int) -> str:
+    tag = f"h{min(level, 4)}"
+    return f"<{tag}>{escape(title)}</{tag}>"
+
+
+def _block(block: Block, level: int) -> Iterator[str]:
+    if isinstance(block, Line):
+        yield _tagged("p", block.text, block.tone)
+    elif isinstance(block, Section):
+        yield "<section>"
+        yield _heading(block.title, level + 1)
+        for inner in block.blocks:
+            yield from _block(inner, level + 1)
+        yield "</section>"
+    elif isinstance(block, Items):
+        yield from _items(block)
+    elif isinstance(block, Findings):
+        for finding in gravest_first(block.findings):
+            yield from _finding(finding)
+    elif isinstance(block, Tables):
+        yield from _tables(block, level)
+    else:
+        yield from _parts(block, level)
+
+
+def _tagged(tag: str, text: str, *classes: str) -> str:
+    names = " ".join(filter(None, classes))
+    return f"<{tag}{f' class={chr(34)}{names}{chr(34)}' if names else ''}>{escape(text)}</{tag}>"
+
+
+def _rest(words: str) -> Iterator[str]:
+    if words:
+        yield f'<p class="rest">{escape(words)}</p>'
+
+
+def _items(block: Items) -> Iterator[str]:
+    shown, rest = shown_items(block, page=True)
+    yield "<ul>" if block.marked else '<ul class="plain">'
+    for item in shown:
+        yield f"<li>{_item(item)}</li>"
+    yield "</ul>"
+    yield from _rest(rest)
+
+
+def _item(item: Item) -> str:
+    label = f"<b>{escape(item.label)}</b> " if item.label else ""
+    details = "".join(f"<li>{escape(detail)}</li>" for detail in item.details)
+    words = escape(item_words(item, page=True))
+    return f"{label}<b>{words}</b><ul>{details}</ul>" if details else f"{label}{words}"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f'<div class="finding {html.escape(finding.severity)}">'
+    yield f'<b>{escape(finding.severity)}</b><span class="id">{escape(finding.id)}</span>'
+    yield f"<p>{escape(finding.message)}</p>"
+    if finding.fix:
+        yield f'<p class="fix">{escape(finding.fix)}</p>'
+    yield "</div>"
+
+
+def _tables(block: Tables, level: int) -> Iterator[str]:
+    tables, left = shown_tables(block, allowed_on(block.limit, page=True))
+    for table in tables:
+        if table.title:
+            yield _heading(table.title, level + 1)
+        is_long = [any(len(row[index].text) > _LONG for row in table.rows) for index in range(len(table.columns))]
+        classes = [_classes(column, long) for column, long in zip(table.columns, is_long, strict=True)]
+        yield '<div class="scroll"><table>'
+        headings = (
+            f'<th class="{names}" title="{html.escape(column.meaning)}">{escape(column.heading)}</th>'
+            if column.meaning
+            else f'<th class="{names}">{escape(column.heading)}</th>'
+            for column, names in zip(table.columns, classes, strict=True)
+        )
+        yield f"<thead><tr>{''.join(headings)}</tr></thead>"
+        yield "<tbody>"
+        for row in table.rows:
+            yield f"<tr>{''.join(_cell(cell, names) for cell, names in zip(row, classes, strict=True))}</tr>"
+        yield "</tbody></table></div>"
+    yield from _rest(rest_words(block.limit, left, page=True))
+    columns = [column for table in tables for column in table.columns]
+    has_strips = any(cell.strip for table in tables for row in table.rows for cell in row)
+    legend = "; ".join(filter(None, (legend_words(block, columns), _STRIP_LEGEND if has_strips else "")))
+    if legend:
+        yield f'<p class="legend">{escape(legend)}</p>'
+
+
+def _classes(column: Column, is_long: bool) -> str:
+    found = (
+        "left" if column.is_left or column.is_name else "",
+        "name" if column.is_name else "long" if is_long else "",
+        f"p{min(column.priority, 4)}" if column.priority else "",
+    )
+    return " ".join(filter(None, found))
+
+
+def _cell(cell: Cell, classes: str) -> str:
+    inside = _strip(cell.strip) if cell.strip is not None else escape(cell.text)
+    notes = "".join(f"<small>{escape(note)}</small>" for note in cell.notes)
+    names = " ".join(filter(None, (classes, cell.tone)))
+    return f'<td class="{names}">{inside}{notes}</td>' if names else f"<td>{inside}{notes}</td>"
+
+
+def _strip(strip: Strip) -> str:
+    """What lies below all bins stands at the head of the first part; what lies above them is a part of its own."""
+    first, *others = strip.parts
+    parts = ((strip.below, *first), *others, (strip.above,))
+    drawn = "".join(f"<span>{''.join(map(_bin, part))}</span>" for part in parts)
+    return f'<span class="strip">{drawn}</span>'
+
+
+def _bin(share: float) -> str:
+    return f'<i class="s{1 + sum(share >= least for least in _SHADES)}"></i>' if share else "<i></i>"
+
+
+def _parts(block: Parts, level: int) -> Iterator[str]:
+    parts, left = shown_parts(block, allowed_on(block.limit, page=True))
+    for part in parts:
+        yield '<section class="part">'
+        yield _heading(part.title, level + 1)
+        yield from _document(part.document, level + 2)
+        yield "</section>"
+    yield from _rest(rest_words(block.limit, left, page=True))

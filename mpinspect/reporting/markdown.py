@@ -1,0 +1,153 @@
+"""Documents as GitHub Markdown, to paste into an issue or a job's summary."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+
+from mpinspect.reporting.document import (
+    Block,
+    Cell,
+    Document,
+    Findings,
+    Item,
+    Items,
+    Line,
+    Parts,
+    Section,
+    Tables,
+    allowed_on,
+    item_words,
+    legend_words,
+    rest_words,
+    shown_items,
+    shown_parts,
+    shown_tables,
+)
+from mpinspect.reporting.escaping import escaped
+from mpinspect.reporting.finding import Finding, gravest_first
+
+#: What Markdown could take for a mark wherever it stands, and what it takes for one where a line begins.
+_MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
+_LEADING = re.compile(r"([-+=]|\d+(?=[.)]))")
+
+
+def render(document: Document) -> str:
+    """The document as GitHub-flavoured Markdown; names in it are escaped, tables' pipes included."""
+    return "\n".join(_document(escaped(document), 1)).strip("\n") + "\n"
+
+
+def escape(text: str) -> str:
+    """Text that Markdown and HTML show as it is. Knows that it is printable."""
+    return _MARKS.sub(r"\\\1", html.escape(text, quote=False))
+
+
+def _opening(text: str) -> str:
+    """The same where a line begins, which no list, rule or code may."""
+    shown = escape(text.lstrip())
+    mark = _LEADING.match(shown)
+    if mark is None:
+        return shown
+    return f"\\{shown}" if not mark[0].isdigit() else f"{mark[0]}\\{shown[mark.end() :]}"
+
+
+def _document(document: Document, level: int) -> Iterator[str]:
+    yield _heading(document.title, level)
+    if document.alarm:
+        yield from ("", f"**{escape(document.alarm)}**")
+    for block in (*document.summary, *document.blocks):
+        yield ""
+        yield from _block(block, level)
+
+
+def _heading(title: str, level: int) -> str:
+    return f"{'#' * min(level, 6)} {escape(title)}"
+
+
+def _block(block: Block, level: int) -> Iterator[str]:
+    if isinstance(block, Line):
+        text = _opening(block.text)
+        yield f"**{text}**" if block.tone in ("strong", "error", "warning", "good") else text
+    elif isinstance(block, Section):
+        yield _heading(block.title, level + 1)
+        for inner in block.blocks:
+            yield ""
+            yield from _block(inner, level + 1)
+    elif isinstance(block, Items):
+        yield from _items(block)
+    elif isinstance(block, Findings):
+        for finding in gravest_first(block.findings):
+            yield from _finding(finding)
+    elif isinstance(block, Tables):
+        yield from _tables(block, level)
+    else:
+        yield from _parts(block, level)
+
+
+def _rest(words: str) -> Iterator[str]:
+    if words:
+        yield from ("", escape(words))
+
+
+def _items(block: Items) -> Iterator[str]:
+    shown, rest = shown_items(block, page=True)
+    for item in shown:
+        yield from _item(item)
+    yield from _rest(rest)
+
+
+def _item(item: Item) -> Iterator[str]:
+    words = _opening(item_words(item, page=True))
+    if item.label:
+        words = f"**{escape(item.label)}** {words}"
+    yield f"- **{words}**" if item.details and not item.label else f"- {words}"
+    yield from (f"  - {_opening(detail)}" for detail in item.details)
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"- **{escape(finding.severity)}** {escape(finding.id)}: {escape(finding.message)}"
+    if finding.fix:
+        yield f"  - fix: {escape(finding.fix)}"
+
+
+def _tables(block: Tables, level: int) -> Iterator[str]:
+    tables, left = shown_tables(block, allowed_on(block.limit, page=True))
+    columns = []
+    for number, table in enumerate(tables):
+        if number:
+            yield ""
+        if table.title:
+            yield from (_heading(table.title, level + 1), "")
+        # A strip needs a form that draws.
+        kept = [
+            index for index in range(len(table.columns)) if not any(row[index].strip is not None for row in table.rows)
+        ]
+        headings = [table.columns[index] for index in kept]
+        columns += headings
+        yield _row(escape(column.heading) for column in headings)
+        yield _row("---" if column.is_left or column.is_name else "---:" for column in headings)
+        for row in table.rows:
+            yield _row(_cell(row[index]) for index in kept)
+    yield from _rest(rest_words(block.limit, left, page=True))
+    legend = legend_words(block, columns)
+    if legend:
+        yield from ("", escape(legend))
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(cell: Cell) -> str:
+    return "<br>".join(map(escape, (cell.text, *cell.notes)))
+
+
+def _parts(block: Parts, level: int) -> Iterator[str]:
+    parts, left = shown_parts(block, allowed_on(block.limit, page=True))
+    for number, part in enumerate(parts):
+        if number:
+            yield ""
+        yield from (_heading(part.title, level + 1), "")
+        yield from _document(part.document, level + 2)
+    yield from _rest(rest_words(block.limit, left, page=True))

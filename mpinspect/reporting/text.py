@@ -1,0 +1,179 @@
+"""Documents as plain text: readable without colour, in a narrow terminal as in a wide one."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.text import Text
+
+from mpinspect.reporting.document import (
+    Block,
+    Column,
+    Document,
+    Findings,
+    Items,
+    Line,
+    Parts,
+    Section,
+    Tables,
+    allowed_on,
+    item_words,
+    legend_words,
+    rest_words,
+    shown_items,
+    shown_parts,
+    shown_tables,
+)
+from mpinspect.reporting.escaping import escaped
+from mpinspect.reporting.finding import Finding, gravest_first
+from mpinspect.reporting.text_table import INDENT, STRIP_LEGEND, STYLES, Grid, most_that_fits
+
+#: Lines of a console. Nothing of ours depends on them, but without them rich takes a dumb terminal for 80 columns wide.
+_HEIGHT = 24
+
+
+def render(document: Document, width: int | None = None) -> str:
+    """Text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=width or _terminal_width(),
+        height=_HEIGHT,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+    )
+    print_to(document, console)
+    return "\n".join(line.rstrip() for line in file.getvalue().strip("\n").split("\n")) + "\n"
+
+
+def print_to(document: Document, console: Console) -> None:
+    """Print to a rich console, in colour if that has any."""
+    for renderable in _document(escaped(document), console.width):
+        console.print(renderable, soft_wrap=False, highlight=False, markup=False, emoji=False)
+
+
+def colour_console(stream: TextIO) -> Console | None:
+    """A console that prints to the stream in colour; None where none is wanted.
+
+    NO_COLOR (no-color.org) and FORCE_COLOR (force-color.org) count where they are set and not empty, the first before the
+    second; without them a terminal has colour unless it is a dumb one, and nothing else has.
+    """
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    forced = bool(os.environ.get("FORCE_COLOR"))
+    if os.environ.get("NO_COLOR") or not (forced or (stream.isatty() and not is_dumb)):
+        return None
+    if stream.isatty() and not is_dumb:
+        return Console(file=stream)
+    return Console(file=stream, force_terminal=True, color_system="standard", width=_terminal_width(), height=_HEIGHT)
+
+
+def _terminal_width() -> int:
+    return max(40, min(shutil.get_terminal_size((100, 24)).columns, 160))
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _document(document: Document, width: int) -> Iterator[RenderableType]:
+    if document.alarm:
+        yield Text(document.alarm, style=STYLES["error"])
+    if document.title:
+        yield Text(document.title, style="bold")
+    for block in document.blocks:
+        yield from _block(block, width)
+    if document.summary:
+        yield _rule(document.title)
+        for part in reversed(document.summary):
+            yield from _block(part, width)
+
+
+def _rule(title: str) -> RenderableType:
+    return Padding(Rule(Text(title, style="bold"), characters="-", align="left", style="dim"), (1, 0, 0, 0))
+
+
+def _block(block: Block, width: int) -> Iterator[RenderableType]:
+    if isinstance(block, Line):
+        yield Text(block.text, style=STYLES.get(block.tone, ""))
+    elif isinstance(block, Section):
+        yield _heading(block.title)
+        for inner in block.blocks:
+            for renderable in _block(inner, width - len(INDENT)):
+                yield Padding(renderable, (0, 0, 0, len(INDENT)))
+    elif isinstance(block, Items):
+        yield from _items(block)
+    elif isinstance(block, Findings):
+        for finding in gravest_first(block.findings):
+            yield from _finding(finding)
+    elif isinstance(block, Tables):
+        yield from _tables(block, width)
+    else:
+        yield from _parts(block, width)
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _rest(words: str) -> Iterator[Text]:
+    if words:
+        yield Text(words, style="dim")
+
+
+def _items(block: Items) -> Iterator[RenderableType]:
+    shown, rest = shown_items(block, page=False)
+    for item in shown:
+        text = Text("- " if block.marked else "")
+        if item.label:
+            text.append(f"{item.label}  ", style="bold")
+        text.append(item_words(item, page=False), style="bold" if item.details else "")
+        yield text
+        yield from (Padding(Text(detail), (0, 0, 0, len(INDENT))) for detail in item.details)
+    yield from _rest(rest)
+
+
+def _finding(finding: Finding) -> Iterator[RenderableType]:
+    text = Text(f"{finding.severity}  ", style=STYLES[finding.severity])
+    text.append(finding.id, style="bold")
+    text.append(f"  {finding.message}", style="default")
+    yield text
+    if finding.fix:
+        yield Text(f"{INDENT}fix: {finding.fix}")
+
+
+def _parts(block: Parts, width: int) -> Iterator[RenderableType]:
+    parts, left = shown_parts(block, allowed_on(block.limit, page=False))
+    for part in parts:
+        yield _rule(part.title)
+        yield from _document(part.document, width)
+    if left:
+        yield Text(f"\n{rest_words(block.limit, left, page=False)}")
+
+
+def _tables(block: Tables, width: int) -> Iterator[RenderableType]:
+    tables, left = shown_tables(block, allowed_on(block.limit, page=False))
+    detail = most_that_fits(tables, width)
+    columns: list[Column] = []
+    has_strips = False
+    for table in tables:
+        if table.title:
+            yield _heading(table.title)
+        grid = Grid(table, detail, width)
+        columns += grid.columns
+        has_strips |= any(cell.strip is not None for row in grid.rows for cell in row)
+        yield from grid.lines()
+    is_apart = any(table.title for table in tables)
+    if is_apart:
+        yield Text("")
+    yield from _rest(rest_words(block.limit, left, page=False))
+    legend = "; ".join(filter(None, (legend_words(block, columns), STRIP_LEGEND if has_strips else "")))
+    if legend:
+        yield Text(legend, style="dim")

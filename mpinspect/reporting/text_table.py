@@ -1,0 +1,228 @@
+"""Tables in a terminal: which columns a width has room for, how names give way, cells folded to their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, chop_cells
+from rich.text import Text
+
+from mpinspect.reporting.document import Cell, Strip, Table
+from mpinspect.reporting.words import shortened
+
+STYLES = {
+    "strong": "bold",
+    "dim": "dim",
+    "good": "green",
+    "info": "cyan",
+    "warning": "yellow",
+    "error": "bold red",
+    "unknown": "magenta",
+}
+
+#: Columns between those of a table, and between those of one whose names stand on lines of their own.
+_GAP, _FOLDED_GAP = 2, 1
+INDENT = "  "
+#: Columns that a long name needs at least to stand in a table's row.
+_NAME_ROOM = 24
+#: Bins a character of a strip, the finest first.
+_STEPS = (2, 3)
+#: Least share of each mark of a strip but the first.
+_MARKS = ((1e-1, "#"), (1e-2, "="), (1e-3, "-"), (0.0, "."))
+STRIP_LEGEND = (
+    "| marks its edges, < and > what lies beyond the picture; . under 0.1%, - under 1%, = under 10%, # 10% or more"
+)
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much tables show: columns up to a priority, and so many bins of a strip a character."""
+
+    priority: int
+    step: int
+
+
+def most_that_fits(tables: Sequence[Table], width: int) -> Detail:
+    """The most detail with which all tables fit, with names in their rows or, failing that, on lines of their own."""
+    priorities = sorted({0, *(column.priority for table in tables for column in table.columns)}, reverse=True)
+    details = [Detail(priority, step) for priority in priorities for step in _STEPS]
+    for folded in (False, True):
+        for detail in details:
+            if all(Grid(table, detail, width).fits(folded=None if folded else False) for table in tables):
+                return detail
+    return details[-1]
+
+
+class Grid:
+    """One table laid out for a width."""
+
+    def __init__(self, table: Table, detail: Detail, width: int) -> None:
+        kept = [place for place, column in enumerate(table.columns) if column.priority <= detail.priority]
+        self.columns = [table.columns[place] for place in kept]
+        self.rows = [[row[place] for place in kept] for row in table.rows]
+        self._width = width
+        self._words = [[_cell_words(cell, detail.step) for cell in row] for row in self.rows]
+        self._names = [place for place, column in enumerate(self.columns) if column.is_name]
+        self._figures = [place for place, column in enumerate(self.columns) if not column.is_name]
+        self._natural = [self._widest(place) for place in range(len(kept))]
+
+    def _widest(self, place: int) -> int:
+        heading = max(map(cell_len, self.columns[place].heading.split() or [""]))
+        notes = max((cell_len(note) + len(INDENT) for row in self.rows for note in row[place].notes), default=0)
+        return max([heading, min(notes, _NAME_ROOM), *(cell_len(row[place]) for row in self._words)])
+
+    def fits(self, *, folded: bool | None) -> bool:
+        """Whether nothing but names must be folded. ``folded``: whether names stand on lines of their own; None: either way."""
+        if folded is None:
+            return self.fits(folded=False) or self.fits(folded=True)
+        if folded:
+            return bool(self._names) and sum(self._gaps(self._figures, _FOLDED_GAP)) + len(INDENT) <= self._width
+        needed = [
+            min(width, _NAME_ROOM) if place in self._names else width for place, width in enumerate(self._natural)
+        ]
+        return sum(needed) + _GAP * (len(needed) - 1) <= self._width
+
+    def _gaps(self, places: Sequence[int], gap: int) -> list[int]:
+        """The widths of columns with the gap behind each but the last."""
+        return [self._natural[place] + (gap if place != places[-1] else 0) for place in places]
+
+    def lines(self) -> Iterator[Text]:
+        """The headings, a rule, and the rows."""
+        if self.fits(folded=False) or not self._names:
+            yield from self._in_rows()
+        else:
+            yield from self._folded()
+
+    def _in_rows(self) -> Iterator[Text]:
+        places = range(len(self.columns))
+        widths = list(self._natural)
+        spare = self._width - _GAP * (len(widths) - 1) - sum(widths)
+        if spare < 0:
+            # Some name is folded in any case, and may as well leave headings of several words their line.
+            spare -= sum(max(0, cell_len(column.heading) - widths[place]) for place, column in enumerate(self.columns))
+        for name in sorted(self._names, key=lambda name: -widths[name]):
+            # The longest names give way first, as far as they can.
+            given = min(0, max(spare, min(widths[name], _NAME_ROOM) - widths[name]))
+            widths[name] += given
+            spare -= given
+        spare = self._width - _GAP * (len(widths) - 1) - sum(widths)
+        if spare < 0:
+            _squeeze(widths, list(places), -spare)
+        spare = self._widen_headings(widths, places, spare)
+        for name in self._names:
+            # Notes may use what is left.
+            notes = [len(INDENT) + cell_len(note) for row in self.rows for note in row[name].notes]
+            wanted = min(max(0, max(notes, default=0) - widths[name]), max(spare, 0))
+            widths[name] += wanted
+            spare -= wanted
+        yield from self._row([column.heading for column in self.columns], places, widths, _GAP, "bold")
+        yield Text("-" * (sum(widths) + _GAP * (len(widths) - 1)))
+        for row, words in zip(self.rows, self._words, strict=True):
+            yield from self._row(words, places, widths, _GAP, cells=row)
+
+    def _folded(self) -> Iterator[Text]:
+        """The names on lines of their own, which leaves the figures the whole width."""
+        places = self._figures
+        widths = list(self._natural)
+        room = self._width - len(INDENT)
+        spare = room - sum(self._gaps(places, _FOLDED_GAP))
+        if spare < 0:
+            _squeeze(widths, places, -spare)
+        gap = _FOLDED_GAP
+        if spare >= len(places) - 1:
+            gap, spare = _GAP, spare - len(places) + 1
+        self._widen_headings(widths, places, spare)
+        yield from self._row([column.heading for column in self.columns], places, widths, gap, "bold", INDENT)
+        yield Text(
+            "-" * min(self._width, len(INDENT) + sum(widths[place] for place in places) + gap * (len(places) - 1))
+        )
+        for row, words in zip(self.rows, self._words, strict=True):
+            for name in self._names:
+                for line in _folded(words[name], self._width, self.columns[name].cut):
+                    yield Text(line, style=STYLES.get(row[name].tone, ""))
+                for note in row[name].notes:
+                    yield from (Text(INDENT + line, style="italic") for line in _folded(note, room))
+            yield from self._row(words, places, widths, gap, indent=INDENT, cells=row)
+
+    def _widen_headings(self, widths: list[int], places: Sequence[int], spare: int) -> int:
+        """Give columns whose heading has several words what is left, so that it stands in one line. Returns what is left then."""
+        for place in places:
+            wanted = min(max(0, cell_len(self.columns[place].heading) - widths[place]), max(spare, 0))
+            widths[place] += wanted
+            spare -= wanted
+        return spare
+
+    def _row(
+        self,
+        words: Sequence[str],
+        places: Sequence[int],
+        widths: Sequence[int],
+        gap: int,
+        style: str = "",
+        indent: str = "",
+        cells: Sequence[Cell] | None = None,
+    ) -> Iterator[Text]:
+        """The lines of one row, each cell folded to its column's width."""
+        columns: list[list[tuple[str, str]]] = []
+        for place in places:
+            tone = STYLES.get(cells[place].tone, "") if cells else style
+            folded = [(line, tone) for line in _folded(words[place], widths[place], self.columns[place].cut)]
+            for note in cells[place].notes if cells else ():
+                folded += [(INDENT + line, "italic") for line in _folded(note, max(8, widths[place] - len(INDENT)))]
+            columns.append(folded)
+        for number in range(max(map(len, columns), default=0)):
+            line = Text(indent)
+            for place, folded in zip(places, columns, strict=True):
+                text, tone = folded[number] if number < len(folded) else ("", "")
+                padding = " " * max(0, widths[place] - cell_len(text))
+                is_left = self.columns[place].is_left or self.columns[place].is_name
+                line.append("" if is_left else padding)
+                line.append(text, style=tone)
+                line.append((padding if is_left else "") + " " * gap)
+            line.rstrip()
+            yield line
+
+
+def _squeeze(widths: list[int], places: Sequence[int], over: int) -> None:
+    """Take so many columns away from the widest, one by one."""
+    for _ in range(over):
+        widest = max(places, key=lambda place: widths[place])
+        widths[widest] = max(1, widths[widest] - 1)
+
+
+def _folded(words: str, width: int, cut: str = "") -> list[str]:
+    """Words in lines of at most so many columns, broken at spaces where that is possible; or shortened to one line."""
+    if cell_len(words) <= width:
+        return [words]
+    if cut:
+        return chop_cells(shortened(words, width, cut), width)[:1]
+    lines, line = [], ""
+    for word in words.split(" "):
+        joined = f"{line} {word}" if line else word
+        if cell_len(joined) <= width:
+            line = joined
+            continue
+        if line:
+            lines.append(line)
+        *full, line = chop_cells(word, width) or [""]
+        lines += full
+    return [*lines, line]
+
+
+def _cell_words(cell: Cell, step: int) -> str:
+    return cell.text if cell.strip is None else _strip_words(cell.strip, step)
+
+
+def _strip_words(strip: Strip, step: int) -> str:
+    """The strip in ASCII, ``step`` bins a character; of the first part the bins that fill no character count as beyond it."""
+    first, *others = strip.parts or ((),)
+    spare = len(first) % step
+    below = strip.below + sum(first[:spare])
+    drawn = "|".join(_marks(part, step) for part in (first[spare:], *others))
+    return f"{'<' if below else ' '}{drawn}|{'>' if strip.above else ' '}"
+
+
+def _marks(bins: Sequence[float], step: int) -> str:
+    shares = [sum(bins[start : start + step]) for start in range(0, len(bins), step)]
+    return "".join(next(mark for least, mark in _MARKS if share >= least) if share else " " for share in shares)

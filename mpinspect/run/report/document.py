@@ -1,0 +1,140 @@
+"""What a run's joined report says: what broke, all of it in brief, the modules from all sides, then each part's own report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.ranges.report.scale_line import scale_line, steps_and_samples
+from mpinspect.reporting import forms
+from mpinspect.reporting.document import (
+    Column,
+    Document,
+    Item,
+    Items,
+    Limit,
+    Part,
+    Parts,
+    Tables,
+    bullets,
+    section,
+    table,
+)
+from mpinspect.reporting.finding import SEVERITIES
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
+from mpinspect.run.report.by_module import ModuleRow, by_module
+from mpinspect.run.report.report import ModelPart, RunReport
+
+#: Modules with most FLOPs; JSON has all.
+MODULES = Limit(25, 25)
+#: Models shown in full in a terminal; of a sweep's many the others have a line each, and report.md has all.
+MAX_MODELS = 4
+
+
+def document(report: RunReport) -> Document:
+    """The report as a document, each part's own document in it."""
+    return Document(
+        f"mpinspect run {report.command}",
+        (_models(report), Parts(tuple(_wholes(report)))),
+        alarm=report.first_line,
+        summary=(
+            *section("In brief", Items(tuple(_brief(report)))),
+            *section("Module by module", _modules(report)),
+            *section("What was seen, and what was not", bullets(report.saw)),
+        ),
+    )
+
+
+def _models(report: RunReport) -> Parts:
+    """The models in their order; a terminal shows those with the gravest findings."""
+    parts = report.parts
+    gravest = sorted(range(len(parts)), key=lambda place: -_gravity(parts[place]))
+    left = len(parts) - MAX_MODELS
+    rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
+    return Parts(
+        tuple(Part(f"ranges: {part.name}", forms.document(part.ranges)) for part in parts),
+        Limit(MAX_MODELS, len(parts), rest),
+        tuple(gravest.index(place) for place in range(len(parts))),
+    )
+
+
+def _gravity(part: ModelPart) -> int:
+    return max((SEVERITIES.index(finding.severity) for finding in part.ranges.findings), default=-1)
+
+
+def _wholes(report: RunReport) -> Iterator[Part]:
+    if report.shapes is not None:
+        yield Part("shapes of one step's matrix products", forms.document(report.shapes))
+    if report.kernels is not None:
+        yield Part("kernels of one profiled step", forms.document(report.kernels))
+
+
+# -- in brief -------------------------------------------------------------------------------------------------------
+
+
+def _brief(report: RunReport) -> Iterator[Item]:
+    """What the run came to, an item a subject."""
+    yield Item(f"{report.command}: {report.outcome}", "script")
+    if report.first_line:
+        # It heads the report, and has scrolled away by now.
+        yield Item(report.first_line, "broke")
+    for part in report.parts:
+        counted = steps_and_samples(part.ranges.session.progress)
+        yield Item(f"{counted}. {scale_line(part.ranges.loss_scale)}", part.name)
+    if report.shapes is not None:
+        yield Item(_shapes(report), "shapes")
+    if report.kernels is not None:
+        yield Item(_kernels(report), "kernels")
+    counts = {name: sum(f.severity == name for f in report.findings) for name in reversed(SEVERITIES)}
+    if any(counts.values()):
+        yield Item(", ".join(f"{number} {name}" for name, number in counts.items() if number), "findings")
+    if report.log_dir:
+        yield Item(report.log_dir, "files")
+
+
+def _shapes(report: RunReport) -> str:
+    shapes = report.shapes
+    assert shapes is not None
+    if not shapes.flops:
+        return "no matrix product was recorded"
+    native = shapes.flops_by_verdict.get("native", 0) / shapes.flops
+    return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name} (by strides and dtype)"
+
+
+def _kernels(report: RunReport) -> str:
+    kernels = report.kernels
+    assert kernels is not None
+    used = kernels.tensor_core_fraction
+    if used is None:
+        return "no matrix product ran on a GPU in the profiled step"
+    words = f"{percent(used)} of the matrix products' time ran on Tensor Cores"
+    return f"{words}; {kernels.phrase}" if kernels.phrase else words
+
+
+# -- module by module -----------------------------------------------------------------------------------------------
+
+
+def _modules(report: RunReport) -> Tables:
+    """The modules from all sides, those columns that there is something for."""
+    rows = by_module(report)
+    columns = (
+        Column("module", is_name=True),
+        Column("FLOPs", is_optional=True),
+        Column("shapes", is_optional=True),
+        Column("L1 lost at 1"),
+        Column("scale needed"),
+        Column("kernels", is_optional=True),
+        Column("on Tensor Cores", is_optional=True),
+    )
+    return table(columns, map(_figures, rows[: MODULES.page]), limit=MODULES, total=len(rows))
+
+
+def _figures(row: ModuleRow) -> list[str]:
+    return [
+        f"{row.module or '(outside of modules)'} {row.module_type}".strip(),
+        NOT_APPLICABLE if row.flops_fraction is None else percent(row.flops_fraction),
+        row.shape_verdict or NOT_APPLICABLE,
+        share(row.lost_l1_share, is_estimate=True) if row.lost_l1_share else UNKNOWN,
+        UNKNOWN if row.log2_scale_needed is None else f"2^{row.log2_scale_needed}",
+        NOT_APPLICABLE if row.kernel_time_us is None else duration(row.kernel_time_us),
+        NOT_APPLICABLE if row.tensor_core_fraction is None else percent(row.tensor_core_fraction),
+    ]

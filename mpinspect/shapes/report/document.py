@@ -1,0 +1,274 @@
+"""What the lint says: the headline, FLOPs by verdict, findings, the sizes to pad, the products worst first, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mpinspect.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    Findings,
+    Limit,
+    Line,
+    Tables,
+    Tone,
+    bullets,
+    lines,
+    most,
+    section,
+    table,
+)
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent
+from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.verdict import VERDICTS
+from mpinspect.shapes.analysis.wording import count, dtype_name, members
+
+#: Kinds of products; GitHub cuts a comment at 65,536 characters.
+_TERMINAL, _PAGE = 20, 60
+NOTES = Limit(10, 30)
+
+#: Worst first.
+_RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
+_TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
+#: Share of the FLOPs that is nearly all of them: a ResNet's stem is 3%.
+_NEARLY_ALL = 0.95
+_SHORT_OF_NATIVE = {
+    "off": "are not on Tensor Cores",
+    "degraded": "are on Tensor Cores behind narrower loads or copies",
+    "unknown": "have no verdict",
+}
+_TALK = {True: "yes", False: "no", None: NOT_APPLICABLE}
+
+
+def document(report: ShapeReport) -> Document:
+    """The report as a document."""
+    return Document(
+        headline(report),
+        (
+            *lines(totals(report)),
+            *_clean(report),
+            *section("Findings", Findings(report.findings)),
+            *section("Sizes to pad", _padding(report.padding)),
+            *section("Products, worst first", _products(product_rows(report))),
+            *section("Notes", bullets(report.notes, NOTES)),
+        ),
+    )
+
+
+def padding_document(report: ShapeReport) -> Document:
+    """The table of padded sizes alone; a sentence where there are none."""
+    return Document("", (_padding(report.padding),) if report.padding else lines(["No size needs padding."]))
+
+
+# -- the verdict ----------------------------------------------------------------------------------------------------
+
+
+def headline(report: ShapeReport) -> str:
+    """Model, GPU and dtype in a line."""
+    dtype = dtype_name(report.dtype) or "no dtype"
+    cast = f" under {dtype_name(report.autocast_dtype)} autocast" if report.autocast_dtype else ""
+    what = "forward and backward" if report.backward else "forward only"
+    gpu = report.gpu.name + (f" ({report.gpu.architecture})" if report.gpu.architecture else "")
+    return f"{report.model or 'A model'} on {gpu}: {dtype}{cast}, {what}"
+
+
+def totals(report: ShapeReport) -> list[str]:
+    """FLOPs by verdict, the talk's rule, and the roofline's time."""
+    if not report.matmuls:
+        return ["No matrix product was recorded."]
+    kept, broken = report.calls_by_talk.get(True, 0), report.calls_by_talk.get(False, 0)
+    verdicts = ", ".join(
+        f"{percent(report.flops_by_verdict.get(verdict, 0) / report.flops if report.flops else 0.0)} {verdict}"
+        for verdict in VERDICTS
+        if verdict == "native" or report.flops_by_verdict.get(verdict, 0)
+    )
+    lines = [
+        f"{count(report.calls, 'product')}, {flops_words(report.flops)}; Tensor Cores by today's rule: {verdicts} (of the FLOPs)",
+        f"multiples of 8 (a requirement before cuBLAS 11 and cuDNN 7.6.3): {_with_verb(kept, kept + broken)} them",
+    ]
+    if report.estimated_us is not None:
+        lines.append(
+            f"at least {duration(report.estimated_us)} for the products on this GPU (estimated: roofline of its peak rates)"
+        )
+    return lines
+
+
+def _with_verb(kept: int, total: int) -> str:
+    """ "3 of 5 products have", "1 of 1 product has"."""
+    return f"{kept:,} of {count(total, 'product')} {'has' if kept == 1 else 'have'}"
+
+
+def _clean(report: ShapeReport) -> Iterator[Line]:
+    sentence = clean_sentence(report)
+    if sentence:
+        yield Line(sentence, "good" if is_clean(report) else "strong")
+
+
+def clean_sentence(report: ShapeReport) -> str:
+    """What is said where no finding is more than a remark; "" where one is, or nothing was recorded."""
+    if not report.flops or any(finding.severity != "info" for finding in report.findings):
+        return ""
+    if report.gpu.has_tensor_cores is not True:
+        return ""
+    if is_clean(report):
+        return f"Nothing to mend: the shapes suit the Tensor Cores of {report.gpu.name}."
+    shares = [
+        f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
+        for verdict, words in _SHORT_OF_NATIVE.items()
+        if report.flops_by_verdict.get(verdict)
+    ]
+    ids = list(dict.fromkeys(row.finding for row in report.matmuls if row.verdict != "native" and row.finding))
+    why = f" ({', '.join(ids)})" if ids else ""
+    return f"No finding above info; {' and '.join(shares)}{why}."
+
+
+def is_clean(report: ShapeReport) -> bool:
+    """Whether no finding is more than a remark, and nearly all that is computed can take the fastest kernels."""
+    if not report.flops or any(finding.severity != "info" for finding in report.findings):
+        return False
+    return report.flops_by_verdict.get("native", 0) >= _NEARLY_ALL * report.flops
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _padding(paddings: Iterable[Padding]) -> Tables:
+    columns = (
+        Column("what", is_left=True),
+        Column("name", is_name=True),
+        Column("from"),
+        Column("to"),
+        Column("least", priority=1),
+        Column("128 bytes", priority=1),
+        Column("share"),
+        Column("expected"),
+    )
+    return table(columns, map(_padding_cells, paddings))
+
+
+def _padding_cells(padding: Padding) -> list[str]:
+    names = padding.names[:3]
+    more = f" and {len(padding.names) - 3} more" if len(padding.names) > 3 else ""
+    return [
+        padding.what,
+        (", ".join(names) or UNKNOWN) + more,
+        str(padding.size),
+        str(padding.advised),
+        str(padding.to),
+        str(padding.to_preferred),
+        percent(min(padding.share, 1.0)),
+        "a gain" if padding.is_worth_it else "no change",
+    ]
+
+
+def _products(rows: list[ProductRow]) -> Tables:
+    limit = Limit(_TERMINAL, _PAGE, _rest(rows[_TERMINAL:]), _rest(rows[_PAGE:]))
+    columns = (
+        Column("module", is_name=True),
+        Column("role", is_left=True),
+        Column("M x N x K"),
+        Column("dtype", priority=1),
+        Column("calls", priority=1),
+        Column("share", meaning="of the FLOPs"),
+        Column("x8", meaning="the rule of multiples of 8, which libraries before cuBLAS 11 and cuDNN 7.6.3 required"),
+        Column(
+            "verdict",
+            meaning="by today's rule, aligned strides and a dtype that the GPU's Tensor Cores multiply",
+        ),
+        Column("why", is_left=True, priority=2),
+    )
+    shown = rows[: most(limit, len(rows))]
+    return table(columns, map(_product_cells, shown), limit=limit, total=len(rows))
+
+
+def _rest(rows: list[ProductRow]) -> str:
+    share = percent(min(sum(row.share for row in rows), 1.0))
+    return f"more {'kind' if len(rows) == 1 else 'kinds'} of products ({share} of the FLOPs); all are in JSON"
+
+
+def _product_cells(row: ProductRow) -> list[str | Cell]:
+    return [
+        row.module,
+        row.role,
+        row.sizes,
+        row.dtype,
+        f"{row.calls:,}",
+        percent(min(row.share, 1.0)),
+        row.talk,
+        Cell(row.verdict, _TONES[row.verdict]),
+        row.reason,
+    ]
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """Equal products of one or more modules in words; ``share`` is that of all of them together, 0..1."""
+
+    module: str
+    role: str
+    sizes: str
+    dtype: str
+    calls: int
+    share: float
+    talk: str
+    verdict: str
+    reason: str
+
+
+def product_rows(report: ShapeReport) -> list[ProductRow]:
+    """One row for each kind of product, layers that differ in their number only merged; worst verdict first, then by share."""
+    merged: dict[tuple[object, ...], list[ShapeRow]] = {}
+    for row in report.matmuls:
+        key = (row.role, sizes(row), row.dtype, row.verdict, row.multiples_of_8, row.reason)
+        merged.setdefault(key, []).append(row)
+    rows = [part for equal in merged.values() for part in _by_pattern(equal)]
+    return sorted(rows, key=lambda row: (_RANK[row.verdict], -row.share))
+
+
+def _by_pattern(rows: list[ShapeRow]) -> Iterable[ProductRow]:
+    """Rows with equal figures, by the patterns of their paths."""
+    by_name: dict[str, list[ShapeRow]] = {}
+    for row in rows:
+        by_name.setdefault(row.module, []).append(row)
+    for pattern, names in members(by_name).items():
+        yield _product_row(pattern, [row for name in names for row in by_name[name]])
+
+
+def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
+    first = rows[0]
+    return ProductRow(
+        module=pattern or "(the model)",
+        role=first.role,
+        sizes=sizes(first),
+        dtype=dtype_name(first.dtype),
+        calls=sum(row.calls for row in rows),
+        share=sum(row.share for row in rows),
+        talk=_TALK[first.multiples_of_8],
+        verdict=first.verdict,
+        reason=first.reason,
+    )
+
+
+def sizes(row: ShapeRow) -> str:
+    """ "1024 x 512 x 2048" (M x N x K), with the number of products in a batch before it; a convolution's geometry instead."""
+    convolution, attention = row.matmul.convolution, row.matmul.attention
+    if convolution is not None:
+        kernel = "x".join(map(str, convolution.kernel_size))
+        groups = f" / {convolution.groups}" if convolution.groups > 1 else ""
+        channels = f"{convolution.in_channels}->{convolution.out_channels}{groups}"
+        return f"{convolution.batch} x {channels} {kernel} conv"
+    if attention is not None:
+        heads = attention.batch * attention.heads
+        return f"{heads} heads: {attention.queries} x {attention.keys} x {attention.head_dim}"
+    batch = f"{row.batch} of " if row.batch > 1 else ""
+    return f"{batch}{row.m} x {row.n} x {row.k}"
+
+
+def flops_words(flops: int) -> str:
+    """ "1.2 TFLOP"."""
+    for name, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if flops >= size:
+            return f"{flops / size:.3g} {name}"
+    return f"{flops:,} FLOP"

@@ -1,0 +1,193 @@
+"""Every kind of report, the empty and the hostile one among them, through every form."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+
+import made_kernels
+import pytest
+import sessions
+import shape_records
+
+from mpinspect.kernels.analysis import analyse_kernels
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
+from mpinspect.ranges.probe import ProbeReport
+from mpinspect.ranges.session import Session
+from mpinspect.reporting.forms import KINDS, document, render
+from mpinspect.reporting.text import print_to
+from mpinspect.run.report import ModelPart, RunReport
+from mpinspect.runtime import gpus
+from mpinspect.shapes.analysis import analyse_shapes
+
+HOSTILE = "evil\n\x1b[31m\u202e</pre></style><script>alert(1)</script>|`*[red]_$#@ <img src=x onerror=alert(1)> &amp;"
+
+
+def kernels(name):
+    runs = [
+        made_kernels.kernel(name, 5),
+        made_kernels.kernel(f"{name}sgemm_", 5, made_kernels.mm(8, 8, 8, "float"), module=f"{name}/a"),
+    ]
+    return analyse_kernels(
+        [made_kernels.trace(*runs, source=f"/tmp/{name}{rank}.json", notes=(name,)) for rank in (0, 1)]
+    )
+
+
+def shapes(name):
+    products = shape_records.linear(64, 1023, 64, name=name)
+    record = shape_records.recording(*products, sizes={1023: (name,)}, notes=(name,))
+    return analyse_shapes(record, gpus.Gpu(name, "hopper", True), model=name)
+
+
+def probe(*names):
+    flushed = GradientAgreement(1.0, 100, 3, 9, 6, 1, 1, None, None)
+    layers = tuple(
+        LayerProbe(name, (10, 10), ExponentHistogram.from_counts([50, 50], -20), flushed, flushed, True, False)
+        for name in names
+    )
+    advice = sessions.no_advice("Because.")
+    return ProbeReport(layers, advice, 1024.0, True, "cpu", 2, Session(), names, names)
+
+
+REPORTS = {
+    "ranges everything": lambda: sessions.report_by_hand(sessions.everything()),
+    "ranges empty": lambda: analyse(Session()),
+    "ranges hostile": lambda: sessions.report_by_hand(sessions.all_sessions()["hostile"]),
+    "probe empty": probe,
+    "probe hostile": lambda: probe(HOSTILE, "decoder.weight"),
+    "shapes empty": lambda: analyse_shapes(shape_records.recording(backward=False), gpus.named("hopper")),
+    "shapes hostile": lambda: shapes(HOSTILE),
+    "kernels empty": lambda: analyse_kernels([]),
+    "kernels hostile": lambda: kernels(HOSTILE),
+    "run empty": lambda: RunReport("a.py", "ended"),
+    "run hostile": lambda: RunReport(
+        HOSTILE,
+        HOSTILE,
+        tuple(ModelPart(name, analyse(Session())) for name in (*sessions.HOSTILE_NAMES, HOSTILE)),
+        shapes(HOSTILE),
+        kernels(HOSTILE),
+        (HOSTILE,),
+        HOSTILE,
+        broke_elsewhere=HOSTILE,
+    ),
+}
+
+
+def test_every_kind_is_here():
+    assert {name.split()[0] for name in REPORTS} == set(KINDS)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {name: make() for name, make in REPORTS.items()}
+
+
+def assert_plain(text):
+    """Nothing steers a terminal, and no name made a line."""
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert not any(line.startswith(("\x1b", "</pre>")) for line in text.splitlines())
+    assert " object at 0x" not in text
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_text(name, reports):
+    from rich.cells import cell_len
+
+    for width in (40, 60, 90, 160):
+        text = render(reports[name], ".txt", width=width)
+        assert_plain(text)
+        assert max(map(cell_len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_colour_is_all_that_colour_adds(name, reports):
+    import io
+
+    from rich.console import Console
+
+    file = io.StringIO()
+    print_to(document(reports[name]), Console(file=file, force_terminal=True, color_system="standard", width=100))
+    assert "\x1b[1m" in file.getvalue()
+    bare = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
+    lines = [line.rstrip() for line in bare.strip("\n").split("\n")]
+    assert lines == render(reports[name], ".txt", width=100).rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_markdown(name, reports):
+    text = render(reports[name], ".md")
+    assert_plain(text)
+    assert text.startswith("# ")
+    assert sum(line.startswith("# ") for line in text.splitlines()) == 1
+    assert re.findall(r"<(?!br>)[^>]*>", text) == []
+    columns = 0
+    for line in text.splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert not (columns and cells) or cells == columns, line
+        columns = cells
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, and whether each is closed by its own."""
+
+    EMPTY = ("meta",)
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.words, self._open = set(), set(), [], []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+        if tag not in self.EMPTY:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] != "style":
+            self.words.append(data)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_html_is_well_formed_and_static_and_names_are_text_in_it(name, reports):
+    text = render(reports[name], ".html")
+    assert_plain(text)
+    page, fragment = Page(text), Page(reports[name]._repr_html_())
+    assert not {"script", "img", "link", "pre"} & page.tags
+    assert page.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "title"}
+    assert fragment.tags == page.tags - {"html", "head", "meta", "title", "body"}
+    assert document(reports[name]).title.split()[0].encode("unicode_escape").decode() in "".join(page.words)
+    if "hostile" in name and "ranges" not in name:
+        assert r"evil\n\x1b[31m\u202e</pre></style><script>alert(1)</script>" in "".join(fragment.words)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_json(name, reports):
+    found = json.loads(render(reports[name], ".json"), parse_constant=pytest.fail)
+    assert found["schema"].startswith("mpinspect.")
+    assert render(reports[name], ".json").isascii()
+    assert reports[name].to_json() == render(reports[name], ".json")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_form_has_the_same_sections(name, reports):
+    """A section that is written once appears everywhere."""
+    from mpinspect.reporting.document import Section
+    from mpinspect.reporting.markdown import escape
+
+    said = document(reports[name])
+    titles = [block.title for block in (*said.summary, *said.blocks) if isinstance(block, Section)]
+    text, markdown = render(reports[name], ".txt", width=100), render(reports[name], ".md")
+    page = render(reports[name], ".html")
+    for title in titles:
+        assert f"\n{title}\n" in text
+        assert f"\n## {escape(title)}\n" in markdown
+        assert f"<h2>{title}</h2>" in page
