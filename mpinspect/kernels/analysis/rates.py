@@ -16,6 +16,26 @@ from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow
 from mpinspect.runtime.gpus import Gpu, rate_key
 from mpinspect.shapes.records import ITEM_SIZES
 
+#: A kernel this many times faster than the CUDA cores' data-sheet peak did not run on them. Cards run up to some 15% above their
+#: data sheet's boost clock (consumer cards most); the profiler's times of kernels this long are good to a percent.
+ABOVE_PEAK = 1.2
+#: How many times faster an algorithm with fewer operations can seem: Winograd's F(4x4, 3x3) multiplies 4 times less than a
+#: direct convolution (Lavin and Gray, 2015), a causal mask halves attention. cuBLAS computes its products directly.
+_FEWER_OPERATIONS = {"gemm": 1.0, "convolution": 4.0, "attention": 2.0}
+
+#: Shorter kernels are not judged by rate: launch, first loads and the last partial wave of tiles weigh too much.
+SHORTEST_US = 20.0
+#: Siblings are native products of the same trace, GPU, kind and dtype whose FLOPs differ at most by this factor.
+SIMILAR = 4.0
+#: Of fewer siblings the median is not taken as typical.
+FEWEST_SIBLINGS = 3
+#: Degraded by rate: slower than the median sibling by more than a last wave that is nearly empty (2x) and a clock that was
+#: throttled (1.5x) explain together ...
+FAR_UNDER_SIBLINGS = 1 / 4
+#: ... or slower than the roofline by more than this, at a size at which healthy kernels reach 40% of it and more. On an H100
+#: an align1 kernel reaches 51 of 989 TFLOP/s beside siblings at 520.
+FAR_UNDER_ROOFLINE = 1 / 12
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -68,27 +88,6 @@ def _bound(row: KernelRow, dtype: str, peak: float | None) -> Bound | None:
 
 def _width(dtype: str) -> int:
     return ITEM_SIZES.get(dtype, 4)
-
-
-#: A kernel this many times faster than the CUDA cores' data-sheet peak did not run on them. Cards run up to some 15% above their
-#: data sheet's boost clock (consumer cards most); the profiler's times of kernels this long are good to a percent.
-ABOVE_PEAK = 1.2
-#: How many times faster an algorithm with fewer operations can seem: Winograd's F(4x4, 3x3) multiplies 4 times less than a
-#: direct convolution (Lavin and Gray, 2015), a causal mask halves attention. cuBLAS computes its products directly.
-_FEWER_OPERATIONS = {"gemm": 1.0, "convolution": 4.0, "attention": 2.0}
-
-#: Shorter kernels are not judged by rate: launch, first loads and the last partial wave of tiles weigh too much.
-SHORTEST_US = 20.0
-#: Siblings are native products of the same trace, GPU, kind and dtype whose FLOPs differ at most by this factor.
-SIMILAR = 4.0
-#: Of fewer siblings the median is not taken as typical.
-FEWEST_SIBLINGS = 3
-#: Degraded by rate: slower than the median sibling by more than a last wave that is nearly empty (2x) and a clock that was
-#: throttled (1.5x) explain together ...
-FAR_UNDER_SIBLINGS = 1 / 4
-#: ... or slower than the roofline by more than this, at a size at which healthy kernels reach 40% of it and more. On an H100
-#: an align1 kernel reaches 51 of 989 TFLOP/s beside siblings at 520.
-FAR_UNDER_ROOFLINE = 1 / 12
 
 
 def checked_by_rate(rows: Sequence[KernelRow]) -> list[KernelRow]:
