@@ -1,4 +1,4 @@
-"""lint_shapes(): from a model and its inputs to what its shapes mean for Tensor Cores."""
+"""``lint_shapes``: records a model's matrix products and judges their shapes for Tensor Cores."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def lint_shapes(
     backward: bool = True,
     device: str = "meta",
 ) -> ShapeReport:
-    """Whether the shapes of a model's matrix products suit Tensor Cores; by default without computing anything.
+    """Judges whether the shapes of a model's matrix products suit Tensor Cores; by default without computing anything.
 
-    The model runs once, forward and backward, and every matrix product is recorded below autograd: in modules, functional
-    calls, attention, einsum, and the backward's own.
+    Runs the model once, forward and backward, and records every matrix product below autograd: in modules, functional calls,
+    attention, einsum, and the backward's own.
 
     Args:
-        model: as it would be trained; it is not changed. On the meta device or with real weights.
-        args, kwargs: what its forward is called with; on the meta device shapes and dtypes matter, and values (of tensors that
-            have some) only where the model asks for one.
+        model: the model as it would be trained, on the meta device or with real weights; it is not changed.
+        args, kwargs: arguments of its forward; on the meta device shapes and dtypes matter, and values (of tensors that have
+            some) only where the model reads one.
         dtype: of the autocast around the model: torch.float16, torch.bfloat16 or such a name; None: the model as it is.
         gpu: "auto" (the CUDA device at hand, else Ampere, which the report says), an architecture ("volta", "turing",
             "ampere", "ada", "hopper", "blackwell"), a card ("H100 PCIe"), or a Gpu.
@@ -41,12 +41,12 @@ def lint_shapes(
         device: "meta" (nothing is computed), or "real": on the tensors as they are, wherever they are, for models whose shapes
             depend on what they compute.
 
-    Where the model could not be run to its end the report has the finding ``recording-incomplete``, an error that says where and
-    why, ``complete`` is False, and what had run is in it.
+    Where the model could not run to its end, the report covers what ran, ``complete`` is False, and the finding
+    ``recording-incomplete``, an error, says where and why it stopped.
 
     Raises:
-        ValueError: no torch.nn.Module, ``args`` no tuple, a GPU or dtype that is not known, arguments that the model's forward
-            refuses.
+        ValueError: ``model`` is no torch.nn.Module, ``args`` is no tuple, the GPU or dtype is not known, or the model's forward
+            refuses the arguments.
     """
     _check_model(model)
     if isinstance(args, (str, torch.Tensor)) or not isinstance(args, Sequence):
@@ -65,10 +65,10 @@ def lint_shapes(
 
 
 def choose_gpu(gpu: str | Gpu) -> tuple[Gpu, tuple[str, ...]]:
-    """The GPU to judge for, and what the report must say about the choice.
+    """Returns the GPU to judge for, and the notes that the report must carry about the choice.
 
     Raises:
-        ValueError: a name that is not known.
+        ValueError: the name is not known.
     """
     if isinstance(gpu, Gpu):
         return gpu, ()

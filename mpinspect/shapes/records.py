@@ -57,7 +57,7 @@ class Operand:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of a shape, in elements; an empty dimension counts as 1, as torch has it."""
+    """Returns the row-major strides of a shape, in elements; an empty dimension counts as 1, as torch has it."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -68,11 +68,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A convolution's geometry: of the forward, also for its dgrad and wgrad. One entry a spatial dimension.
+    """The geometry of a convolution's forward, also in the records of its dgrad and wgrad.
 
     Args:
         batch, in_channels, out_channels, groups: as in torch's convolutions; in_channels is of all groups.
-        input_size, output_size, kernel_size, stride, padding, dilation: spatial.
+        input_size, output_size, kernel_size, stride, padding, dilation: one entry for each spatial dimension.
         transposed: a transposed convolution.
         channels_last: whether the input is stored NHWC (NDHWC); None where unknown.
     """
@@ -184,7 +184,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCopy:
-    """Copies that only change a tensor's layout or dtype: what runs beside the products. ``kind``: "layout" or "dtype"."""
+    """Copies of one module that only change a tensor's layout or dtype; ``kind`` is "layout" or "dtype"."""
 
     module: str
     kind: str
@@ -203,7 +203,7 @@ class MatmulRecording:
         backward: whether a backward was recorded.
         autocast_dtype: dtype of the autocast around the model; None without.
         tf32: whether torch allows TF32 for FP32 products ("matmul" and "convolution" -> bool).
-        sizes: named sizes of the model that a user can change, by value: {30522: ("config.vocab_size",), ...}; for the fixes.
+        sizes: names of the model's sizes that a user can change, by value: {30522: ("config.vocab_size",), ...}.
         embeddings: weights of linear layers that are tied to an embedding's: {"lm_head.weight": "wte.weight"}.
         compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
         notes: sentences: what was left aside and why.
