@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.seen import Parts, Seen
+from mpinspect.run.outcome import Recordings, Seen
 from mpinspect.run.watcher import Watcher
 
 
@@ -20,11 +20,11 @@ class Watched:
     def __init__(self, watcher: Watcher, said: list[str]) -> None:
         self.watcher = watcher
         self.said = said
-        self.parts = Parts()
+        self.parts = Recordings()
 
     @property
     def seen(self) -> Seen:
-        return self.watcher.sightings
+        return self.watcher.seen
 
     @property
     def names(self) -> list[str]:
@@ -45,7 +45,7 @@ def watched(directory: Path, **options: object) -> Iterator[Watched]:
     """Everything within the block is watched; afterwards torch is as it was."""
     before = _replaced()
     said: list[str] = []
-    watcher = Watcher(LaunchOptions("train.py", **options), directory, said.append)  # type: ignore[arg-type]
+    watcher = Watcher(LaunchOptions("train.py", **options), directory, said.append, Seen(torch_imported=True))  # type: ignore[arg-type]
     result = Watched(watcher, said)
     watcher.install()
     try:

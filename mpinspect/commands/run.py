@@ -1,4 +1,4 @@
-"""``mpinspect run``: a training script, unmodified, with the inspector attached."""
+"""``mpinspect run``: run an unmodified training script with the inspector attached to what it trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAIL_ON = (
     "exit with 1 where the script ended with 0 and there are findings of this severity or above ('warning', 'error'), or with "
     "this id; may be repeated"
 )
-#: The options that take no value.
+#: Options that take no value.
 FLAGS = ("-h", "--help", "--no-watch", "--lint", "--kernels")
 
 
@@ -39,16 +39,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="sample as often as this share of the training's time allows (0.02 is 2%%) instead",
     )
-    parser.add_argument("--steps", type=positive, metavar="N", help="stop looking at a model after N of its steps")
+    parser.add_argument("--steps", type=positive, metavar="N", help="stop inspecting a model after N of its steps")
     parser.add_argument("--kinds", type=_kinds, metavar="A,B", help=f"what to count, of {', '.join(KINDS)}")
     pattern = "shell pattern over dotted paths of modules and parameters; may be repeated"
-    parser.add_argument("--include", action="append", metavar="PATTERN", help=f"look only at these: a {pattern}")
-    parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not look at these: a {pattern}")
+    parser.add_argument("--include", action="append", metavar="PATTERN", help=f"inspect only these: a {pattern}")
+    parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not inspect these: a {pattern}")
     parser.add_argument(
         "--log-dir", metavar="DIR", help="the run directory (runs/SCRIPT-DATE-TIME, below the working directory)"
     )
     parser.add_argument(
-        "--no-watch", action="store_false", dest="watch", help="do not look for infinities and NaNs at every step"
+        "--no-watch", action="store_false", dest="watch", help="do not check every step for infinities and NaNs"
     )
     parser.add_argument(
         "--loss-scale", type=_scale, metavar="S", help="of a script that multiplies its loss by hand (1 if it does not)"
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own words, SCRIPT at their end, and the script's, which may look like ours and are nobody else's business."""
+    """Separate the command's own words, with SCRIPT at their end, from the script's, which may look like options of ours."""
     ours: list[str] = []
     left = list(words)
     while left:
@@ -70,7 +70,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word == "--":
             return [*ours, "--", *left[:1]], left[1:]
         if word.startswith("-m"):
-            # As Python's: -mpackage.module is one word.
+            # As in Python, -mpackage.module may be one word.
             module = [word[2:]] if word != "-m" else left[:1]
             return [*ours, "-m", "--", *module], left if word != "-m" else left[1:]
         if not word.startswith("-") or word == "-":
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from mpinspect.run import UnusableDirectoryError, launch
 
     if not options.is_module and not Path(options.script).exists():
-        # Python's own sentence and status.
+        # Like Python's message, with its status.
         raise UnusableError(f"can't open file {options.script!r}: there is no such script")
     asked = LaunchOptions(
         target=options.script,
@@ -125,23 +125,22 @@ def _natural(text: str) -> int:
 
 
 def _scale(text: str) -> float:
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: a loss scale is a positive number, as 1024")
-    return scale
+    return _below(float("inf"), text, "a loss scale is a positive number, as 1024")
 
 
 def _overhead(text: str) -> float:
+    return _below(1, text, "give a share between 0 and 1, 0.02 for 2%")
+
+
+def _below(limit: float, text: str, advice: str) -> float:
+    """Parse a number above 0 and below ``limit``."""
     try:
-        share = float(text)
+        number = float(text)
     except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a share between 0 and 1, 0.02 for 2%")
-    return share
+        number = 0.0
+    if not 0 < number < limit:
+        raise argparse.ArgumentTypeError(f"{text!r}: {advice}")
+    return number
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -155,7 +154,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def known_findings() -> tuple[str, ...]:
-    """What --fail-on takes. Loads numpy."""
+    """Return what --fail-on accepts. Imports numpy."""
     from mpinspect.kernels.analysis import KERNEL_FINDING_IDS
     from mpinspect.ranges.analysis.report import FINDING_IDS
     from mpinspect.reporting.finding import SEVERITIES
@@ -165,11 +164,11 @@ def known_findings() -> tuple[str, ...]:
 
 
 def _finding(text: str) -> str:
-    # Asked of another process: this one must not load numpy before the script does.
+    # Ask another process: this one must not import numpy before the script does.
     ask = "from mpinspect.commands.run import known_findings; print(*known_findings())"
     answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     known = answer.stdout.split()
-    # A name that no finding can have would let everything pass for ever.
+    # A misspelt id would match no finding, so that CI would pass for ever.
     if answer.returncode == 0 and text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a severity nor a finding: {', '.join(known)}")
     return text

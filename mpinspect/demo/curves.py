@@ -1,8 +1,8 @@
-"""The demo's curves: its model trained in FP32, and in FP16 without loss scaling, with the recommended scale, with a dynamic one.
+"""Compares the demo's model in FP32 and in FP16 without loss scaling, with the recommended scale and with a dynamic one.
 
-As in NVIDIA's papers and talks on mixed precision: loss against steps, where the curve without scaling leaves the others.
-All start from the same weights and see the same batches, with the same setting. The FP32 run is the demo's own, with the
-inspector on; the recommended scale is the one in its report.
+As in NVIDIA's papers and talks on mixed precision, the curves show loss against steps, and the one without scaling leaves the
+others. All runs start from the same weights and train on the same batches. The FP32 run is the demo's own, with the inspector
+on; the recommended scale is the one in its report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Comparison", "Setting", "run"]
 
 PICTURE = "curves.png"
 UNSCALED = Way("FP16, no scaling", "fp16-amp", 1.0)
-#: The talk's first scale is too large for any model: the run shows how it finds its way down.
+#: The talk's first scale is too large for any model, so that the run shows how it is halved until it fits.
 DYNAMIC = Way("FP16, dynamic scaling", "fp16-amp", "talk")
 _TITLE = "A language model in FP32, and in FP16 with and without loss scaling"
 _ANNOUNCEMENT = (
@@ -39,14 +39,14 @@ _LOSSES = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs that are finished, and the inspector's report of the first.
+    """The finished runs, and the inspector's report of the first.
 
     Args:
         setting: of all runs.
         report: of the FP32 run with the first seed.
         curves: the runs, seed by seed.
-        notes: sentences on how they came about.
-        picture: the chart's path.
+        notes: sentences on how the runs were made.
+        picture: path of the chart.
     """
 
     setting: Setting
@@ -60,7 +60,7 @@ class Comparison:
         return "\n".join([table(self.curves), "", *words])
 
     def to_json(self) -> str:
-        """The report as its own JSON under "report", the rest under "curves"; a loss that is not finite is a string."""
+        """Return JSON: the report's own under "report", the rest under "curves"; losses that are not finite are strings."""
         curves = {
             "setting": asdict(self.setting),
             "notes": self.notes,
@@ -83,14 +83,14 @@ def run(
     Args:
         log_dir: as for ``demo.run``.
         setting: of all runs.
-        seeds: of weights and batches; everything is trained with each. The first one's FP32 run is the one inspected.
+        seeds: of weights and batches; every way is trained with each. The FP32 run of the first is inspected.
         quiet: print nothing.
 
     Raises:
         ValueError: no seeds, or one given twice.
         FileNotFoundError: the standard library's source is not there.
         OSError: log_dir can't be written.
-        KeyboardInterrupt: stopped; the message says what there is. Runs that are finished have been printed and drawn.
+        KeyboardInterrupt: Ctrl-C; the message says how many runs were finished. Those have been printed and drawn.
     """
     setting = setting or Setting()
     if not seeds or len(set(seeds)) < len(seeds):
@@ -123,13 +123,13 @@ def run(
 
 
 def recommended(report: RangeReport) -> Way | None:
-    """FP16 with the report's loss scale, a static one; None where it could not recommend any."""
+    """Return FP16 with the report's loss scale, kept constant; None if the report recommends none."""
     scale = report.loss_scale.recommended
     return None if scale is None else Way("FP16, recommended scale", "fp16-amp", scale)
 
 
 def _rest(report: RangeReport, seeds: Sequence[int]) -> Iterator[tuple[Way, int]]:
-    """What follows the inspected run: every way with every seed."""
+    """Yield the runs that follow the inspected one: every way with every seed."""
     for seed in seeds:
         for way in (FP32, UNSCALED, recommended(report), DYNAMIC):
             if way is not None and (way, seed) != (FP32, seeds[0]):
@@ -167,7 +167,7 @@ def _print(quiet: bool, *parts: object) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """``value`` with infinity and NaN, which JSON does not have, as strings."""
+    """Return ``value`` with infinity and NaN, which JSON lacks, as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

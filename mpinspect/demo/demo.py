@@ -31,7 +31,7 @@ VOCABULARY = 4096
 CONTEXT = 3
 BATCH_TOKENS = 8192
 LEARNING_RATE = 5e-3
-#: Fewer words than this teach a vocabulary of 4096 nothing: about five occurrences of each.
+#: Least words for a vocabulary of 4096: about five occurrences of each.
 LEAST_TOKENS = 20_000
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -59,23 +59,23 @@ class Corpus:
             yield self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
 
     def split(self, held_out: float = 0.1) -> tuple[Corpus, Corpus]:
-        """The first part for training, the last (a share of ``held_out``) for validation."""
+        """Return the first part, for training, and the last, a share of ``held_out``, for validation."""
         edge = round(len(self.tokens) * (1 - held_out))
         return Corpus(self.tokens[:edge], self.words), Corpus(self.tokens[edge:], self.words)
 
 
 def stdlib_tokens(count: int = TOKENS, vocabulary: int = VOCABULARY, *, directory: Path | None = None) -> Corpus:
-    """The first ``count`` words and symbols of the Python standard library's top-level ``*.py``, in the order of file names.
+    """Return the first ``count`` words and symbols of the Python standard library's top-level ``*.py``, in order of file names.
 
-    The vocabulary is the most frequent ones, the alphabet deciding ties. The same Python gives the same tokens.
+    The vocabulary is the most frequent ones, ties in alphabetical order. The same Python gives the same tokens.
 
     Args:
-        count: tokens wanted; fewer are given where the library has fewer (20,000 at least).
-        vocabulary: distinct tokens, the unknown word included.
-        directory: where the ``*.py`` are; that of the running Python by default.
+        count: tokens wanted; fewer are returned where the library has fewer, at least 20,000.
+        vocabulary: distinct tokens, including the unknown word.
+        directory: where the ``*.py`` are; by default that of the running Python.
 
     Raises:
-        FileNotFoundError: too little text, as in a Python whose standard library is in a zip file.
+        FileNotFoundError: there is too little text, as where Python's standard library is in a zip file.
     """
     home = directory or Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
@@ -116,14 +116,14 @@ class WordModel(nn.Module):
 
 
 def word_model(seed: int = 0, vocabulary: int = VOCABULARY) -> WordModel:
-    """The model with weights drawn from ``seed``; the global random state stays as it is."""
+    """Return the model with weights drawn from ``seed``; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return WordModel(vocabulary)
 
 
 def word_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy, the mean over the batch's tokens, computed in FP32."""
+    """Return the cross-entropy, 0-d: the mean over the batch's tokens, computed in FP32."""
     contexts, following = batch
     return nn.functional.cross_entropy(model(contexts).float(), following)
 
@@ -138,7 +138,7 @@ def train(
     batch_tokens: int = BATCH_TOKENS,
     after_step: Callable[[torch.Tensor], None] = lambda loss: None,
 ) -> None:
-    """The plain training loop; ``after_step`` gets each step's loss. Batches are drawn from ``seed``."""
+    """Train in a plain loop on batches drawn from ``seed``; ``after_step`` is called with each step's loss."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         loss = word_loss(model, corpus.batch(generator, batch_tokens))
@@ -154,10 +154,10 @@ def train(
 def run(
     *, log_dir: str | Path | None = None, steps: int = 160, seed: int = 0, quiet: bool = False, tokens: int = TOKENS
 ) -> RangeReport:
-    """Train the model, print what the inspector found, write the pictures and the TensorBoard log.
+    """Train the model, print what the inspector found, and write the pictures and the TensorBoard log.
 
     Args:
-        log_dir: where they go, "runs/demo" by default; if that holds a run already, the next free name ("runs/demo-2").
+        log_dir: where to write, "runs/demo" by default; if that holds a run already, the next free name ("runs/demo-2").
         steps: training steps, at least 1; 160 take about a minute on two cores.
         seed: of weights and batches.
         quiet: print nothing.
@@ -201,7 +201,7 @@ def train_inspected(
 
 
 def headline(report: RangeReport) -> str:
-    """The demo's findings in a few sentences, every figure from the report."""
+    """Return the demo's findings in a few sentences, with figures from the report."""
     parts = [_range_offset(report)]
     if report.loss_scale.recommended is not None:
         exponent = torch.tensor(report.loss_scale.recommended).log2().item()
@@ -257,7 +257,7 @@ def draw(report: RangeReport, directory: Path) -> list[Path]:
 
 
 def whereabouts(directory: Path, pictures: list[Path]) -> str:
-    """Where the run is, and how to look at it."""
+    """Return where the run is and the commands that show it."""
     lines = [
         "",
         "Pictures:",
@@ -269,7 +269,7 @@ def whereabouts(directory: Path, pictures: list[Path]) -> str:
 
 
 def _command(name: str) -> str:
-    """How to call a program of this Python's: by name, or by path where the shell would not find it."""
+    """Return the name of a program of this Python's, or its path where the shell would not find it."""
     here = Path(sys.executable).parent / name
     if shutil.which(name) or not here.exists():
         return name
@@ -289,7 +289,7 @@ def free_directory(wanted: str | Path | None) -> Path:
 
 @contextmanager
 def progress(steps: int, quiet: bool, name: str = "training") -> Iterator[Callable[[torch.Tensor], None]]:
-    """A progress bar with the loss, on a terminal only."""
+    """Show a progress bar with the loss, on a terminal only; yields a function to call with each step's loss."""
     if quiet or not sys.stderr.isatty():
         yield lambda loss: None
         return

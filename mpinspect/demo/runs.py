@@ -1,4 +1,4 @@
-"""One run of the demo's model in one precision, and the losses it leaves: what the demo's curves are made of."""
+"""Trains the demo's model once in one precision, and returns its losses as a curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpinspect.demo.loss_curves import Curve
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.training.mixed_precision import MixedPrecision
 
-#: Gets each step's loss, 0-d.
+#: Is called with each step's loss, 0-d.
 AfterStep = Callable[[torch.Tensor], None]
 
 
@@ -33,12 +33,12 @@ class Setting:
 
     Args:
         steps: of each run.
-        learning_rate: of Adam. Higher than the demo's alone: so many steps then end where FP32 has stopped gaining, and what
-            a dynamic scale skipped at the beginning hardly shows any more.
-        batch_tokens: words whose losses a step averages.
-        tokens: of text, a tenth of it held out for validation.
+        learning_rate: of Adam. Higher than that of the demo alone, so that FP32 stops gaining within these steps and the ones
+            that a dynamic scale skips at the beginning hardly show.
+        batch_tokens: words over which a step's loss is averaged.
+        tokens: words of text, a tenth of it held out for validation.
         vocabulary: distinct words.
-        validate_every: steps from one validation to the next; the last step is followed by one too.
+        validate_every: steps between validations; the last step is always validated.
 
     Raises:
         ValueError: steps or validate_every below 1.
@@ -71,18 +71,18 @@ class Text:
 
     @classmethod
     def read(cls, setting: Setting) -> Text:
-        """The Python standard library's; raises FileNotFoundError where its source is not there."""
+        """Read the Python standard library's source. Raises FileNotFoundError where it is missing."""
         return cls(*stdlib_tokens(setting.tokens, setting.vocabulary).split())
 
     @property
     def validation_words(self) -> int:
-        """Words that the validation loss is the mean of."""
+        """Number of words over which the validation loss is averaged."""
         return len(self.held_out.tokens) - CONTEXT
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: its name, and what MixedPrecision is told."""
+    """A way to train: its name, and the arguments of MixedPrecision."""
 
     name: str
     precision: str
@@ -95,7 +95,7 @@ FP32 = Way("FP32", "fp32")
 def inspected(
     setting: Setting, text: Text, seed: int, directory: Path, after_step: AfterStep
 ) -> tuple[RangeReport, Curve]:
-    """The demo's own run in FP32: the inspector's report, and the losses."""
+    """Train in FP32 as the demo does; returns the inspector's report and the losses."""
     model = word_model(seed, setting.vocabulary)
     losses = _Losses(setting, text, model.state_dict, after_step)
     report = train_inspected(
@@ -112,7 +112,7 @@ def inspected(
 
 
 def trained(way: Way, setting: Setting, text: Text, seed: int, after_step: AfterStep) -> Curve:
-    """A run through MixedPrecision, from the same weights and with the same batches for every way."""
+    """Train through MixedPrecision and return the losses; weights and batches are the same for every way."""
     model = word_model(seed, setting.vocabulary)
     optimizer = torch.optim.Adam(model.parameters(), lr=setting.learning_rate)
     mixed = MixedPrecision(model, optimizer, precision=way.precision, loss_scale=way.loss_scale)
@@ -140,7 +140,7 @@ def trained(way: Way, setting: Setting, text: Text, seed: int, after_step: After
 
 
 def validation_loss(weights: Mapping[str, torch.Tensor], text: Text) -> float:
-    """Mean cross-entropy over the held-out words, each once, computed in FP32 by a model of its own."""
+    """Return the mean cross-entropy over the held-out words, each once, computed in FP32 by a separate model."""
     model = word_model(0, len(weights["output.bias"]))
     model.load_state_dict(weights)
     total = 0.0
@@ -151,7 +151,7 @@ def validation_loss(weights: Mapping[str, torch.Tensor], text: Text) -> float:
 
 
 class _Losses:
-    """Collects a run's losses as it goes. Validation looks at the weights only: the run itself stays as it is."""
+    """Collects a run's losses step by step. Validation reads the weights only, so it does not affect the run."""
 
     def __init__(
         self, setting: Setting, text: Text, weights: Callable[[], Mapping[str, torch.Tensor]], after_step: AfterStep

@@ -1,4 +1,4 @@
-"""What the callbacks of every trainer do: an Inspector for each training run, a report when it is over."""
+"""The part of a callback that is the same for every trainer: attach an Inspector to each training run and print its report."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from mpinspect.ranges.exit_report import print_report
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.session import Session
 
-#: ``log_dir`` of a callback: below the directory that the trainer writes to.
+#: The ``log_dir`` that stands for ``mpinspect`` below the directory that the trainer writes to.
 AUTO = "auto"
 
 
 class InspectsTraining:
-    """An Inspector that comes and goes with a trainer's runs.
+    """Attaches an Inspector to each training run of a trainer.
 
     Args:
         log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` below the directory that the
             trainer writes to; None keeps everything in memory. Of several processes each writes to ``rank<n>`` in it.
-        print_report: print the report to stderr when training ends or breaks (the first of several processes does).
-        options: as Inspector's: every, capture, include, exclude, loss_scale, watch, max_overhead.
+        print_report: print the report to stderr when training ends or breaks; of several processes only the first does.
+        options: those of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead.
 
     Raises:
-        TypeError, ValueError: options that Inspector does not take.
+        TypeError, ValueError: Inspector does not accept the options.
     """
 
     def __init__(self, *, log_dir: str | Path | None = AUTO, print_report: bool = True, **options: Any) -> None:
         self._wanted_log_dir = log_dir
         self._print_report = print_report
         self._options = options
-        #: The inspector of the last run that began in this process.
+        #: The inspector of the last run that was begun in this process.
         self.inspector: Inspector | None = None
         self._running = self._speaks = False
         self._at_exit: AtExit | None = None
         self._check(options)
 
     def session(self) -> Session:
-        """What was recorded of the last training run; while it runs this waits for the GPU.
+        """Return the record of the last training run. Waits for the GPU while that is running.
 
         Raises:
             RuntimeError: nothing has been trained in this process.
@@ -55,7 +55,7 @@ class InspectsTraining:
         return self._inspector().session()
 
     def report(self) -> RangeReport:
-        """The report on the last training run; while it runs this waits for the GPU.
+        """Return the report on the last training run. Waits for the GPU while that is running.
 
         Raises:
             RuntimeError: nothing has been trained in this process.
@@ -63,7 +63,7 @@ class InspectsTraining:
         return self._inspector().report()
 
     def detach(self) -> None:
-        """Stop inspecting, close the files and print the report. Does nothing where no training is under way."""
+        """Stop inspecting (waits for the GPU), close the files and print the report. Does nothing outside of training."""
         if self._running:
             self._running = False
             if self._at_exit is not None:
@@ -86,13 +86,13 @@ class InspectsTraining:
         rank: int,
         processes: int,
     ) -> None:
-        """Training begins. A run that never came to its end is ended first. Never raises an Exception."""
+        """Attach to a training that begins, after ending one that never did. Failures become warnings."""
         self.detach()
         self.inspector = inspector = None
         try:
             inspector = Inspector(
                 model,
-                # A trainer may step what is no torch optimizer: then its steps are told by what else happens.
+                # A trainer may have other optimizers than torch's; the inspector then infers the steps.
                 optimizers=[optimizer for optimizer in optimizers if plain_optimizer(optimizer) is not None],
                 scalers=scaler,
                 log_dir=self._log_dir(directory, rank, processes),
@@ -107,7 +107,7 @@ class InspectsTraining:
             return
         self.inspector = inspector
         self._running, self._speaks = True, self._print_report and rank == 0
-        # Not every trainer tells its callbacks of an exception.
+        # Not every trainer calls its callbacks after an exception.
         self._at_exit = AtExit(functools.partial(_detach, weakref.ref(self)))
 
     def _log_dir(self, directory: str | Path | None, rank: int, processes: int) -> Path | None:
@@ -128,7 +128,7 @@ class InspectsTraining:
 
     @staticmethod
     def _check(options: dict[str, Any]) -> None:
-        """Complain now, and not in the middle of somebody's training."""
+        """Check the options now, rather than when training begins."""
         for name in ("model", "optimizers", "scalers"):
             if name in options:
                 raise TypeError(f"{name} is no option of a callback: the trainer knows it")
@@ -136,12 +136,12 @@ class InspectsTraining:
         Inspector(torch.nn.Linear(1, 1), **{name: value for name, value in options.items() if name not in patterns})
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainers that start processes pickle their callbacks.
+        # Trainers pickle their callbacks into the processes that they start.
         return {**self.__dict__, "inspector": None, "_running": False, "_at_exit": None}
 
 
 def _detach(callback: weakref.ref[InspectsTraining]) -> None:
-    """Weakly: neither the callback nor its model is kept alive until the end of the process."""
+    """Detach a callback at the end of the process; the weak reference keeps neither it nor its model alive until then."""
     alive = callback()
     if alive is not None:
         alive.detach()

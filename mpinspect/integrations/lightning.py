@@ -17,7 +17,7 @@ from mpinspect.integrations.inspecting import InspectsTraining
 
 
 class LightningHooks(InspectsTraining):
-    """The hooks that Lightning's Trainer calls; ``InspectorCallback`` is this with Lightning's Callback as a base.
+    """The hooks that Lightning's Trainer calls; ``InspectorCallback`` also derives from Lightning's Callback.
 
     Attaches when training begins, after the strategy's set-up and the sanity check, to the LightningModule and the
     Trainer's optimizers and scaler. With log_dir="auto" it writes to ``mpinspect`` below the logger's directory; without a
@@ -25,26 +25,26 @@ class LightningHooks(InspectsTraining):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The Trainer begins to fit."""
-        # Asking for log_dir is a broadcast: every process must, or none.
+        """Attach: the Trainer begins to fit."""
+        # Reading log_dir broadcasts: either every process reads it or none does.
         directory = trainer.log_dir if trainer.loggers else None
         self._begin(pl_module, trainer.optimizers, trainer.scaler, directory, trainer.global_rank, trainer.world_size)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """It has fitted."""
+        """Detach: the Trainer has fitted."""
         self.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Something was raised, or somebody pressed Ctrl-C."""
+        """Detach: an exception, such as Ctrl-C, ended the training."""
         self.detach()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Nothing of ours is left behind, whatever happened."""
+        """Detach, if no other hook has."""
         self.detach()
 
 
 def _callback_class() -> Any:
-    """Lightning's Callback, of the package that is in use already where only one of the two is."""
+    """Return Lightning's Callback; of its two packages the one that is imported already is preferred."""
     packages = ["lightning.pytorch", "pytorch_lightning"]
     packages.sort(key=lambda package: package not in sys.modules)
     for package in packages:

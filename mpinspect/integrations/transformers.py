@@ -13,23 +13,23 @@ from mpinspect.integrations.inspecting import InspectsTraining
 
 
 class TransformersHooks(InspectsTraining):
-    """The hooks that Transformers' Trainer calls; ``InspectorCallback`` is this with TrainerCallback as a base.
+    """The hooks that Transformers' Trainer calls; ``InspectorCallback`` also derives from TrainerCallback.
 
     Attaches when training begins, to the model and the optimizer that Accelerate has prepared; the scaler, if there is one,
-    is seen when it scales the first loss. With log_dir="auto" it writes to ``mpinspect`` below ``args.output_dir``.
+    is found when it scales the first loss. With log_dir="auto" it writes to ``mpinspect`` below ``args.output_dir``.
 
-    The Trainer does not tell its callbacks of an exception: the report is printed when the process ends then. Where it goes
-    on, in a notebook say, call ``report()`` and ``detach()``; the next training does the latter by itself.
+    After an exception the Trainer calls no callback, so the report is printed when the process ends. Where the process goes on,
+    as in a notebook, call ``report()`` and ``detach()``; the next training detaches by itself.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer begins to train: model and optimizer are prepared."""
+        """Attach: the Trainer begins to train, with model and optimizer prepared."""
         optimizer = kwargs.get("optimizer")
         optimizers = [] if optimizer is None else [optimizer]
         self._begin(kwargs["model"], optimizers, None, args.output_dir, args.process_index, args.world_size)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """It has trained."""
+        """Detach: the Trainer has trained."""
         self.detach()
 
 

@@ -1,4 +1,4 @@
-"""``mpinspect run``: somebody's script, unmodified, with the inspector attached to what it trains. Needs no torch to begin."""
+"""``mpinspect run``: runs an unmodified script with the inspector attached to what it trains. Imports no torch of its own."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import threading
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from mpinspect.run import leaving, processes, script
+from mpinspect.run import processes, script
 from mpinspect.run.directory import UnusableDirectoryError, claim, shown
-from mpinspect.run.ending import Ending
+from mpinspect.run.ending import Ending, say
 from mpinspect.run.import_hook import when_imported
-from mpinspect.run.options import LaunchOptions
+from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.outcome import brief
-from mpinspect.run.rank import Rank
 from mpinspect.run.record import first_record
-from mpinspect.run.stderr import say
 
 if TYPE_CHECKING:
     from mpinspect.run.report import RunReport
 
 __all__ = ["LaunchOptions", "UnusableDirectoryError", "launch"]
 
-#: Programs that start the training in processes of their own, by how they are called.
+#: Programs that start the training in processes of their own, by name or module.
 _LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch"))
 
 
 def launch(options: LaunchOptions) -> RunReport | None:
-    """Run a script as Python would. What was seen of it is reported when the process ends, after its own exit handlers.
+    """Run a script as Python would. The report is made when the process ends, after the script's own exit handlers.
 
     Returns:
-        None; but if ``fail_on`` asks for findings and the script ended with 0, its threads and exit handlers have run too, and
-        this is the report (None if it could not be made).
+        With ``fail_on``, if the script ended with 0: the report, made after running the script's threads and exit handlers to
+        their end; None if it could not be made. Otherwise None.
 
     Raises:
-        UnusableDirectoryError: the run directory that was asked for can't be made; the script has not begun.
-        BaseException: whatever ends the script passes through: SystemExit and KeyboardInterrupt do what they do in Python.
+        UnusableDirectoryError: the run directory asked for can't be made; the script has not begun.
+        BaseException: whatever ends the script passes through; SystemExit and KeyboardInterrupt act as in Python.
     """
     ending = None
     try:
@@ -45,16 +43,16 @@ def launch(options: LaunchOptions) -> RunReport | None:
     except UnusableDirectoryError:
         raise
     except BaseException as error:
-        _left_by(error, ending)
+        _note_error(error, ending)
         if ending is None or not options.fail_on or ending.outcome.status != 0:
             raise
     else:
         script.forget_file()
-    return _finished(ending) if ending is not None and options.fail_on else None
+    return _report_now(ending) if ending is not None and options.fail_on else None
 
 
 def _begin(options: LaunchOptions) -> Ending | None:
-    """Have all that the script does from now on looked at. None where that fails: the script runs all the same."""
+    """Begin to inspect whatever the script does. Returns None where that fails: the script then runs uninspected."""
     try:
         rank = Rank.of_environment()
         record = first_record(options, rank)
@@ -64,7 +62,7 @@ def _begin(options: LaunchOptions) -> Ending | None:
             ending.seen.note(trouble)
         if PurePath(options.target).name in _LAUNCHERS:
             ending.seen.note(_advice(options))
-        # Before anybody else: exit handlers run last in, first out.
+        # Registered before the script's own, it runs after them: exit handlers run last in, first out.
         atexit.register(ending.finish)
         processes.follow(ending)
         when_imported("torch", ending.watch)
@@ -87,11 +85,11 @@ def _advice(options: LaunchOptions) -> str:
     )
 
 
-def _left_by(error: BaseException, ending: Ending | None) -> None:
-    """An exception ends the script."""
+def _note_error(error: BaseException, ending: Ending | None) -> None:
+    """Keep the exception that ends the script, and have it shown without our frames."""
     try:
         if not isinstance(error, SystemExit):
-            leaving.show_without_our_frames(script.forget_file)
+            script.show_without_our_frames(script.forget_file)
         if ending is not None:
             ending.left_by(error)
             ending.started = not script.was_not_found(error)
@@ -99,8 +97,8 @@ def _left_by(error: BaseException, ending: Ending | None) -> None:
         say(f"mpinspect failed as the script ended: {brief(fault)}")
 
 
-def _finished(ending: Ending) -> RunReport | None:
-    """What the interpreter does at exit, done now: the report must be known before the exit status is."""
+def _report_now(ending: Ending) -> RunReport | None:
+    """Join threads and run exit handlers now instead of at exit: the exit status depends on the report."""
     shut_down = getattr(threading, "_shutdown", None)
     if shut_down is not None:
         shut_down()

@@ -1,38 +1,40 @@
-"""The run directory: where it is, and who claims it."""
+"""The run directory: claims one for a job, and names and finds the directories of its processes."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpinspect.run.options import LaunchOptions
-from mpinspect.run.rank import Rank
+from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.record import FILE_NAME, job_of, write_first
 
 
 class UnusableDirectoryError(Exception):
-    """The directory that was asked for can't be made: one sentence."""
+    """The directory that was asked for can't be made; the message is one sentence."""
 
 
-#: How many sibling names are tried where one holds another run already.
+#: Most names that are tried where the wanted one holds another run already.
 _SIBLINGS = 1000
+#: Names of the directories of processes.
+_PROCESS = re.compile(r"(rank|process-)\d+")
 
 
 def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[Path, str]:
-    """Make the run directory of this process, with a first run.json in it that nobody else has written.
+    """Make the run directory of this process by creating its run.json, which fails where another process has.
 
     Args:
-        record: what the first run.json holds; its "job" tells the ranks of one job from another's.
+        record: what run.json is to hold; its "job" distinguishes the ranks of one job from those of another.
 
     Returns:
-        Absolute path of the whole job's directory, which is that of this process where there are no ranks; and a sentence if
-        it is not the one that was to be; else "".
+        The absolute path of the whole job's directory, which without ranks is this process's own; and a sentence if it is not
+        the one wanted, else "".
 
     Raises:
-        UnusableDirectoryError: the one that was asked for can't be made.
+        UnusableDirectoryError: the directory in ``options`` can't be made.
         OSError: not even a temporary directory can be made.
     """
     wanted = Path(options.log_dir) if options.log_dir else Path("runs") / _name(options, rank)
@@ -54,10 +56,30 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
 
 
 def shown(path: Path) -> str:
-    """A path as the user would write it: relative to the working directory where it lies below that."""
+    """Return a path as the user would write it: relative to the working directory if it lies below that."""
     with suppress(OSError, ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
+
+
+def process_name(directory: Path) -> str:
+    """Return what a process is called after its directory: "rank 1", "process-0"; "" for a run's own directory."""
+    name = directory.name
+    return name.replace("rank", "rank ") if _PROCESS.fullmatch(name) else ""
+
+
+def others_of(directory: Path, whole: Path) -> list[Path]:
+    """Return the directories of the other ranks in ``whole``, and of the processes spawned by this one, in order."""
+    found = [*whole.glob("rank*"), *directory.glob("process-*")]
+    return sorted(
+        (path for path in found if path != directory and process_name(path)), key=lambda path: in_order(path.name)
+    )
+
+
+def in_order(name: str) -> list[tuple[str, int]]:
+    """Return a sort key that puts rank2 before rank10, and rank0/process-1 behind rank0."""
+    stems = [(part, part.rstrip("0123456789")) for part in name.split("/")]
+    return [(stem, int(part[len(stem) :] or 0)) for part, stem in stems]
 
 
 def _name(options: LaunchOptions, rank: Rank) -> str:
@@ -68,7 +90,7 @@ def _name(options: LaunchOptions, rank: Rank) -> str:
 
 
 def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path, bool]:
-    """The wanted directory of the whole job, or the next free name beside it; and whether it is another."""
+    """Claim the wanted directory, or the next free name beside it. Returns it, and whether it is another than wanted."""
     for number in range(1, _SIBLINGS):
         base = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
@@ -77,7 +99,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
 
 
 def _is_foreign(base: Path, rank: Rank) -> bool:
-    """Whether the ranks of another job are in there, or a run without ranks where this one has some."""
+    """Whether it holds ranks of another job, or a run without ranks where this one has some."""
     jobs = [job_of(path.parent) for path in base.glob(f"rank*/{FILE_NAME}")]
     if rank.of < 2:
         return bool(jobs)

@@ -10,38 +10,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpinspect.run.directory import shown
-from mpinspect.run.elsewhere import others_of, process_name, with_others
-from mpinspect.run.joining import join
+from mpinspect.reporting import streams
+from mpinspect.run.directory import others_of, process_name, shown
+from mpinspect.run.joining import join, with_others
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import STOPPED, Outcome, brief, outcome_of
-from mpinspect.run.record import FILE_NAME, write_record
-from mpinspect.run.saving import how_it_ended, save
-from mpinspect.run.seen import Parts, Seen
-from mpinspect.run.stderr import say, write
+from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
+from mpinspect.run.record import FILE_NAME, REPORTS, now, write_record
 
 if TYPE_CHECKING:
     from mpinspect.run.report import RunReport
     from mpinspect.run.watcher import Watcher
 
-#: Import names of the frameworks whose arithmetic nobody watches here.
+#: Import names of the frameworks whose arithmetic is not inspected.
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
-#: Who calls os._exit wants to be gone: a report that waits for a GPU which will not answer must not keep it.
-_LAST_WORDS_S = 20.0
-#: A session's note that the run's own report repeats: whoever gave a pattern thinks that it holds.
+#: Seconds that ``os._exit`` is delayed at most by a report, which may wait for a GPU that no longer answers.
+_EXIT_DELAY_S = 20.0
+#: A session's note that the run's report repeats: whoever gave a pattern believes that it is in effect.
 _UNMATCHED = re.compile(r"the pattern .* matches no ", re.DOTALL)
 
 
+def say(sentence: str) -> None:
+    """Print one line of ours on the stderr that the process was given, if that is still open. stdout is the script's."""
+    streams.say(sys.__stderr__, " ".join(sentence.splitlines()))
+
+
 class Ending:
-    """What is done when the script is over, once, whoever says so first.
+    """Reports when the script is over: once, on whichever way out comes first.
 
     Args:
         options: of the launch.
-        directory: the run directory, absolute.
-        record: what run.json says of the start.
-        speaks: whether the report goes to stderr; else one line where something broke.
+        directory: this process's run directory, absolute.
+        record: what run.json holds since the start.
+        speaks: whether to print the report to stderr; else one line if something broke.
         whole: directory of the whole run, where this process is one of several ranks.
-        leaves_no_trace: whether nothing is said and written of a process that trained nothing, such as a pool's worker.
+        leaves_no_trace: print and write nothing if this process trained nothing, as a pool's worker.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Ending:
         #: Made by finish().
         self.report: RunReport | None = None
         self._whole = whole or directory
-        #: Among several processes every line says whose it is.
+        #: Among several processes every line begins with the process's name.
         name = process_name(directory) if whole not in (None, directory) or leaves_no_trace else ""
         self._lead = f"{name}: " if name else ""
         self._said: set[str] = set()
@@ -75,31 +77,30 @@ class Ending:
 
     @property
     def over(self) -> bool:
-        """Whether it has come, or is somebody else's business."""
+        """Whether the report has begun, or this is a forked child, which makes none."""
         return self._once.locked()
 
     def watch(self) -> None:
-        """torch has been imported: have what it does looked at."""
+        """Begin to inspect what the script trains; called when torch has been imported."""
         if self.over or self._watcher is not None:
             return
+        self.seen.torch_imported = True
         try:
             from mpinspect.run.watcher import Watcher
 
-            self._watcher = Watcher(self.options, self.directory, self._say)
-            self.seen = _merged(self._watcher.sightings, self.seen)
+            self._watcher = Watcher(self.options, self.directory, self._say, self.seen)
             self._watcher.install()
         except Exception as error:
-            self.seen.torch_imported = True
             self.seen.note(f"mpinspect failed when torch was imported, and watched nothing: {brief(error)}")
 
     def left_by(self, error: BaseException) -> None:
-        """An exception is about to end the script."""
+        """Keep the exception that is about to end the script."""
         self.outcome = outcome_of(error)
         if self.outcome.by_error and self._watcher is not None:
             self._watcher.broke_off(error)
 
     def abandon(self) -> None:
-        """In a forked child: the watching and its end are the parent's."""
+        """Leave inspection and report to the parent; called in a forked child."""
         self._once = threading.Lock()
         self._once.acquire()
         if self._watcher is not None:
@@ -107,10 +108,10 @@ class Ending:
                 self._watcher.abandon()
 
     def finish(self, *, flush: bool = True) -> None:
-        """Report, once; never raises. Waits for the GPU, where one computed. Ctrl-C cuts it short.
+        """Report, once; never raises. Waits for the GPU, if the script used one. Ctrl-C cuts it short.
 
         Args:
-            flush: whether the script's stdout goes out first, as it will in a moment anyway.
+            flush: whether to flush the script's stdout first, as the exit will do anyway.
         """
         if not self._once.acquire(blocking=False):
             return
@@ -124,7 +125,7 @@ class Ending:
             _die_by_interrupt()
 
     def finish_soon(self, outcome: Outcome) -> None:
-        """Report before a way out that waits for nothing: in ``_LAST_WORDS_S`` seconds at most, and stdout is not flushed."""
+        """Report before ``os._exit`` or ``os.exec*``: in ``_EXIT_DELAY_S`` seconds at most, without flushing stdout."""
         if self.over:
             return
         self.outcome = outcome
@@ -132,77 +133,100 @@ class Ending:
         try:
             work.start()
         except RuntimeError:
-            # The interpreter is shutting down.
+            # No thread can start while the interpreter shuts down.
             self.finish(flush=False)
         else:
-            work.join(_LAST_WORDS_S)
+            work.join(_EXIT_DELAY_S)
 
     def _finish(self, flush: bool) -> None:
-        parts = Parts() if self._watcher is None else self._watcher.finish()
+        recordings = Recordings() if self._watcher is None else self._watcher.finish()
         self.seen.other_frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
-        if self._leaves_no_trace and not parts.models and not self.seen.backwards and not self._failed_with_torch:
+        if self._leaves_no_trace and not recordings.models and not self.seen.backwards and not self._failed_with_torch:
             return
         if not self.started:
             self._never_started()
             return
-        report = self.report = self._joined(parts)
+        report = self.report = self._joined(recordings)
         if flush:
             with suppress(Exception):
                 sys.stdout.flush()
         if self._leaves_no_trace and self.outcome.by_error:
             say(f"{process_name(self.directory) or self.directory.name} ended by {self.outcome.words}")
         if self.speaks:
-            write(f"\n{report}\n")
+            streams.write(sys.__stderr__, f"\n{report}\n")
         elif report.first_line and report.first_line not in self._said:
             self._say(report.first_line)
         try:
-            save(self.directory, report, parts, self._record, self.outcome)
+            self._save(report, recordings.models)
         except OSError as error:
             self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
 
     @property
     def _failed_with_torch(self) -> bool:
-        """Whether an exception ended what may have been about to train."""
+        """Whether an exception ended a process that had imported torch, and so may have been about to train."""
         return self.outcome.by_error and self.seen.torch_imported
 
-    def _joined(self, parts: Parts) -> RunReport:
-        """The report, of which the other processes' part is looked up by the one that speaks."""
-        report = join(parts, self.seen, self.outcome, self.options, self._whole)
-        unmatched = [note for model in parts.models for note in model.session.notes if _UNMATCHED.match(note)]
+    def _joined(self, recordings: Recordings) -> RunReport:
+        """Return the report, in the process that speaks with what broke in the others."""
+        report = join(recordings, self.seen, self.outcome, self.options, self._whole)
+        unmatched = [note for model in recordings.models for note in model.session.notes if _UNMATCHED.match(note)]
         report = replace(report, saw=tuple(dict.fromkeys([*unmatched, *report.saw])))
         if not self.speaks:
             return report
         try:
             return with_others(report, others_of(self.directory, self._whole))
         except Exception as error:
-            return replace(report, saw=(*report.saw, f"the other processes could not be looked into: {brief(error)}"))
+            return replace(
+                report, saw=(*report.saw, f"the records of the other processes could not be read: {brief(error)}")
+            )
 
     def _never_started(self) -> None:
-        """Python has said why."""
+        """Say that nothing was recorded. Python has said why the script could not be started."""
         if self.speaks:
             kept = shown(self.directory / FILE_NAME)
-            say(f"the script could not be started: nothing was recorded ({kept} keeps what was tried)")
+            say(f"the script could not be started: nothing was recorded ({kept} keeps the command)")
         with suppress(OSError):
-            write_record(self.directory, self._record | how_it_ended(self.outcome))
+            self._write_last_record()
+
+    def _save(self, report: RunReport, models: list[RecordedModel]) -> None:
+        """Write the report and the last run.json. Raises OSError."""
+        for model in models:
+            _save_again(model)
+        for name in REPORTS:
+            report.save(self.directory / name)
+        self._write_last_record(
+            models=[{"name": model.name, "log_dir": model.log_dir} for model in models], saw=list(report.saw)
+        )
+
+    def _write_last_record(self, **more: Any) -> None:
+        ended = {
+            "ended": now(),
+            "outcome": self.outcome.words,
+            "status": self.outcome.status,
+            "by_error": self.outcome.by_error,
+        }
+        write_record(self.directory, self._record | ended | more)
 
     def _say(self, sentence: str) -> None:
-        """One line of this process's on stderr."""
+        """Print one line of this process on stderr."""
         self._said.add(sentence)
         say(self._lead + sentence)
 
 
+def _save_again(model: RecordedModel) -> None:
+    """Write a session file anew if the script has removed it."""
+    from mpinspect.ranges.store.session_file import FILE_NAME as SESSION
+
+    if model.log_dir is not None and not (Path(model.log_dir) / SESSION).exists():
+        Path(model.log_dir).mkdir(parents=True, exist_ok=True)
+        model.session.save(model.log_dir)
+
+
 def _die_by_interrupt() -> None:
-    """Python ends by the signal if it remembers that Ctrl-C came through, and any ``exec`` of a text, as in dataclasses, makes it
-    forget. So it comes through once more."""
+    """Raise and catch Ctrl-C once more.
+
+    Python dies by the signal only if it remembers that KeyboardInterrupt passed through, and any ``exec`` of a text, as in
+    dataclasses, makes it forget.
+    """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")
-
-
-def _merged(watched: Seen, before: Seen) -> Seen:
-    """The watcher's counts, with what was counted before torch was there."""
-    watched.forked += before.forked
-    watched.spawned += before.spawned
-    watched.watched_children += before.watched_children
-    for sentence in before.notes:
-        watched.note(sentence)
-    return watched

@@ -1,4 +1,4 @@
-"""Being told when a module has been imported, without importing it."""
+"""Calls back when a module has been imported, without importing it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from types import ModuleType
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call back right after the module of that name has been executed, once; at once if it is there already.
+    """Call back once, right after the module of that name has been executed; at once if it is loaded already.
 
-    The module, its spec and its loader are the ones they would be. A fault in the callback does not reach the import.
+    The module, its spec and its loader are those of a plain import. Exceptions of the callback are dropped.
     """
     if name in sys.modules:
-        _tell(callback)
+        _call(callback)
     else:
         sys.meta_path.insert(0, _Finder(name, callback))
 
 
 class _Finder:
-    """Stands before the finders until the module has come, and lets them find it."""
+    """A finder, first in ``sys.meta_path`` until the module is imported, that asks the other finders for its spec."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
@@ -36,32 +36,29 @@ class _Finder:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find is not None else None
             if spec is not None:
-                self._listen(spec)
+                self._wrap(spec)
                 return spec
         return None
 
-    def _listen(self, spec: ModuleSpec) -> None:
-        """Have this one loader tell when it has executed the module."""
+    def _wrap(self, spec: ModuleSpec) -> None:
+        """Wrap this loader's ``exec_module`` once, to call back when it has executed the module."""
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
         if execute is None:
             return
 
-        def execute_and_tell(module: ModuleType) -> None:
+        def execute_and_call(module: ModuleType) -> None:
             del loader.exec_module  # type: ignore[union-attr]
             execute(module)
-            self._arrived()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _call(self._callback)
 
-        # A loader that takes no attributes is one that serves every module (built-in ones): nothing of interest here.
+        # The loader of built-in modules takes no attributes; nothing that is waited for is built in.
         with contextlib.suppress(AttributeError, TypeError):
-            loader.exec_module = execute_and_tell  # type: ignore[union-attr, method-assign]
-
-    def _arrived(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            _tell(self._callback)
+            loader.exec_module = execute_and_call  # type: ignore[union-attr, method-assign]
 
 
-def _tell(callback: Callable[[], None]) -> None:
+def _call(callback: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):
         callback()

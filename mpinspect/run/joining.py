@@ -1,53 +1,59 @@
-"""Everything that was recorded of a run, analysed and joined into one report."""
+"""Analyses everything recorded of a run and joins it into one report, with what broke in the run's other processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from mpinspect.run.directory import process_name
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import Outcome, brief
-from mpinspect.run.record import TRACE
-from mpinspect.run.seen import Parts, RecordedModel, Seen
+from mpinspect.run.outcome import Outcome, RecordedModel, Recordings, Seen, brief
+from mpinspect.run.record import TRACE, load_record
+from mpinspect.runtime.decoding import DecodingError
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
+    from mpinspect.ranges.session import Event
     from mpinspect.run.report import ModelPart, RunReport
     from mpinspect.shapes.analysis import ShapeReport
 
-NO_GPU = f"--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in {TRACE}"
+#: Seconds spent at most on reading other processes' sessions: there may be hundreds, on a network file system.
+_PATIENCE_S = 5.0
+_NO_GPU = f"--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in {TRACE}"
 
 Made = TypeVar("Made")
 
 
-def join(parts: Parts, seen: Seen, outcome: Outcome, options: LaunchOptions, directory: Path) -> RunReport:
-    """The report of a whole run. What fails in one part is said, and the others are there all the same."""
+def join(recordings: Recordings, seen: Seen, outcome: Outcome, options: LaunchOptions, directory: Path) -> RunReport:
+    """Return the report of a run. A part whose analysis fails is left out, and a sentence says so."""
     from mpinspect.run.report import RunReport
 
-    troubles: list[str] = []
-    ranges = [_attempt(_ranges, model, model.name, troubles) for model in parts.models]
-    shapes = _attempt(lambda gpu: _shapes(parts, gpu), options.gpu, "the shapes", troubles)
-    kernels = _attempt(lambda gpu: _kernels(parts, gpu, shapes), options.gpu, "the kernels' trace", troubles)
+    notes: list[str] = []
+    gpu = options.gpu
+    ranges = [_attempt(partial(_ranges, model), model.name, notes) for model in recordings.models]
+    shapes = _attempt(partial(_shapes, recordings, gpu), "the shapes", notes)
+    kernels = _attempt(partial(_kernels, recordings, gpu, shapes, notes), "the kernels' trace", notes)
     return RunReport(
         command=options.command,
         outcome=outcome.words,
         parts=tuple(part for part in ranges if part is not None),
         shapes=shapes,
         kernels=kernels,
-        saw=tuple(dict.fromkeys([*seen.sentences(), *parts.notes, *troubles])),
+        saw=tuple(dict.fromkeys([*seen.sentences(), *notes])),
         log_dir=str(directory),
     )
 
 
-Given = TypeVar("Given")
-
-
-def _attempt(make: Callable[[Given], Made], given: Given, what: str, troubles: list[str]) -> Made | None:
+def _attempt(make: Callable[[], Made], what: str, notes: list[str]) -> Made | None:
     try:
-        return make(given)
+        return make()
     except Exception as error:
-        troubles.append(f"{what} could not be analysed: {brief(error)}")
+        notes.append(f"{what} could not be analysed: {brief(error)}")
         return None
 
 
@@ -58,23 +64,98 @@ def _ranges(model: RecordedModel) -> ModelPart:
     return ModelPart(model.name, analyse(model.session))
 
 
-def _shapes(parts: Parts, gpu: str | None) -> ShapeReport | None:
-    if parts.matmuls is None:
+def _shapes(recordings: Recordings, gpu: str | None) -> ShapeReport | None:
+    if recordings.matmuls is None:
         return None
     from mpinspect.shapes.analysis import analyse_shapes
     from mpinspect.shapes.lint import choose_gpu
 
     chosen, notes = choose_gpu(gpu or "auto")
-    return analyse_shapes(parts.matmuls, chosen, model=", ".join(model.name for model in parts.models), notes=notes)
+    names = ", ".join(model.name for model in recordings.models)
+    return analyse_shapes(recordings.matmuls, chosen, model=names, notes=notes)
 
 
-def _kernels(parts: Parts, gpu: str | None, shapes: ShapeReport | None) -> KernelReport | None:
-    if parts.trace is None:
+def _kernels(
+    recordings: Recordings, gpu: str | None, shapes: ShapeReport | None, notes: list[str]
+) -> KernelReport | None:
+    if recordings.trace is None:
         return None
     from mpinspect.kernels.profile import read_trace
 
-    report = read_trace(parts.trace, gpu=gpu, shapes=shapes)
+    report = read_trace(recordings.trace, gpu=gpu, shapes=shapes)
     if not any(rank.has_gpu_work for rank in report.ranks):
-        parts.notes.append(NO_GPU)
+        notes.append(_NO_GPU)
         return None
     return report
+
+
+# -- what broke in other processes ---------------------------------------------------------------------------------------
+
+
+class _Break(NamedTuple):
+    """The gravest event of a model. ``process`` is its directory's name; "" for this process's own."""
+
+    event: Event
+    process: str
+    model: str
+
+
+def with_others(report: RunReport, others: Iterable[Path]) -> RunReport:
+    """Return the report of a process with what broke earlier in others, as far as they have written it. Waits for none."""
+    others = list(others)
+    errors = [f"{process_name(path)} ended by {error}" for path in others if (error := _error(path))]
+    first = _first(report, others)
+    if first is None or not first.process:
+        return replace(report, saw=(*errors, *report.saw))
+    from mpinspect.ranges.analysis.first_line import first_line
+
+    line = first_line(first.event)
+    own_steps = [each.event.step for each in _own(report)]
+    when = "" if not own_steps else " earlier" if min(own_steps) > first.event.step else " first"
+    said = f"{process_name(Path(first.process))} broke{when}: {line}"
+    elsewhere = f"{first.process}/{first.model}: {line}"
+    return replace(report, broke_elsewhere=elsewhere, saw=(said, *errors, *report.saw))
+
+
+def _first(report: RunReport, others: Iterable[Path]) -> _Break | None:
+    """Return the gravest break of all, the earliest of those; of two at once this process's own."""
+    from mpinspect.ranges.analysis.first_line import gravest
+
+    breaks = [*_own(report), *_theirs(others)]
+    breaks.sort(key=lambda each: (each.event.step, each.event.phase != "forward", bool(each.process)))
+    event = gravest([each.event for each in breaks])
+    return next((each for each in breaks if each.event is event), None)
+
+
+def _own(report: RunReport) -> Iterator[_Break]:
+    from mpinspect.ranges.analysis.first_line import gravest
+
+    for part in report.parts:
+        event = gravest(part.ranges.events)
+        if event is not None:
+            yield _Break(event, "", part.name)
+
+
+def _theirs(others: Iterable[Path]) -> Iterator[_Break]:
+    from mpinspect.ranges.analysis.first_line import gravest
+    from mpinspect.ranges.store.session_file import FILE_NAME as SESSION
+    from mpinspect.ranges.store.session_file import read_session
+
+    enough = time.monotonic() + _PATIENCE_S
+    for session in (session for path in others for session in sorted(path.glob(f"*/{SESSION}"))):
+        if time.monotonic() > enough:
+            return
+        # The other process may be writing or removing its files.
+        with suppress(Exception):
+            event = gravest(read_session(session).events)
+            if event is not None:
+                yield _Break(event, session.parent.parent.name, session.parent.name)
+
+
+def _error(directory: Path) -> str:
+    """Return the exception that ended a process; "" where none has."""
+    with suppress(OSError, DecodingError):
+        record = load_record(directory)
+        if record.get("by_error") is True:
+            return str(record.get("outcome") or "an exception")
+    return ""

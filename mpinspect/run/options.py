@@ -1,7 +1,8 @@
-"""What a launch was asked for: plain data that a spawned process can be handed."""
+"""What a launch was asked for, and which process of a job this is: plain data that can be handed to a spawned process."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -9,25 +10,25 @@ from pathlib import PurePath
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A script and how it is to be watched.
+    """A script and how to inspect it.
 
     Args:
         target: the script's path, or a directory or zip file with a ``__main__.py``; a module's name if ``is_module``.
-        is_module: whether target is a module, as after ``python -m``.
-        arguments: what follows it: the script's own.
+        is_module: whether ``target`` is a module, as after ``python -m``.
+        arguments: the script's own.
         log_dir: the run directory; None: a new one below ``runs``.
         kinds: of tensors to count, of ``ranges.kinds.KINDS``; None: the Inspector's default.
         include, exclude: shell patterns over dotted paths; None: everything, nothing.
         every: sample every n-th step, 1 or more; with ``max_overhead`` the least interval.
-        dense: so many first steps are all sampled, 0 or more; without ``max_overhead``.
-        steps: stop looking at a model after so many of its steps; None: never.
+        dense: number of first steps that are all sampled, 0 or more; ignored with ``max_overhead``.
+        steps: stop inspecting a model after this many of its steps; None: never.
         lint: record the matrix products of one step.
         kernels: profile one step.
-        gpu: which GPU shapes and kernels are judged for; None: the one at hand.
-        watch: look at every step for infinities and NaNs.
-        loss_scale: of a script that multiplies its loss by hand; None: its scaler tells, if it has one.
-        max_overhead: most that inspecting may cost over the script's own time, 0..1; None: as ``every`` says, whatever it costs.
-        fail_on: findings, by id or severity, that make an exit status of 0 a 1.
+        gpu: the GPU that shapes and kernels are judged for; None: the one at hand.
+        watch: check every step for infinities and NaNs.
+        loss_scale: of a script that multiplies its loss by hand; None: that of its scaler, if it has one.
+        max_overhead: most that inspecting may cost over the script's own time, 0..1; None: no limit, ``every`` decides.
+        fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
     """
 
     target: str
@@ -50,7 +51,7 @@ class LaunchOptions:
 
     @property
     def command(self) -> str:
-        """The script and its arguments as a shell would take them."""
+        """The command line of the script, quoted for a shell."""
         return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
 
     @property
@@ -58,3 +59,35 @@ class LaunchOptions:
         """A short name of the script, for a directory: ``train`` of train.py, ``package.train`` of -m package.train."""
         name = self.target if self.is_module else PurePath(self.target).stem
         return name.lstrip(".") or "script"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's place in a distributed job.
+
+    Args:
+        number: 0 .. of - 1.
+        of: the number of processes; 1 where there is no job.
+        job: identifies the job, the same in all its processes; "" where there is none.
+    """
+
+    number: int = 0
+    of: int = 1
+    job: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Name of this rank's folder in the job's directory; "" where there is no job."""
+        return f"rank{self.number}" if self.of > 1 else ""
+
+    @classmethod
+    def of_environment(cls) -> Rank:
+        """Read RANK and WORLD_SIZE, which torchrun and similar launchers set before the script begins."""
+        try:
+            number, of = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        except (KeyError, ValueError):
+            return cls()
+        if of < 2 or number < 0:
+            return cls()
+        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+        return cls(number, of, " ".join(os.environ.get(name, "") for name in names))

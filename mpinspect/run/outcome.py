@@ -1,8 +1,21 @@
-"""How a script ended, in words and as an exit status."""
+"""How a launched script ended, what it was seen to do, and what was recorded of it: plain data and its sentences."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.session import Session
+    from mpinspect.shapes.records import MatmulRecording
+
+#: Characters of an exception's message that are quoted.
+_LONGEST = 200
+#: Most notes that are kept: a script that repeats a fault must not fill the report.
+_MOST_NOTES = 40
+
+# -- how it ended --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -12,7 +25,7 @@ class Outcome:
     Args:
         words: "ended", "exit status 3", "RuntimeError: ...", "stopped by Ctrl-C".
         status: the exit status; None where a signal ends the process, or another program has taken its place.
-        by_error: whether an exception ended it that nothing caught.
+        by_error: whether an uncaught exception ended it.
     """
 
     words: str = "ended"
@@ -20,14 +33,12 @@ class Outcome:
     by_error: bool = False
 
 
-#: Of a message's characters that are quoted.
-_LONGEST = 200
 #: The process then dies by the signal.
 STOPPED = Outcome("stopped by Ctrl-C", None)
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """What Python makes of an exception that nothing catches."""
+    """Return how Python ends on an exception that nothing catches."""
     if isinstance(error, KeyboardInterrupt):
         return STOPPED
     if not isinstance(error, SystemExit):
@@ -41,7 +52,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def brief(error: BaseException) -> str:
-    """An exception in a line: its type, and the first line of its message."""
+    """Return an exception in one line: its type and the first line of its message."""
     text = _first_line(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -52,3 +63,130 @@ def _first_line(what: object) -> str:
     except Exception:
         return ""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+# -- what was recorded of it, and what it was seen to do --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """A model that was inspected.
+
+    Attributes:
+        name: its class, its path in a larger model ("ActorCritic.actor") or the script's variable; "-2" and so on is
+            appended where several would have the same.
+        session: its record.
+        log_dir: the directory of its session file and TensorBoard log; None where none could be written.
+    """
+
+    name: str
+    session: Session
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """Everything recorded in one process.
+
+    Attributes:
+        models: in the order in which they were attached.
+        matmuls: the matrix products of one training step, with --lint; None without, or where recording failed.
+        trace: path of the profile of one training step, with --kernels; None without, or where profiling failed.
+    """
+
+    models: list[RecordedModel] = field(default_factory=list)
+    matmuls: MatmulRecording | None = None
+    trace: Path | None = None
+
+
+@dataclass
+class Seen:
+    """Counts of what happened in the process that ran the script, updated as it happens.
+
+    Attributes:
+        torch_imported: whether torch was imported.
+        optimizers: torch optimizers made.
+        models: models inspected.
+        backwards: backward passes of any model.
+        forwards_without_gradient: calls of outermost modules with gradients off, or of models that are never trained.
+        steps: optimizer steps.
+        forked, spawned: child processes by fork, and by multiprocessing's spawn or forkserver.
+        watched_children: spawned children that were inspected too.
+        other_frameworks: import names such as "tensorflow".
+        notes: further sentences for the report.
+    """
+
+    torch_imported: bool = False
+    optimizers: int = 0
+    models: int = 0
+    backwards: int = 0
+    forwards_without_gradient: int = 0
+    steps: int = 0
+    forked: int = 0
+    spawned: int = 0
+    watched_children: int = 0
+    other_frameworks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence for the report; one that is there already is ignored."""
+        if sentence not in self.notes and len(self.notes) < _MOST_NOTES:
+            self.notes.append(sentence)
+
+    def sentences(self) -> list[str]:
+        """Return what was seen and what was not, in sentences, the most important first."""
+        return [*self._of_torch(), *self._of_frameworks(), *self._of_children(), *self.notes]
+
+    def _of_torch(self) -> list[str]:
+        if not self.torch_imported:
+            return ["torch was never imported: there was nothing to inspect"]
+        if self.watched_children and not (self.optimizers or self.models or self.backwards):
+            # Its children did the training.
+            return []
+        made = _count(self.optimizers, "optimizer was", "optimizers were") + " made"
+        if self.models and not self.backwards:
+            return [f"{made}; {_count(self.models, 'model was', 'models were')} called, and no backward ran"]
+        if self.models:
+            return [f"{made}; {_count(self.models, 'model was', 'models were')} inspected"]
+        forwards = _count(self.forwards_without_gradient, "forward", "forwards")
+        if not self.backwards and self.forwards_without_gradient:
+            return [f"{made}, and {forwards} ran without a backward: this script trained nothing that could be seen"]
+        if not self.backwards:
+            return [
+                f"{made} and no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func "
+                "are not seen)"
+            ]
+        backwards = _count(self.backwards, "backward", "backwards")
+        return [f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"]
+
+    def _of_frameworks(self) -> list[str]:
+        if not self.other_frameworks:
+            return []
+        names = ", ".join(self.other_frameworks)
+        return [
+            f"{names} was imported: what it computed was not seen (mpinspect.Recorder counts any framework's arrays)"
+        ]
+
+    def _of_children(self) -> list[str]:
+        sentences = []
+        unwatched = self.spawned - self.watched_children
+        if self.forked:
+            was, what = _was(self.forked)
+            sentences.append(f"{was} forked; what {what} computed was not seen")
+        if self.watched_children:
+            was, _ = _was(self.watched_children)
+            sentences.append(
+                f"{was} spawned and watched: each that trained has a directory of its own (process-0, ...)"
+            )
+        if unwatched > 0:
+            was, what = _was(unwatched)
+            sentences.append(f"{was} spawned and not watched; what {what} computed was not seen")
+        return sentences
+
+
+def _was(processes: int) -> tuple[str, str]:
+    return ("1 process was", "it") if processes == 1 else (f"{processes} processes were", "they")
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"no {one}" if number == 0 and one.endswith(" was") else f"{number} {one if number == 1 else many}"

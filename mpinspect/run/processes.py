@@ -1,28 +1,48 @@
-"""What becomes of the watching where the script makes processes, or leaves without running its exit handlers."""
+"""Follows the script into the processes that it makes, and reports before it leaves without running exit handlers.
+
+Forked children are not inspected. Spawned ones inspect themselves: their process object carries a payload that begins it.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpinspect.run import spawned
 from mpinspect.run.import_hook import when_imported
-from mpinspect.run.outcome import Outcome
+from mpinspect.run.options import LaunchOptions, Rank
+from mpinspect.run.outcome import Outcome, outcome_of
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from mpinspect.run.ending import Ending
 
-#: Processes that compute nothing of the training: data loaders' workers, managers' servers.
+#: Modules whose processes compute nothing of the training: data loaders' workers, managers' servers.
 _HELPERS = ("torch.utils.data.", "multiprocessing.managers")
+#: The attribute of a process object that carries the payload.
+_ATTRIBUTE = "_mpinspect_payload"
+#: A finalizer's priority below all others.
+_LAST = -1_000_000
+
+_PAYLOAD = """
+try:
+    import pickle
+    from mpinspect.run import processes
+    processes.begin_in_child(*pickle.loads({contents!r}))
+except Exception:
+    pass
+"""
 
 
 def follow(ending: Ending) -> None:
-    """From now on forked children do without the watching, spawned ones get their own, and no way out is missed."""
+    """From now on inspect spawned children, not forked ones, and report before ``os._exit`` and ``os.exec*`` too."""
     children = _Children(ending)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_parent=children.forked, after_in_child=ending.abandon)
@@ -32,7 +52,7 @@ def follow(ending: Ending) -> None:
 
 
 class _Children:
-    """Counts the children of a process, and hands spawned ones what they need to watch themselves."""
+    """Counts the children of a process, and puts a payload into those that multiprocessing spawns."""
 
     def __init__(self, ending: Ending) -> None:
         self._ending = ending
@@ -40,12 +60,12 @@ class _Children:
         self._spawned = 0
 
     def forked(self) -> None:
-        """In the parent of a fork."""
+        """Count a fork; called in the parent."""
         if not self._starting_helper:
             self._ending.seen.forked += 1
 
     def follow_starts(self) -> None:
-        """multiprocessing has been imported: every process of it begins at one method."""
+        """Wrap the method by which every process of multiprocessing starts; called when that has been imported."""
         from multiprocessing.process import BaseProcess
 
         original = BaseProcess.start
@@ -66,16 +86,16 @@ class _Children:
             if self._ending.over or self._starting_helper or _method(process) == "fork":
                 return
             place = self._ending.directory / f"process-{self._spawned}"
-            letter = spawned.Letter(self._ending.options, place, self._ending.speaks and self._spawned == 0)
-            process.__dict__[spawned.ATTRIBUTE] = letter
+            payload = SpawnPayload(self._ending.options, place, self._ending.speaks and self._spawned == 0)
+            process.__dict__[_ATTRIBUTE] = payload
             self._ending.seen.spawned += 1
-            self._ending.seen.watched_children += letter.can_be_read
+            self._ending.seen.watched_children += payload.can_be_unpickled
             self._spawned += 1
 
     def _after(self, process: BaseProcess) -> None:
         self._starting_helper = False
         with suppress(Exception):
-            process.__dict__.pop(spawned.ATTRIBUTE, None)
+            process.__dict__.pop(_ATTRIBUTE, None)
 
 
 def _is_helper(process: BaseProcess) -> bool:
@@ -84,7 +104,7 @@ def _is_helper(process: BaseProcess) -> bool:
 
 
 def _method(process: BaseProcess) -> str:
-    """How it will be started: "fork", "spawn" or "forkserver"."""
+    """Return how a process will be started: "fork", "spawn" or "forkserver"."""
     import multiprocessing
 
     own: str | None = getattr(process, "_start_method", None)
@@ -92,27 +112,27 @@ def _method(process: BaseProcess) -> str:
 
 
 def _report_before_exit(ending: Ending) -> None:
-    """os._exit runs no exit handlers."""
+    """Wrap ``os._exit``, which runs no exit handlers."""
     leave = os._exit
 
     @functools.wraps(leave)
     def exit_at_once(status: int) -> NoReturn:
-        _last_words(ending, Outcome(f"left by os._exit, status {status}", status))
+        _report_now(ending, Outcome(f"left by os._exit, status {status}", status))
         leave(status)
 
     os._exit = exit_at_once
 
 
 def _report_before_exec(ending: Ending) -> None:
-    """Nor does another program in the place of this one."""
+    """Wrap ``os.execv`` and ``os.execve``, which replace this program without running exit handlers."""
 
-    def wrap(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        @functools.wraps(replace)
+    def wrap(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        @functools.wraps(execute)
         def replace_process(path: Any, *rest: Any) -> NoReturn:
-            # os.execvp tries one directory after the other.
+            # os.execvp tries directory after directory: report only before the call that will succeed.
             if isinstance(path, int) or os.access(path, os.X_OK):
-                _last_words(ending, Outcome("replaced by another program, which was not seen", None))
-            replace(path, *rest)
+                _report_now(ending, Outcome("replaced by another program, which was not seen", None))
+            execute(path, *rest)
 
         return replace_process
 
@@ -120,6 +140,67 @@ def _report_before_exec(ending: Ending) -> None:
     os.execve = wrap(os.execve)
 
 
-def _last_words(ending: Ending, outcome: Outcome) -> None:
+def _report_now(ending: Ending, outcome: Outcome) -> None:
     with suppress(Exception):
         ending.finish_soon(outcome)
+
+
+# -- spawned children ----------------------------------------------------------------------------------------------------
+
+
+class SpawnPayload:
+    """Begins the inspection in the child that unpickles it, after the main module and the arguments.
+
+    It is pickled as Python source, so that a child that can't import mpinspect runs uninspected.
+    """
+
+    def __init__(self, options: LaunchOptions, directory: Path, speaks: bool) -> None:
+        self._contents = pickle.dumps((options, str(directory), speaks))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (_PAYLOAD.format(contents=self._contents), {})
+
+    @property
+    def can_be_unpickled(self) -> bool:
+        """Whether the child, which inherits this process's sys.path, will find mpinspect."""
+        finders = [find for finder in sys.meta_path if (find := getattr(finder, "find_spec", None)) is not None]
+        return any(find("mpinspect", None) is not None for find in finders)
+
+
+def begin_in_child(options: LaunchOptions, directory: str, speaks: bool) -> None:
+    """Inspect this spawned process, and report when its function has returned or raised."""
+    from multiprocessing import util
+
+    from mpinspect.run.ending import Ending
+    from mpinspect.run.record import first_record
+
+    record = first_record(options, Rank.of_environment())
+    ending = Ending(options, Path(directory), record, speaks=speaks, leaves_no_trace=True)
+    follow(ending)
+    _end_with_the_process(ending)
+    # A forkserver's child clears its finalizers when it begins to run the process's function.
+    util.register_after_fork(ending, _end_with_the_process)
+    when_imported("torch", ending.watch)
+
+
+def _end_with_the_process(ending: Ending) -> None:
+    from multiprocessing import util
+
+    util.Finalize(None, _end, args=(ending,), exitpriority=_LAST)
+
+
+def _end(ending: Ending) -> None:
+    # Finalizers run in the ``finally`` around the process's function: an exception of that is still being handled.
+    error = sys.exc_info()[1]
+    if error is not None:
+        ending.outcome = _outcome(error)
+    ending.finish()
+
+
+def _outcome(error: BaseException) -> Outcome:
+    """Return how the child ended. torch.multiprocessing turns an exception into an exit: the exception is the one to name."""
+    outcome = outcome_of(error)
+    cause = error.__context__
+    if isinstance(error, SystemExit) and outcome.status and isinstance(cause, Exception):
+        return replace(outcome_of(cause), status=outcome.status)
+    return outcome

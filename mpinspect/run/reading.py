@@ -1,4 +1,4 @@
-"""Reading back what ``mpinspect run`` left: the run directory's sessions and trace as one report. Needs no torch."""
+"""Reads a run directory back: the sessions and the trace that ``mpinspect run`` wrote become one report. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from mpinspect.kernels.profile import read_trace
 from mpinspect.kernels.trace import TraceError
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.store.session_file import FILE_NAME, SessionError, read_session
-from mpinspect.run.elsewhere import in_order, process_name
+from mpinspect.run.directory import in_order, process_name
 from mpinspect.run.record import FILE_NAME as RECORD
-from mpinspect.run.record import REPORTS, TRACE
-from mpinspect.run.recorded import Recorded, read_record
+from mpinspect.run.record import REPORTS, TRACE, ProcessRecord, read_record
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime.decoding import DecodingError, json_of
 
-#: Bytes of a report that is looked into: that of 20,000 layers.
+#: Bytes of the largest report.json that is read: that of 20,000 layers.
 _LARGEST_REPORT = 64 << 20
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
-    """Whether ``read_run`` can say something of it: a process's directory, that of several, or a folder of runs."""
+    """Whether ``read_run`` is the one to ask: the directory of a process or of several, or a folder of runs."""
     folder = Path(path)
     return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
 def read_run(path: str | PathLike[str]) -> RunReport:
-    """The report of a run directory, also while the run goes on and after it was killed.
+    """Return the report of a run directory, also while the run goes on and after it was killed.
 
-    What is damaged or missing is said in it, and the rest is read. Shapes are not among it: they are in the ``report.md``
-    that the run wrote at its end, and the report says so.
+    It names what is damaged or missing, and contains the rest. Shapes are not read back: the report refers to the
+    ``report.md`` that the run wrote at its end.
 
     Raises:
         SessionError: nothing there can be read, or several runs are there.
@@ -64,7 +63,7 @@ def read_run(path: str | PathLike[str]) -> RunReport:
 
 
 def _processes(folder: Path) -> dict[str, Path]:
-    """The directories that a process wrote to, by their name below ``folder`` ("" is that itself)."""
+    """Return the directories that processes wrote to, by name below ``folder``, which itself has the name ""."""
     found = {"": folder} if _is_process(folder) else {}
     below = [path for path in (*folder.glob("*"), *folder.glob("rank*/process-*")) if process_name(path)]
     names = {path.relative_to(folder).as_posix(): path for path in below if _is_process(path)}
@@ -76,7 +75,7 @@ def _is_process(place: Path) -> bool:
 
 
 def _runs_in(folder: Path) -> list[str]:
-    """Names of the whole runs that lie in a folder."""
+    """Return the names of the whole runs in a folder."""
     return sorted(path.parent.name for path in folder.glob(f"*/{RECORD}") if not process_name(path.parent))
 
 
@@ -90,8 +89,8 @@ def _nothing_in(folder: Path) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path, process: str, record: Recorded) -> Iterator[ModelPart | str]:
-    """A process's models, and sentences: of what can't be read, and of what the process saw."""
+def _found(place: Path, process: str, record: ProcessRecord) -> Iterator[ModelPart | str]:
+    """Yield a process's models, and sentences: on what can't be read, and on what the process saw."""
     report = _report(place)
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
@@ -114,8 +113,8 @@ def _found(place: Path, process: str, record: Recorded) -> Iterator[ModelPart | 
     yield from _seen(place, record, report, names)
 
 
-def _seen(place: Path, record: Recorded, report: dict[str, Any], names: list[str]) -> Iterator[str]:
-    """What was seen besides, by the record; by the report where that is damaged."""
+def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[str]:
+    """Yield what the process saw, from its record or, where that is damaged, from its report; and what is not shown."""
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
@@ -137,7 +136,7 @@ def _made(path: Path) -> float:
 
 
 def _report(place: Path) -> dict[str, Any]:
-    """What is asked of the report that the run wrote at its end; nothing where there is none to be read."""
+    """Return the fields of the report.json that the run wrote at its end; none where it can't be read."""
     try:
         report = json_of(place / REPORTS[1], _LARGEST_REPORT)
     except (OSError, DecodingError):
@@ -154,5 +153,5 @@ def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
     except (TraceError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
-    # Where there was no GPU the run has said so.
+    # Without GPU work there is nothing to judge, and the run's record says so.
     return report if any(rank.has_gpu_work for rank in report.ranks) else None

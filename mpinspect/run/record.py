@@ -1,4 +1,4 @@
-"""run.json: what was run, how it ended, what was seen. It is there from the start, so that a killed run tells as much."""
+"""run.json, written at the start and at the end, and read: what was run, how it ended, what was seen."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ import json
 import os
 import platform
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Annotated, Any, TypeVar
 
-from mpinspect.run.options import LaunchOptions
-from mpinspect.run.rank import Rank
-from mpinspect.runtime.decoding import DecodingError, json_of
+from mpinspect.run.options import LaunchOptions, Rank
+from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
 FILE_NAME = "run.json"
-#: What else lies beside it: the report in two forms, and with --kernels the trace.
+#: Names of the other files beside it: the report in two forms, and with --kernels the trace.
 REPORTS = ("report.md", "report.json")
 TRACE = "trace.json.gz"
 
+#: Outcomes of a process that has not written its end.
+_KILLED = "ended without a report (killed, or it crashed)"
+_RUNNING = "still running, or killed"
+#: A process's number, a pid_t.
+_Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
+
+# -- writing -------------------------------------------------------------------------------------------------------------
+
 
 def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
-    """What is known at the start."""
+    """Return the fields of run.json that are known at the start."""
     return {
         "schema": "mpinspect.run",
         "version": 1,
@@ -46,7 +54,7 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
 
 
 def write_first(directory: Path, record: dict[str, Any]) -> bool:
-    """Write run.json if there is none, parent directories too: False if there is one. Raises OSError."""
+    """Write run.json, and make its directory; returns False if there is a run.json already. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with (directory / FILE_NAME).open("x", encoding="utf-8") as file:
@@ -57,7 +65,7 @@ def write_first(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Put run.json in place, whole or not at all; a directory that was removed meanwhile is made again. Raises OSError."""
+    """Replace run.json atomically; a directory that was removed meanwhile is made again. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE_NAME
     beside = path.with_name(f".{FILE_NAME}.{os.getpid()}")
@@ -70,7 +78,7 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
 
 
 def load_record(directory: Path) -> dict[str, Any]:
-    """The fields of a directory's run.json, unchecked.
+    """Return the fields of a directory's run.json, unchecked.
 
     Raises:
         DecodingError: it holds no JSON object.
@@ -83,7 +91,7 @@ def load_record(directory: Path) -> dict[str, Any]:
 
 
 def job_of(directory: Path) -> str | None:
-    """The job of a directory's run.json; None where it can't be told, as while another rank writes it."""
+    """Return the job in a directory's run.json; None where it can't be read, as while another rank writes it."""
     with suppress(OSError, DecodingError):
         job = load_record(directory).get("job")
         return job if isinstance(job, str) else None
@@ -91,12 +99,12 @@ def job_of(directory: Path) -> str | None:
 
 
 def now() -> str:
-    """This moment, in UTC."""
+    """Return the time, in UTC, as ISO 8601 with seconds."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _text(record: dict[str, Any]) -> str:
-    # Escaped: a file name need not be valid UTF-8.
+    # ASCII, since a file name in it need not be valid UTF-8.
     return json.dumps(record, indent=1, ensure_ascii=True) + "\n"
 
 
@@ -105,3 +113,89 @@ def _working_directory() -> str:
         return str(Path.cwd())
     except OSError:
         return ""
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """What can be read of a process's run.json.
+
+    Args:
+        command: the script and its arguments; "" where unknown.
+        outcome: how the process ended, in words; "unknown" where the field can't be read.
+        ended: whether the process wrote its end, with the report.
+        saw: sentences on what was seen; empty before the end.
+        models: names of the directories of the recorded models; empty before the end.
+        trouble: what is wrong with the file, as a sentence; "" if nothing is.
+    """
+
+    command: str = ""
+    outcome: str = "unknown"
+    ended: bool = False
+    saw: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    trouble: str = ""
+
+
+def read_record(directory: Path) -> ProcessRecord:
+    """Return the record of the process that wrote to this directory; never raises."""
+    try:
+        return _understood(load_record(directory))
+    except FileNotFoundError:
+        return ProcessRecord(trouble=f"{FILE_NAME} is missing: what ran, and how it ended, is not known")
+    except OSError as error:
+        return ProcessRecord(trouble=f"{FILE_NAME} can't be read: {error.strerror or error}")
+    except DecodingError as error:
+        return ProcessRecord(trouble=f"{FILE_NAME} is damaged and says nothing: it {error}")
+
+
+def _understood(record: dict[str, Any]) -> ProcessRecord:
+    damaged: list[str] = []
+    command = _field(record, "command", str, damaged) or ""
+    outcome = _field(record, "outcome", str, damaged) or "unknown"
+    has_ended = outcome not in ("running", "unknown")
+    saw = _field(record, "saw", tuple[str, ...], damaged, needed=has_ended) or ()
+    models = _field(record, "models", tuple[_Model, ...], damaged, needed=has_ended) or ()
+    trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
+    if outcome == "running":
+        outcome = _KILLED if _is_gone(record) else _RUNNING
+    # A model of which nothing could be written has no directory.
+    directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
+    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble)
+
+
+@dataclass(frozen=True)
+class _Model:
+    log_dir: str | None = None
+
+
+Value = TypeVar("Value")
+
+
+def _field(
+    record: dict[str, Any], name: str, kind: type[Value], damaged: list[str], *, needed: bool = True
+) -> Value | None:
+    """Return a field's value; None where it is not of this kind, and its name is then added to ``damaged``."""
+    if name not in record and not needed:
+        return None
+    try:
+        return typed(kind, record.get(name))
+    except DecodingError:
+        damaged.append(name)
+        return None
+
+
+def _is_gone(record: dict[str, Any]) -> bool:
+    """Whether the process ran on this machine and has ended; False where that can't be known."""
+    process = _field(record, "process", _Process, [])
+    if os.name != "posix" or record.get("host") != platform.node() or process is None:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

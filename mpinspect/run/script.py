@@ -1,7 +1,7 @@
-"""Running somebody's script as Python itself would: as ``__main__``, with its own sys.argv and sys.path."""
+"""Runs a script as Python itself would: as ``__main__``, with its own sys.argv and sys.path, and with its own tracebacks."""
 
 # ruff: noqa: PTH109, PTH110, PTH113, PTH117, PTH118, PTH120
-# Paths stay as the user wrote them: pathlib would shorten them, and Python does not.
+# Python leaves paths as the user wrote them; pathlib would shorten them.
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import builtins
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 
 from mpinspect.run.options import LaunchOptions
+from mpinspect.runtime import own_code
 
-#: Loaded before the first line of any script: a neighbour of the script never takes their place.
+#: Loaded before the first line of any script: a file beside the script never takes their place.
 _LOADED_BY_PYTHON = {
     *("_collections_abc", "abc", "builtins", "codecs", "encodings", "genericpath", "io", "ntpath", "os", "posixpath"),
     *("site", "sitecustomize", "stat", "sys", "usercustomize", "zipimport"),
 }
+_IMPORT_MACHINERY = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 
 def load(options: LaunchOptions) -> Callable[[], None]:
-    """Find and compile the script; what is returned runs it, once.
+    """Find and compile the script, and return a function that runs it once. Modules and folders are found only when run.
 
     Raises:
         OSError: it can't be opened.
-        SyntaxError: as Python would raise it. Modules, directories and zip files are looked at only when they are run.
+        SyntaxError: as Python would raise it.
     """
     if options.is_module:
         return lambda: _run_module(options)
@@ -49,7 +51,7 @@ def _run_file(options: LaunchOptions, path: str, code: CodeType, loader: object)
     if "__cached__" in before:
         main.__dict__["__cached__"] = None
     names = main.__dict__
-    # Nothing here keeps the module: it goes when Python's own would.
+    # Keep no reference, so that the module is freed when it would be in Python.
     del main
     try:
         exec(code, names)
@@ -58,7 +60,7 @@ def _run_file(options: LaunchOptions, path: str, code: CodeType, loader: object)
 
 
 def _flush() -> None:
-    """As Python does after the last line of a script, before its exit handlers run."""
+    """Flush as Python does after the last line of a script, before its exit handlers run."""
     for name in ("stderr", "stdout"):
         with suppress(Exception):
             getattr(sys, name).flush()
@@ -67,7 +69,7 @@ def _flush() -> None:
 def _run_module(options: LaunchOptions) -> None:
     import runpy
 
-    # As the interpreter has it while it looks for the module.
+    # The interpreter's value while it looks for the module.
     sys.argv[:] = ["-m", *options.arguments]
     _lead_the_path(os.getcwd())
     _new_main()
@@ -84,7 +86,7 @@ def _run_folder(options: LaunchOptions) -> None:
 
 
 def _new_main() -> ModuleType:
-    """A ``__main__`` as the interpreter makes it: the one there is holds the names of our own command."""
+    """Put a fresh ``__main__`` in place, as the interpreter makes it; the present one holds the names of our command."""
     main = ModuleType("__main__")
     if "__annotations__" in vars(sys.modules["__main__"]):
         main.__annotations__ = {}
@@ -94,17 +96,17 @@ def _new_main() -> ModuleType:
 
 
 def _lead_the_path(directory: str, *, always: bool = False) -> None:
-    """Put a directory where Python puts the script's: in the place of our own command's, if there is one."""
+    """Put a directory first in sys.path, in the place of our own command's; in Python's safe mode only if ``always``."""
     safe = getattr(sys.flags, "safe_path", bool(sys.flags.isolated))
     if not safe and sys.path:
         del sys.path[0]
     if always or not safe:
         sys.path.insert(0, directory)
-        _let_neighbours_be_found(directory)
+        _unload_shadowed(directory)
 
 
-def _let_neighbours_be_found(directory: str) -> None:
-    """A script's neighbour named like a module of the library that only we have imported so far: Python would import it."""
+def _unload_shadowed(directory: str) -> None:
+    """Unload modules of the standard library that a file in the directory shadows: in Python the script would import the file."""
     for name in sys.stdlib_module_names.intersection(sys.modules).difference(
         _LOADED_BY_PYTHON, sys.builtin_module_names
     ):
@@ -114,7 +116,7 @@ def _let_neighbours_be_found(directory: str) -> None:
 
 
 def forget_file() -> None:
-    """As Python does when a script's code is over: its threads and exit handlers find no ``__file__``."""
+    """Delete ``__file__``, as Python does when a script's code is over, before its threads and exit handlers end."""
     main = getattr(sys.modules.get("__main__"), "__dict__", {})
     if main.get("__spec__") is None:
         main.pop("__file__", None)
@@ -122,7 +124,7 @@ def forget_file() -> None:
 
 
 def was_not_found(error: BaseException) -> bool:
-    """Whether Python gave up before the first line: there is no such module, or no ``__main__`` in the directory."""
+    """Whether Python ended before the first line, for want of the module or of a ``__main__`` in the directory."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -140,7 +142,7 @@ def _is_importable(target: str) -> bool:
 
 
 def _absolute(path: str) -> str:
-    """As Python makes a script's path absolute: nothing in it is resolved or shortened."""
+    """Make a path absolute as Python does for a script: nothing in it is resolved or shortened."""
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
@@ -153,9 +155,111 @@ def _compiled(path: str) -> tuple[CodeType, object]:
         return code, bare
     with io.open_code(path) as file:
         source = file.read()
-    # Neither our own __future__ imports nor our optimisation: the interpreter's.
+    # dont_inherit: this file's own __future__ imports are not the script's.
     return compile(source, path, "exec", dont_inherit=True), SourceFileLoader("__main__", path)
 
 
-#: The last frames of ours below the script's own, or below the error that it can't be compiled.
-LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_file, _run_module, _run_folder))
+#: Our innermost frames above the script's own, or above the error that it can't be compiled.
+_LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_file, _run_module, _run_folder))
+
+
+# -- its tracebacks ------------------------------------------------------------------------------------------------------
+
+
+def show_without_our_frames(afterwards: Callable[[], None]) -> None:
+    """Replace sys.excepthook once more: the present hook gets the exception that ends the script without our frames.
+
+    Args:
+        afterwards: called when the exception has been shown.
+    """
+    # The script may have deleted it.
+    is_missing = not hasattr(sys, "excepthook")
+    shown_by = sys.__excepthook__ if is_missing else sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        clean(error)
+        sys.last_traceback = error.__traceback__
+        if is_missing:
+            _write("sys.excepthook is missing\n")
+        # The script's hook finds sys.excepthook as it left it.
+        sys.excepthook = shown_by
+        _show(shown_by, error)
+        afterwards()
+
+    sys.excepthook = show
+
+
+def clean(error: BaseException) -> None:
+    """Take our frames out of the tracebacks of an exception and of all its causes and contexts."""
+    for each in _family(error):
+        each.__traceback__ = _without_ours(each.__traceback__)
+
+
+def _show(hook: Callable[..., object], error: BaseException) -> None:
+    """Call the hook; if it fails, show both exceptions as the interpreter does."""
+    try:
+        hook(type(error), error, error.__traceback__)
+        return
+    except SystemExit:
+        raise
+    except BaseException as fault:
+        broken = fault
+    clean(broken)
+    _write("Error in sys.excepthook:\n")
+    sys.__excepthook__(type(broken), broken, broken.__traceback__)
+    _write("\nOriginal exception was:\n")
+    sys.__excepthook__(type(error), error, error.__traceback__)
+
+
+def _write(text: str) -> None:
+    # print() would write to stdout where there is no stderr.
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+
+
+def _family(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exception, its causes and contexts, and those of a group, each once."""
+    known: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in known:
+            continue
+        known.add(id(each))
+        yield each
+        waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    frames = list(_links(trace))
+    kept = [link for link, drop in zip(frames, _dropped(frames), strict=True) if not drop]
+    following = None
+    for link in reversed(kept):
+        link.tb_next = following
+        following = link
+    return following
+
+
+def _dropped(frames: list[TracebackType]) -> list[bool]:
+    """Return for each frame whether to drop it.
+
+    Dropped are all up to the one that runs the script, ours wherever they are, and the import machinery right before one of
+    ours: Python drops that itself, but not where a wrapper of ours stands between.
+    """
+    starts = [i for i, link in enumerate(frames) if link.tb_frame.f_code in _LAST_OF_OURS]
+    first = starts[-1] + 1 if starts else 0
+    dropped = [i < first or _is_ours(link) for i, link in enumerate(frames)]
+    for i in range(len(frames) - 2, first - 1, -1):
+        if dropped[i + 1] and frames[i].tb_frame.f_code.co_filename in _IMPORT_MACHINERY:
+            dropped[i] = True
+    return dropped
+
+
+def _is_ours(link: TracebackType) -> bool:
+    return own_code.is_of(link.tb_frame, own_code.RUNNING_SCRIPTS)
+
+
+def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

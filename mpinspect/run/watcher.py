@@ -1,76 +1,210 @@
-"""The torch side of a launch: from the import of torch to the recorded sessions."""
+"""Watches torch in one process: finds the models that the script trains and has them inspected."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from mpinspect.run.models.attach_lock import AttachLock
+from mpinspect.run.models.compiled import Compiled
+from mpinspect.run.models.torch_patches import TorchPatches
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.seen import Parts, Seen
+from mpinspect.run.outcome import Recordings, Seen
+from mpinspect.runtime.guard import Guarded, guarded
 
 if TYPE_CHECKING:
-    from mpinspect.run.models.watching import Watching
+    from mpinspect.run.models.attaching import Attaching
+    from mpinspect.run.models.backwards import Backwards
+    from mpinspect.run.models.inspected_models import InspectedModels
+    from mpinspect.run.models.one_step import OneStep
 
 
-class Watcher:
-    """Finds the models that a script trains and has them inspected. Made before torch is there; imports it for nobody.
+class Watcher(Guarded):
+    """Receives the calls that TorchPatches intercepts and passes them to the parts that find, inspect and record.
 
     Args:
         options: the launch's.
         directory: each model gets a directory below it.
-        say: writes a line to stderr.
-
-    Attributes:
-        sightings: what was seen so far, plain counts.
+        say: prints a line to stderr.
+        seen: the counts to update.
     """
 
-    def __init__(self, options: LaunchOptions, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, options: LaunchOptions, directory: Path, say: Callable[[str], None], seen: Seen) -> None:
+        super().__init__(seen.note)
+        self.seen = seen
         self._options = options
         self._directory = directory
         self._say = say
-        self._watching: Watching | None = None
-        self._parts: Parts | None = None
-        self._abandoned = False
-        self.sightings = Seen()
+        self._active = False
+        self._known: set[int] = set()
+        self._lock = AttachLock()
+        self._compiled = Compiled()
+        self._patches = TorchPatches(self)
+        self._parts: _Parts | None = None
 
     def install(self) -> None:
-        """Begin to watch; called right after the script has imported torch. Twice does nothing."""
-        if self._watching is not None or self._parts is not None or self._abandoned:
-            return
-        self.sightings.torch_imported = True
+        """Patch torch. Little more is imported until the script makes an optimizer or runs a backward."""
+        self._active = True
+        self._patches.install()
+
+    def finish(self) -> Recordings:
+        """Remove the patches, detach from every model (waits for the GPU) and return what was recorded. Never raises."""
         try:
-            from mpinspect.run.models.watching import Watching
-
-            self._watching = Watching(self._options, self._directory, self._say, self.sightings)
-            self._watching.install()
+            return self._finish()
         except Exception as error:
-            self.sightings.note(f"mpinspect could not begin to watch torch: {error!r}")
+            self.seen.note(f"mpinspect failed while it finished: {error!r}")
+            return Recordings()
 
+    @guarded
     def broke_off(self, error: BaseException) -> None:
-        """An exception is about to end the script."""
-        if self._watching is not None:
-            self._watching.broke_off(error)
+        """Note what an exception that is about to end the script interrupts; all its objects are still alive."""
+        if self._parts is not None:
+            self._parts.models.broke_off(error)
 
     def abandon(self) -> None:
-        """This is a forked child: forget everything, write nothing, leave what is in the parent's models inert."""
-        self._abandoned = True
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            try:
-                watching.abandon()
-            except Exception as error:
-                self.sightings.note(f"mpinspect could not withdraw from a forked process: {error!r}")
+        """Make everything inert and write nothing: this is a forked child.
 
-    def finish(self) -> Parts:
-        """Detach from everything (waits for the GPU) and hand over what was recorded. Never raises; twice gives the same."""
-        if self._parts is not None:
-            return self._parts
-        watching, self._watching = self._watching, None
-        self._parts = Parts(notes=[])
-        if watching is not None and not self._abandoned:
-            try:
-                self._parts = watching.finish()
-            except Exception as error:
-                self._parts.notes.append(f"mpinspect failed while it finished: {error!r}")
+        Takes no lock: another thread of the parent may have held it at the fork.
+        """
+        self._active = False
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.attaching.give_up()
+            parts.one_step.abandon()
+            parts.models.abandon()
+        self._patches.remove()
+
+    def attached(self) -> None:
+        """Adapt the patches to what is still to be found; called when a model was attached."""
+        self._patches.listen_last()
+        parts = self._made()
+        by_hand = any(not each.had_optimizers for each in parts.models.all)
+        counts_backwards = by_hand and self._options.steps is not None
+        self._patches.watch_backwards(counts_backwards or not parts.backwards.settled)
+
+    # -- what TorchPatches calls: none of these may raise ----------------------------------------------------------------
+
+    @guarded
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's ``__init__`` has run, or at least torch's part of it."""
+        if not self._active or not isinstance(getattr(optimizer, "param_groups", None), list):
+            return
+        with self._lock.held():
+            self.seen.optimizers += 1
+            self._known.add(id(optimizer))
+            parts = self._made()
+            parts.models.pause_if_due()
+            parts.attaching.add(optimizer)
+            parts.backwards.search_again()
+            self._patches.watch_backwards(not parts.backwards.settled)
+
+    @guarded
+    def backward_begins(self, tensors: Any) -> None:
+        """A backward is about to run."""
+        if not self._active:
+            return
+        with self._lock.held():
+            self.seen.backwards += 1
+            parts = self._made()
+            parts.backwards.begins(tensors)
+            parts.models.stop_after_enough_steps(None)
+
+    @guarded
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()`` is about to run."""
+        if self._active and self._parts is not None:
+            self._parts.one_step.optimizer_steps(optimizer)
+
+    @guarded
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()`` has run."""
+        if not self._active:
+            return
+        with self._lock.held():
+            self.seen.steps += 1
+            if id(optimizer) not in self._known:
+                # It was unpickled or copied, so that its __init__ did not run.
+                self.optimizer_made(optimizer)
+            parts = self._made()
+            parts.models.pause_if_due()
+            parts.models.stop_after_enough_steps(optimizer)
+            parts.one_step.optimizer_stepped(optimizer)
+
+    @guarded
+    def module_compiled(self, given: object) -> None:
+        """``torch.compile(given)`` has run."""
+        if not self._active:
+            return
+        with self._lock.held():
+            self._compiled.add(given)
+            if self._parts is not None:
+                self._parts.attaching.leave_compiled()
+                self._parts.models.leave_compiled()
+                self._parts.one_step.leave_compiled()
+
+    @guarded
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """``scaler.scale(given)`` returned ``scaled``."""
+        if self._active and self._parts is not None and not self._parts.backwards.settled:
+            with self._lock.held():
+                self._parts.backwards.scaled(scaler, scaled)
+
+    def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` is about to run."""
+        if self._active and self._parts is not None:
+            self._parts.one_step.scaler_steps()
+
+    @guarded
+    def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` has returned."""
+        if self._active and self._parts is not None:
+            with self._lock.held():
+                self._parts.one_step.scaler_stepped(optimizer)
+
+    def _finish(self) -> Recordings:
+        self._active = False
+        with self._lock.held():
+            self._patches.remove()
+            parts = self._parts
+            if parts is None:
+                return Recordings()
+            parts.attaching.give_up()
+            parts.one_step.give_up()
+            parts.models.end()
+            self.seen.backwards = max(self.seen.backwards, sum(each.inspector.backwards for each in parts.models.all))
+            records = parts.models.records()
+        self.seen.models = len(records)
+        return Recordings(records, parts.one_step.matmuls, parts.one_step.trace)
+
+    def _made(self) -> _Parts:
+        if self._parts is None:
+            with warnings.catch_warnings():
+                # Warnings of libraries that are imported here are not for the script, which may turn them into errors.
+                warnings.simplefilter("ignore")
+                self._parts = self._make_parts()
         return self._parts
+
+    def _make_parts(self) -> _Parts:
+        from mpinspect.run.models.attaching import Attaching
+        from mpinspect.run.models.backwards import Backwards
+        from mpinspect.run.models.inspected_models import InspectedModels
+        from mpinspect.run.models.one_step import OneStep
+
+        seen, lock, compiled = self.seen, self._lock, self._compiled
+        models = InspectedModels(self._options, self._directory, self._say, seen, lock, compiled)
+        attaching = Attaching(models, seen, lock, compiled, self.attached)
+        one_step = OneStep(self._options, self._directory, models, seen, compiled)
+        return _Parts(models, attaching, Backwards(attaching, seen), one_step)
+
+
+class _Parts(NamedTuple):
+    """What finds, inspects and records models; made, and its modules imported, at the first optimizer or backward."""
+
+    models: InspectedModels
+    attaching: Attaching
+    backwards: Backwards
+    one_step: OneStep

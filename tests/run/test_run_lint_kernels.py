@@ -16,8 +16,7 @@ from watched_training import train, watched
 from mpinspect.kernels.profile import read_trace
 from mpinspect.run.joining import join
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import Outcome
-from mpinspect.run.seen import Parts, Seen
+from mpinspect.run.outcome import Outcome, Recordings, Seen
 from mpinspect.runtime.gpus import named
 from mpinspect.shapes.analysis import analyse_shapes
 from mpinspect.shapes.record.recording import record_matmuls
@@ -268,8 +267,7 @@ def test_loops_without_an_optimizer_are_told_why_no_step_was_looked_at(tmp_path)
                     parameter.grad = None
     assert run.steps() == 6
     assert run.seen.notes == [
-        f"{option} goes by the steps of torch's optimizers, and this script made none"
-        for option in ("--lint", "--kernels")
+        f"{option} needs steps of torch's optimizers, and this script made none" for option in ("--lint", "--kernels")
     ]
 
 
@@ -389,7 +387,7 @@ def test_a_profile_of_a_gpu_whose_kernels_are_missing_is_kept(tmp_path):
         "args": {"correlation": 1},
     }
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [launch]}))
-    parts = Parts(trace=tmp_path / "trace.json")
+    recordings = Recordings(trace=tmp_path / "trace.json")
     options = LaunchOptions("train.py", kernels=True)
-    report = join(parts, Seen(), Outcome("ended", 0), options, tmp_path)
+    report = join(recordings, Seen(), Outcome("ended", 0), options, tmp_path)
     assert "no-kernels" in {finding.id for finding in report.kernels.findings}

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from watched_training import train, watched
 
-from mpinspect.run.models import graph, variables
+from mpinspect.run.models.backwards import leaves
+from mpinspect.run.models.naming import names_of
 from mpinspect.run.models.owners import Holders, living_modules, parameter_ids, unwrapped
 
 
@@ -110,10 +111,10 @@ def test_leaves_of_a_graph():
     x = torch.ones(1, 2, requires_grad=True)
     loss = net(x).sum()
     expected = {id(parameter) for parameter in net.parameters() if parameter.requires_grad} | {id(x)}
-    assert graph.leaves(loss).keys() == expected
-    assert graph.leaves([loss, loss]).keys() == expected
-    assert graph.leaves(x).keys() == {id(x)}
-    assert graph.leaves(None) == graph.leaves(torch.ones(1)) == {}
+    assert leaves(loss).keys() == expected
+    assert leaves([loss, loss]).keys() == expected
+    assert leaves(x).keys() == {id(x)}
+    assert leaves(None) == leaves(torch.ones(1)) == {}
 
 
 # -- with a training ---------------------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def test_a_model_built_anew_has_the_next_number(tmp_path):
 def test_reading_a_scripts_variables_changes_none_and_keeps_nothing_alive():
     def script() -> tuple[dict[str, object], dict[int, str], object]:
         model = nn.Linear(2, 2)
-        found = variables.names_of({id(model)}, (nn.Module,))
+        found = names_of({id(model)}, (nn.Module,))
         gone = weakref.ref(model)
         del model
         return {}, found, gone()
@@ -326,7 +327,7 @@ def test_reading_a_scripts_variables_changes_none_and_keeps_nothing_alive():
     def with_locals() -> dict[str, object]:
         first = locals()
         model = nn.Linear(2, 2)
-        variables.names_of({id(model)}, (nn.Module,))
+        names_of({id(model)}, (nn.Module,))
         return first
 
     _, found, left = script()

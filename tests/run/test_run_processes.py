@@ -11,10 +11,11 @@ import types
 import pytest
 from launched import RUN_DIR, bare, silent, watched, write
 
-from mpinspect.run import spawned
-from mpinspect.run.elsewhere import others_of, with_others
+from mpinspect.run import processes
+from mpinspect.run.directory import others_of
 from mpinspect.run.ending import Ending
 from mpinspect.run.import_hook import when_imported
+from mpinspect.run.joining import with_others
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import outcome_of
 
@@ -81,7 +82,7 @@ def test_output_and_status_are_pythons(name, tmp_path):
     write(folder, SCRIPTS[name])
     alone, with_us = silent(folder, "train.py", "a")
     if name == "spawned":
-        with_us = types.SimpleNamespace(**{**vars(with_us), "out": with_us.out.replace("'_mpinspect_letter', ", "")})
+        with_us = types.SimpleNamespace(**{**vars(with_us), "out": with_us.out.replace("'_mpinspect_payload', ", "")})
     assert vars(with_us) == vars(alone)
 
 
@@ -280,15 +281,15 @@ def ending(path):
     return Ending(LaunchOptions("train.py"), path, {}, speaks=False)
 
 
-def test_a_letter_that_can_not_be_read_harms_nobody(tmp_path, monkeypatch):
-    text = pickle.dumps({"letter": spawned.Letter(LaunchOptions("train.py"), tmp_path, True)})
+def test_a_payload_that_can_not_be_unpickled_harms_nobody(tmp_path, monkeypatch):
+    text = pickle.dumps({"payload": processes.SpawnPayload(LaunchOptions("train.py"), tmp_path, True)})
     begun = []
-    monkeypatch.setattr(spawned, "begin", lambda *given: begun.append(given))
-    assert pickle.loads(text) == {"letter": None}
+    monkeypatch.setattr(processes, "begin_in_child", lambda *given: begun.append(given))
+    assert pickle.loads(text) == {"payload": None}
     assert begun == [(LaunchOptions("train.py"), str(tmp_path), True)]
     # As in a child that does not find mpinspect.
     monkeypatch.setitem(sys.modules, "mpinspect.run", None)
-    assert pickle.loads(text) == {"letter": None}
+    assert pickle.loads(text) == {"payload": None}
     assert len(begun) == 1
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from watched_training import train, watched
 
 import mpinspect
-from mpinspect.run.models import inspector as inspecting
-from mpinspect.run.models import owners, watching
+from mpinspect.run import watcher
+from mpinspect.run.models import launched_inspector, owners
 
 NO_BACKWARD = (
     "no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func are not seen)"
@@ -181,7 +181,7 @@ def test_tensors_without_module_and_optimizer(tmp_path):
             weight.data -= 0.1 * weight.grad
             weight.grad = None
     assert run.gradients() == {"0"}
-    assert "1 parameters are in no module" in " ".join(run.seen.notes)
+    assert "parameters that belong to no module are named by number: 0 (4, 3)" in " ".join(run.seen.notes)
 
 
 def test_inputs_that_need_gradients_are_no_parameters(tmp_path):
@@ -241,8 +241,8 @@ def test_several_threads_at_once(tmp_path, monkeypatch):
         together.wait(0.2)
         return made(*given)
 
-    made = watching._Finding
-    monkeypatch.setattr(watching, "_Finding", slowly)
+    made = watcher._Parts
+    monkeypatch.setattr(watcher, "_Parts", slowly)
     together = threading.Event()
     with watched(tmp_path) as run:
         models = [net() for _ in range(4)]
@@ -260,15 +260,15 @@ def test_several_threads_at_once(tmp_path, monkeypatch):
     assert [hooks_of(model) for model in models] == [0] * 4
 
 
-def test_an_optimizer_that_dies_while_another_thread_is_looked_at_keeps_nobody_waiting(tmp_path):
+def test_an_optimizer_that_dies_while_another_thread_attaches_keeps_nobody_waiting(tmp_path):
     with watched(tmp_path) as run:
         model = net()
         optimizers = [torch.optim.SGD(model.parameters())]
         train(model, optimizers[0])
-        turns, has_it, may_end = run.watcher._watching._turns, threading.Event(), threading.Event()
+        lock, has_it, may_end = run.watcher._lock, threading.Event(), threading.Event()
 
         def hold() -> None:
-            with turns.mine():
+            with lock.held():
                 has_it.set()
                 may_end.wait(30)
 
@@ -607,8 +607,8 @@ def test_a_forked_child_is_left_alone(tmp_path):
     assert run.parts.models == []
     assert hooks_of(model) == 0
     assert (tmp_path / "Net" / "session.mpinspect").stat().st_size == size
-    while inspecting._inherited:
-        inspecting._inherited.pop().close()
+    while launched_inspector._inherited:
+        launched_inspector._inherited.pop().close()
 
 
 # -- bit identity ------------------------------------------------------------------------------------------------------------

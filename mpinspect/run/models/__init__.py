@@ -1,1 +1,1 @@
-"""Finding the models that a script trains, and inspecting them. Knows torch; loaded once the script has imported it."""
+"""Finds the models that a script trains, and inspects them. Imports torch, so it is loaded once the script has imported that."""

@@ -1,44 +1,78 @@
-"""One thread at a time: scripts that train several models on several threads are watched by one set of records."""
+"""When a model may be attached to or detached from: one thread at a time, and never in the middle of our own or torch's work."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
-#: A thread waits no longer for another. Nothing of ours takes so long; a lock of the script's own might be in the way.
+import torch
+
+from mpinspect.runtime import own_code
+
+#: Seconds that a thread waits for the lock. Our work takes less; where it does not, a lock of the script's is in the way.
 _PATIENCE_S = 20.0
 
 
-class Turns:
-    """The lock around finding, naming and attaching. A thread that has it may take it again.
+class AttachLock:
+    """The lock around finding, naming, attaching and detaching; reentrant.
 
-    A forked child must not ask for it: another thread of the parent may have had it.
+    A forked child must not take it: another thread of the parent may have held it at the fork.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     @contextmanager
-    def mine(self) -> Iterator[None]:
-        """Wait for one's turn.
+    def held(self) -> Iterator[None]:
+        """Hold the lock.
 
         Raises:
-            TimeoutError: it did not come.
+            TimeoutError: another thread has held it for 20 s.
         """
         if not self._lock.acquire(timeout=_PATIENCE_S):
-            raise TimeoutError("another thread was being looked at")
+            raise TimeoutError(f"another thread has been attaching for {_PATIENCE_S:g} s")
         try:
             yield
         finally:
             self._lock.release()
 
     @contextmanager
-    def mine_if_free(self) -> Iterator[bool]:
-        """Whether it is one's turn at once: for callbacks that come at any moment, and must never wait."""
+    def held_if_free(self) -> Iterator[bool]:
+        """Hold the lock if no other thread does, and yield whether it is held; for weakref callbacks, which must not wait."""
         taken = self._lock.acquire(blocking=False)
         try:
             yield taken
         finally:
             if taken:
                 self._lock.release()
+
+
+def is_unsafe_to_detach(frame: FrameType | None) -> bool:
+    """Whether this stack or another thread's is inside our own code, or torch is tracing, compiling or capturing a graph.
+
+    Weakref callbacks run wherever the garbage collector does, inside any code.
+
+    Args:
+        frame: the innermost of this thread's stack that counts.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return True
+    own = threading.get_ident()
+    stacks = [frame, *(each for thread, each in sys._current_frames().items() if thread != own)]
+    return any(_is_ours(each) for each in stacks)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether the stack is inside code that must not be interrupted; the thread that writes files may be."""
+    ours = False
+    while frame is not None:
+        if own_code.is_of(frame, own_code.WRITING_FILES):
+            return False
+        ours = ours or own_code.is_of(frame, own_code.NOT_TO_BE_INTERRUPTED)
+        frame = frame.f_back
+    return ours

@@ -1,48 +1,115 @@
-"""When to attach, and to what: optimizers as they are made, the first call of what they train, or else a backward.
+"""Attaches to the models of optimizers, at the first call of a module that holds what an optimizer steps.
 
-An optimizer names its parameters, the modules that hold them are found (owners), and each of these gets a hook before its
-forward. The first of them that is called with gradients on is the outermost that the script calls: its model is inspected, and
-the hooks go.
+A new optimizer names its parameters; the modules that hold them are found (owners), and each gets a hook before its forward. The
+first of these modules called with gradients on is the outermost that the script calls: its model is inspected, and the hooks
+are removed.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from mpinspect.run.models import variables
-from mpinspect.run.models.attach_lock import Turns
+from mpinspect.run.models.attach_lock import AttachLock
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
-from mpinspect.run.models.naming import Label, label
-from mpinspect.run.models.owners import Holders, living_modules
-from mpinspect.run.models.pending import PendingOptimizer, weakly
-from mpinspect.run.seen import Seen
+from mpinspect.run.models.naming import Label, label, names_of
+from mpinspect.run.models.owners import Holders, Parameters, living_modules
+from mpinspect.run.outcome import Seen
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.wrappers import unwrapped
 
-#: Searches for modules may take this many seconds in all, or that share of the run.
+#: Searches for modules may take this many seconds in all, or this share of the run.
 _SEARCH_S, _SEARCH_SHARE = 2.0, 0.01
 
 
-class Attaching(Guarded):
-    """Finds the models and has them inspected.
+class PendingOptimizer:
+    """An optimizer whose model has not been called yet.
 
     Args:
-        models: takes them.
-        seen: the counts.
-        turns: the lock around all of it.
-        compiled: what no hook may be put on.
+        optimizer: held weakly.
+        parameters: ids of the parameters that it steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.parameters = parameters
+        #: Hooks by the id of their module.
+        self.hooks: dict[int, RemovableHandle] = {}
+        self.done = False
+        #: Whether any module holds its parameters.
+        self.has_modules = False
+        self.held: list[weakref.ref[torch.nn.Module]] = []
+        #: The modules to inspect, by the id of the module that is called first; under None: if none is.
+        self.targets: dict[int | None, list[weakref.ref[torch.nn.Module]]] = {}
+        #: Labels of the targets, and the script's variables, by id.
+        self.labels: dict[int, Label] = {}
+        self.variables: Mapping[int, str] = {}
+        #: Ids of the parameters that no module holds.
+        self.loose: frozenset[int] = frozenset()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, if it is still alive."""
+        return self._optimizer()
+
+    def models(self, called: int | None) -> list[torch.nn.Module]:
+        """Return the modules to inspect that are still alive, if the module of this id is called first; None: if none is."""
+        references = self.targets.get(called, self.targets.get(None, []))
+        return [module for reference in references if (module := reference()) is not None]
+
+    def own_parameters(self) -> Parameters:
+        """Return the parameters that no module holds, as a module."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        every = [parameter for group in groups for parameter in group["params"]]
+        return Parameters((each for each in every if id(each) in self.loose), self.variables)
+
+    def loose_part(self) -> PendingOptimizer | None:
+        """Return what stays pending, until a backward, when the modules are attached: the parameters that no module holds."""
+        optimizer = self.optimizer
+        if optimizer is None or not self.loose or self.loose == self.parameters:
+            return None
+        rest = PendingOptimizer(optimizer, self.loose)
+        rest.loose, rest.variables, rest.has_modules = self.loose, self.variables, True
+        return rest
+
+    def unhook(self, modules: Collection[int]) -> None:
+        """Take the hooks off these modules, by id."""
+        for key in modules:
+            if key in self.hooks:
+                self.hooks.pop(key).remove()
+
+    def settle(self) -> None:
+        """Remove the hooks: nothing is waited for any more."""
+        self.done = True
+        self.unhook(list(self.hooks))
+
+
+def weakly(modules: Sequence[torch.nn.Module]) -> list[weakref.ref[torch.nn.Module]]:
+    """Return weak references to modules."""
+    return [weakref.ref(module) for module in modules]
+
+
+class Attaching(Guarded):
+    """Finds the models of optimizers and has them inspected.
+
+    Args:
+        models: inspects them.
+        seen: the counts to update.
+        lock: held while attaching and detaching.
+        compiled: knows the modules that must not be hooked.
         attached: called after a model was attached.
     """
 
     def __init__(
-        self, models: InspectedModels, seen: Seen, turns: Turns, compiled: Compiled, attached: Callable[[], None]
+        self, models: InspectedModels, seen: Seen, lock: AttachLock, compiled: Compiled, attached: Callable[[], None]
     ) -> None:
         super().__init__(seen.note)
         self.models = models
@@ -50,16 +117,16 @@ class Attaching(Guarded):
         self.pending: list[PendingOptimizer] = []
         self._seen = seen
         self._attached = attached
-        self._turns = turns
+        self._lock = lock
         self._compiled = compiled
         self._began = time.monotonic()
         self._searched_s = 0.0
 
     @guarded
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was made: look for its modules, and wait for the first call of one."""
+        """Find the modules of a new optimizer, and hook them until one is called."""
         parameters = optimizer_parameters(optimizer)
-        with self._turns.mine():
+        with self._lock.held():
             self.pending = [each for each in self.pending if not each.done and each.optimizer is not None]
             known = self.models.holding(parameters)
             if known is not None:
@@ -76,8 +143,8 @@ class Attaching(Guarded):
 
     @guarded
     def attach(self, waiting: PendingOptimizer, models: Sequence[torch.nn.Module]) -> None:
-        """Inspect these models, which a pending optimizer steps, with whatever other optimizer steps the same."""
-        with self._turns.mine():
+        """Inspect these models of a pending optimizer, together with other pending optimizers that step parameters of theirs."""
+        with self._lock.held():
             if waiting.done or not models:
                 return
             waiting.settle()
@@ -88,32 +155,32 @@ class Attaching(Guarded):
                     each.settle()
                 known = next((each.labels[id(model)] for each in (waiting, *same) if id(model) in each.labels), Label())
                 self._inspect(model, _distinct([waiting, *same]), known)
-            rest = waiting.rest_of_it()
-            if rest is not None:
-                self.pending.append(rest)
+            loose = waiting.loose_part()
+            if loose is not None:
+                self.pending.append(loose)
                 self._attached()
 
     def attach_without_call(self, waiting: PendingOptimizer) -> None:
-        """A backward reaches what this optimizer steps, and none of its modules was seen to be called."""
+        """Inspect the models of an optimizer whose parameters a backward reaches, although no hook of its modules ran."""
         called = next((id(root) for root in self._compiled.roots() if id(root) in waiting.targets), None)
         self.attach(waiting, waiting.models(called) or [waiting.own_parameters()])
 
     def leave_compiled(self) -> None:
-        """Something was compiled: take the hooks off it."""
+        """Remove the hooks from what has just been compiled."""
         for waiting in self.pending:
             modules = [module for models in waiting.held if (module := models()) is not None]
             waiting.unhook(self._compiled.among(modules))
 
     def give_up(self) -> None:
-        """Take every hook off that is still waiting."""
+        """Remove every hook that is left."""
         self.active = False
         for each in self.pending:
             each.settle()
         self.pending.clear()
 
     def inspect_without_optimizer(self, model: torch.nn.Module, known: Label) -> None:
-        """A model that a backward reaches, and that no torch optimizer is known for."""
-        with self._turns.mine():
+        """Inspect a model that a backward reaches and no known optimizer steps."""
+        with self._lock.held():
             self._inspect(model, [], known)
 
     def _inspect(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], known: Label) -> None:
@@ -123,17 +190,17 @@ class Attaching(Guarded):
     def _find_modules(self, waiting: PendingOptimizer) -> None:
         began = time.monotonic()
         if self._searched_s > max(_SEARCH_S, _SEARCH_SHARE * (began - self._began)):
-            self._seen.note("so many optimizers were made that the models of the later ones were not looked for")
+            self._seen.note("so many optimizers were made that the models of the later ones were not searched for")
             return
         holders = Holders(waiting.parameters, living_modules())
         waiting.has_modules = bool(holders.modules)
         waiting.loose = waiting.parameters - holders.found()
         waiting.variables = script_names(holders, waiting.loose)
         if waiting.has_modules:
-            self._wait_for_a_call(waiting, holders)
+            self._hook(waiting, holders)
         self._searched_s += time.monotonic() - began
 
-    def _wait_for_a_call(self, waiting: PendingOptimizer, holders: Holders) -> None:
+    def _hook(self, waiting: PendingOptimizer, holders: Holders) -> None:
         waiting.held = weakly(holders.modules)
         compiled = self._compiled.among(holders.modules)
         self._note_targets(waiting, None, holders.targets(None), holders)
@@ -145,7 +212,7 @@ class Attaching(Guarded):
             if id(module) in compiled:
                 continue
             called = functools.partial(self._called, waiting, id(module), holders.is_top(module))
-            # First of all hooks: sharding's own may exchange the parameters.
+            # Before all other hooks: those of sharding may exchange the parameters.
             handle = module.register_forward_pre_hook(ModelHook(module, called), prepend=True)
             waiting.hooks[id(module)] = handle
 
@@ -170,18 +237,18 @@ class Attaching(Guarded):
 
 
 def script_names(holders: Holders, others: Collection[int]) -> dict[int, str]:
-    """What the script calls the modules and some other objects, by id; a module has its wrapper's name if it has none."""
+    """Return the script's names for the modules and some other objects, by id; a module without one gets its wrapper's."""
     inside = {id(module): id(unwrapped(module)) for module in holders.modules}
-    found = variables.names_of(inside.keys() | set(others), (torch.nn.Module, torch.Tensor))
+    found = names_of(inside.keys() | set(others), (torch.nn.Module, torch.Tensor))
     return {inside.get(key, key): name for key, name in found.items()} | found
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Ids of what an optimizer steps."""
+    """Return the ids of the parameters that an optimizer steps."""
     return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _distinct(waiting: Sequence[PendingOptimizer]) -> list[torch.optim.Optimizer]:
-    """The living ones, of those with the very same parameters the last: one of them wraps the others and need not step itself."""
+    """Return the living optimizers; of those with the same parameters only the last, which wraps the others."""
     latest = {each.parameters: optimizer for each in waiting if (optimizer := each.optimizer) is not None}
     return list(latest.values())

@@ -1,38 +1,39 @@
-"""What a backward tells that no call of a module told: the last chance to attach to what it will reach.
+"""Attaches, as a backward begins, to models that no call of a module has revealed: what the backward will reach.
 
-So models are found whose hooks never fire (compiled ones, functional calls), parameters of no module, FP32 master copies, and
-loops without any torch optimizer.
+These are models whose hooks never run (compiled ones, functional calls), parameters of no module, FP32 master copies, and loops
+without a torch optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from mpinspect.run.models import graph
 from mpinspect.run.models.attaching import Attaching, script_names
-from mpinspect.run.models.inspector import LaunchedInspector
+from mpinspect.run.models.launched_inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, label
 from mpinspect.run.models.owners import Holders, Parameters, living_modules
-from mpinspect.run.seen import Seen
+from mpinspect.run.outcome import Seen
 from mpinspect.runtime.guard import Guarded, guarded
 
-#: Graphs that are searched in vain, after which a backward is only counted until another optimizer is made.
+#: Most nodes read of one graph, which takes some 0.2 s: enough for a model of thousands of layers.
+_MOST_NODES = 300_000
+#: After this many searches backwards are only counted, until another optimizer is made.
 _MOST_SEARCHES = 16
-#: A leaf of no module and no optimizer is a parameter, and not an input, if so many backwards reach it.
+#: A leaf of no module and no optimizer is taken for a parameter, and not an input, if so many backwards in a row reach it.
 _LASTS = 3
 
 
 class Backwards(Guarded):
-    """Looks at backwards while something is still to be found.
+    """Searches the graphs of backwards while there may be a model to find.
 
     Args:
-        attaching: attaches, and knows the optimizers that wait.
-        seen: the counts.
+        attaching: attaches, and knows the pending optimizers.
+        seen: takes the notes.
     """
 
     def __init__(self, attaching: Attaching, seen: Seen) -> None:
@@ -41,32 +42,32 @@ class Backwards(Guarded):
         self._seen = seen
         self._searches = 0
         self._lasting: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        #: Losses that a scaler has scaled and that no backward has begun at, with the scaler.
+        #: The last losses that a scaler has scaled, with the scaler.
         self._scaled: deque[tuple[weakref.ref[torch.Tensor], Any]] = deque(maxlen=8)
 
     def search_again(self) -> None:
-        """There is something new to be found."""
+        """Search the next graphs again: an optimizer was made."""
         self._searches = 0
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to be found: something is inspected and no optimizer waits."""
+        """Whether there is nothing to find: a model is inspected and no optimizer is pending."""
         waiting = any(not each.done and each.optimizer is not None for each in self._attaching.pending)
         return bool(self._attaching.models.all) and not waiting
 
     def scaled(self, scaler: Any, scaled: Any) -> None:
-        """A scaler scaled a loss; if this leads to an attachment the inspector must hear of it."""
+        """Keep a scaled loss, weakly: if its backward leads to an attachment, the new inspector needs its scale."""
         if isinstance(scaled, torch.Tensor):
             self._scaled.append((weakref.ref(scaled), scaler))
 
     @guarded
     def begins(self, tensors: Any) -> None:
-        """A backward is about to run."""
+        """Attach to what a backward that is about to run will reach."""
         if self._searches >= _MOST_SEARCHES or self.settled:
             return
         self._searches += 1
         before = {id(each): each.inspector.attached for each in self._attaching.models.all}
-        self._attach_to(graph.leaves(tensors))
+        self._attach_to(leaves(tensors))
         for each in self._attaching.models.all:
             if each.inspector.attached and not before.get(id(each), False):
                 self._tell_scales(each.inspector, tensors)
@@ -82,12 +83,13 @@ class Backwards(Guarded):
         self._attach_without_owner(leaves, waiting)
 
     def _attach_without_owner(self, leaves: Mapping[int, torch.Tensor], waiting: list[Any]) -> None:
-        """No optimizer steps what this backward reaches: a loop that updates by hand, or one that steps copies."""
+        """Attach to leaves that no optimizer steps: the loop updates them by hand, or its optimizer steps copies of them."""
         holders = Holders(leaves, living_modules())
         tops = holders.targets(None) if holders.modules else []
         if waiting and len(tops) == 1:
             self._seen.note(
-                "an optimizer steps tensors of no module that no backward reaches: they were taken for the weights' master copies"
+                "an optimizer steps tensors that belong to no module and that no backward reaches: "
+                "they were taken for master copies of the weights"
             )
             self._attaching.attach(waiting[0], tops)
             return
@@ -106,9 +108,7 @@ class Backwards(Guarded):
         self._lasting = counted
         lasting = [leaf for key, leaf in leaves.items() if counted[key][1] >= _LASTS]
         if lasting:
-            self._seen.note(
-                f"{len(lasting)} parameters are in no module and have numbers for names: {_shapes(lasting)}"
-            )
+            self._seen.note(f"parameters that belong to no module are named by number: {_shapes(lasting)}")
             self._attaching.inspect_without_optimizer(Parameters(lasting), Label())
 
     def _tell_scales(self, inspector: LaunchedInspector, tensors: Any) -> None:
@@ -122,3 +122,43 @@ class Backwards(Guarded):
 def _shapes(tensors: list[torch.Tensor]) -> str:
     shown = ", ".join(f"{number} {tuple(tensor.shape)}" for number, tensor in enumerate(tensors[:4]))
     return shown + (", ..." if len(tensors) > 4 else "")
+
+
+# -- the graph -----------------------------------------------------------------------------------------------------------
+
+
+def leaves(tensors: Any) -> dict[int, torch.Tensor]:
+    """Return the leaf tensors, by id, whose ``.grad`` a backward from these tensors can change.
+
+    Args:
+        tensors: what ``torch.autograd.backward`` is given: a tensor, a GradientEdge, or a sequence of them.
+    """
+    found: dict[int, torch.Tensor] = {}
+    waiting: list[Any] = []
+    for start in _several(tensors):
+        if isinstance(start, torch.Tensor) and start.grad_fn is None and start.requires_grad:
+            found[id(start)] = start
+        node = start.grad_fn if isinstance(start, torch.Tensor) else getattr(start, "node", None)
+        if node is not None:
+            waiting.append(node)
+    seen = set(waiting)
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found[id(variable)] = variable
+        for following in _following(node):
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
+def _several(tensors: Any) -> Iterable[Any]:
+    if isinstance(tensors, torch.Tensor) or hasattr(tensors, "node"):
+        return (tensors,)
+    return tensors if isinstance(tensors, (list, tuple)) else ()
+
+
+def _following(node: Any) -> Iterator[Any]:
+    return (following for following, _ in node.next_functions if following is not None)

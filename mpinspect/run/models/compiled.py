@@ -1,4 +1,4 @@
-"""What torch.compile has taken over. No hook of ours may be there: it would not run, and be compiled again when it goes."""
+"""Knows the modules that torch.compile has compiled. A hook of ours would not run there, and removing it would recompile them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpinspect.run.models.owners import submodules
 
 
 class Compiled:
-    """The modules that were compiled as such, and the functions, which compile the modules that they call."""
+    """The modules given to torch.compile, and the functions, which compile the modules that they call; all held weakly."""
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -21,7 +21,7 @@ class Compiled:
         self._owners: list[weakref.ref[Any]] = []
 
     def add(self, given: object) -> None:
-        """``torch.compile(given)`` was called: with a module, a method of one, or any function."""
+        """Keep what was given to ``torch.compile``: a module, a method of one, or any function."""
         owner = given.__self__ if isinstance(given, MethodType) else None
         function = given.__func__ if isinstance(given, MethodType) else given
         module = given if _is_module(given) else owner
@@ -33,13 +33,13 @@ class Compiled:
                 self._owners.append(weakref.ref(owner))
 
     def roots(self) -> list[nn.Module]:
-        """The outermost compiled modules that are still alive, as far as torch.compile told."""
+        """Return the outermost compiled modules that are still alive, as far as calls of torch.compile show them."""
         self._modules = {key: reference for key, reference in self._modules.items() if reference() is not None}
         living = [module for reference in self._modules.values() if (module := reference()) is not None]
         return [*living, *self._called_by_functions()]
 
     def among(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Ids of those that are compiled, themselves or with a module around them."""
+        """Return the ids of those that are compiled, themselves or within a compiled module."""
         modules = list(modules)
         tops = [*self.roots(), *(module for module in modules if _is_marked(module))]
         covered = {id(part) for top in tops for part in submodules(top)}
@@ -54,7 +54,7 @@ class Compiled:
 
 
 def _named_in(function: FunctionType, owners: list[Any]) -> Iterator[Any]:
-    """What a function's names stand for now: closed over, global, or attributes of the object whose method it is."""
+    """Yield the present values of a function's names: closed over, global, or attributes of the object whose method it is."""
     names = function.__code__.co_names
     for name in names:
         yield function.__globals__.get(name)
@@ -74,6 +74,6 @@ def _is_module(value: object) -> TypeGuard[nn.Module]:
 
 
 def _is_marked(module: nn.Module) -> bool:
-    """By ``module.compile()``, or as the wrapper that ``torch.compile(module)`` returned."""
+    """Whether a module bears the mark of ``module.compile()``, or is the wrapper that ``torch.compile(module)`` returns."""
     attributes = object.__getattribute__(module, "__dict__")
     return attributes.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"

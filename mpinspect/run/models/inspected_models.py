@@ -1,39 +1,77 @@
-"""The models of one process that are, or were, inspected: each has one record, however many optimizers and phases it has."""
+"""Keeps the models of one process that are or were inspected: each has one record, however many optimizers and phases it has."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 
-from mpinspect.run.models.attach_lock import Turns
+from mpinspect.run.models.attach_lock import AttachLock, is_unsafe_to_detach
 from mpinspect.run.models.compiled import Compiled
-from mpinspect.run.models.inspected_model import InspectedModel
-from mpinspect.run.models.inspector import LaunchedInspector
-from mpinspect.run.models.moments import inside_ours
+from mpinspect.run.models.launched_inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, free_name
-from mpinspect.run.models.owners import submodules
+from mpinspect.run.models.owners import parameter_ids, submodules
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.seen import RecordedModel, Seen
+from mpinspect.run.outcome import RecordedModel, Seen
 
-#: Models recorded at most: a script that trains hundreds (a sweep, federated clients) is understood from the first.
+#: Most models that are recorded: of a script that trains hundreds (a sweep, federated clients) the first show enough.
 MOST_MODELS = 16
-#: Models without any optimizer that are held at once. Nothing tells when the script has let go of one.
+#: Most models without an optimizer that are attached at once: they are held, and nothing shows when the script drops one.
 _MOST_WITHOUT_OPTIMIZERS = 4
 
 
+class InspectedModel:
+    """A model that is or was inspected: its inspector, and the optimizers that step it, held weakly."""
+
+    def __init__(self, name: str, label: Label, inspector: LaunchedInspector) -> None:
+        self.name = name
+        self.label = label
+        self.inspector = inspector
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.had_optimizers = False
+
+    def join(self, optimizer: torch.optim.Optimizer, gone: Callable[[object], None]) -> None:
+        """Keep an optimizer that steps the model; ``gone`` is called when it is freed."""
+        self.had_optimizers = True
+        if all(known() is not optimizer for known in self.optimizers):
+            self.optimizers.append(weakref.ref(optimizer, gone))
+
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether this optimizer steps the model; with None: whether none ever did."""
+        if optimizer is None:
+            return not self.had_optimizers
+        return any(known() is optimizer for known in self.optimizers)
+
+    @property
+    def living_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The model's optimizers that are still alive."""
+        self.optimizers = [known for known in self.optimizers if known() is not None]
+        return [optimizer for known in self.optimizers if (optimizer := known()) is not None]
+
+    def holds(self, parameters: Collection[int]) -> bool:
+        """Whether the model has all of these parameters, given by id."""
+        model = self.inspector.model
+        return model is not None and frozenset(parameters) <= frozenset(parameter_ids(model))
+
+    def record(self) -> RecordedModel:
+        """Return what was recorded so far."""
+        log_dir = self.inspector.log_dir
+        return RecordedModel(self.name, self.inspector.session(), None if log_dir is None else str(log_dir))
+
+
 class InspectedModels:
-    """All of them.
+    """Attaches inspectors to models, and pauses and ends them.
 
     Args:
         options: the launch's.
         directory: each model gets a directory below it.
-        say: writes a line to stderr.
-        seen: the counts.
-        turns: the lock around all of it.
-        compiled: what no hook may be put on.
+        say: prints a line to stderr.
+        seen: the counts to update.
+        lock: held while attaching and detaching.
+        compiled: knows the modules that must not be hooked.
     """
 
     def __init__(
@@ -42,22 +80,22 @@ class InspectedModels:
         directory: Path,
         say: Callable[[str], None],
         seen: Seen,
-        turns: Turns,
+        lock: AttachLock,
         compiled: Compiled,
     ) -> None:
         self._options = options
         self._directory = directory
         self._say = say
         self._seen = seen
-        self._turns = turns
+        self._lock = lock
         self._compiled = compiled
-        self._release_is_due = False
+        self._pause_is_due = False
         self.all: list[InspectedModel] = []
 
     def inspect(
         self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], label: Label
     ) -> InspectedModel | None:
-        """The record of this model, its inspector attached; None where there are too many already."""
+        """Attach an inspector to this model, a paused one again; returns its entry, or None where there are too many models."""
         known = next((each for each in self.all if each.inspector.model is model), None)
         if known is None and self.is_full:
             self.note_that_it_is_full()
@@ -76,43 +114,43 @@ class InspectedModels:
         return len(self.all) >= MOST_MODELS
 
     def note_that_it_is_full(self) -> None:
-        """Another one came."""
+        """Note that a model was left out because too many are recorded."""
         self._seen.note(f"the first {MOST_MODELS} models that were trained were inspected, and none after them")
 
     def holding(self, parameters: Collection[int]) -> InspectedModel | None:
-        """The model that has all these parameters, by id."""
+        """Return the model that has all of these parameters, given by id."""
         return next((each for each in self.all if each.holds(parameters)), None)
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> InspectedModel | None:
-        """The model that this optimizer steps, if it is inspected at the moment."""
+        """Return the model that this optimizer steps, if it is attached."""
         of_it = (each for each in self.all if each.is_stepped_by(optimizer))
         return next((each for each in of_it if each.inspector.attached), None)
 
-    def release_if_due(self) -> None:
-        """Do what could not be done when an optimizer died."""
-        if self._release_is_due:
-            self._release()
+    def pause_if_due(self) -> None:
+        """Pause models whose last optimizer was freed at an unsafe moment."""
+        if self._pause_is_due:
+            self._pause_orphans()
 
     def _optimizer_gone(self, _: object) -> None:
-        # It comes at any moment, and the thread whose turn it is may be waiting for what this one holds.
-        with self._turns.mine_if_free() as is_mine:
-            if not is_mine or inside_ours(sys._getframe().f_back):
-                self._release_is_due = True
+        # Weakref callbacks can run inside any code, and another thread that holds the lock may wait for what this one holds.
+        with self._lock.held_if_free() as is_held:
+            if not is_held or is_unsafe_to_detach(sys._getframe().f_back):
+                self._pause_is_due = True
                 return
             try:
-                self._release()
+                self._pause_orphans()
             except Exception as error:
-                self._seen.note(f"mpinspect failed to let a model go: {error!r}")
+                self._seen.note(f"mpinspect failed to detach from a model whose optimizers are gone: {error!r}")
 
-    def _release(self) -> None:
-        """Let go of the models whose optimizers are all gone: the script may have dropped them, and wants the memory."""
-        self._release_is_due = False
+    def _pause_orphans(self) -> None:
+        """Pause the models whose optimizers are all gone: the script may have dropped them to free their memory."""
+        self._pause_is_due = False
         for each in self.all:
             if each.had_optimizers and each.inspector.attached and not each.living_optimizers:
                 each.inspector.pause()
 
     def attached(self) -> dict[str, torch.nn.Module]:
-        """The models inspected at the moment, by name."""
+        """Return the models that are attached, by name."""
         return {
             each.name: model
             for each in self.all
@@ -120,35 +158,35 @@ class InspectedModels:
         }
 
     def rest(self, resting: bool) -> None:
-        """Whether nothing is to be counted or watched for a while."""
+        """Suspend counting and watching in all models, or resume it."""
         for each in self.all:
             each.inspector.rest(resting)
 
     def leave_compiled(self) -> None:
-        """Something was compiled: take our hooks off it."""
+        """Remove our hooks from what has just been compiled."""
         for each in self.all:
             model = each.inspector.model
             if model is not None and each.inspector.attached:
                 each.inspector.unhook(self._unhookable(model))
 
     def stop_after_enough_steps(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """End the inspection of models that made as many steps as were asked for.
+        """End the inspection of models that have made as many steps as were asked for.
 
         Args:
-            optimizer: of those that it steps; None: of those without any. Others may be at work on threads of their own.
+            optimizer: only models that it steps; None: only those without an optimizer. Others may be training on other threads.
         """
         for each in self.all:
             if each.inspector.attached and self._is_over(each) and each.is_stepped_by(optimizer):
                 each.inspector.end()
 
     def broke_off(self, error: BaseException) -> None:
-        """An exception is about to end the script."""
+        """Note in each attached model's record what an exception that is about to end the script interrupts."""
         for each in self.all:
             if each.inspector.attached:
                 each.inspector.broke_off(error)
 
     def end(self) -> None:
-        """Detach everything; each for itself, so that one failure costs one model."""
+        """Detach from every model; a failure is noted and does not affect the others."""
         for each in self.all:
             try:
                 each.inspector.end()
@@ -156,12 +194,12 @@ class InspectedModels:
                 self._seen.note(f"the record of {each.name} could not be closed: {error!r}")
 
     def abandon(self) -> None:
-        """This is a forked child: write nothing."""
+        """Abandon every inspector, in a forked child."""
         for each in self.all:
             each.inspector.abandon()
 
     def records(self) -> list[RecordedModel]:
-        """What was recorded of each. One that can't be read is noted and left out."""
+        """Return what was recorded of each model. One that can't be read is noted and left out."""
         records = []
         for each in self.all:
             try:
@@ -176,7 +214,7 @@ class InspectedModels:
         unhookable = self._unhookable(model)
         inspector = LaunchedInspector(model, self._options, optimizers, self._directory / name, say, unhookable)
         made = InspectedModel(name, label, inspector)
-        # Before anything can fail: it has its name, and its directory.
+        # Listed before attaching, which may fail: its name and its directory are taken.
         self.all.append(made)
         self._seen.models += 1
         inspector.attach()

@@ -1,10 +1,16 @@
-"""What a model is called in the report: names that tell a script's models apart."""
+"""Names models for the report: by class, by path in a larger model, or by the variable that the script binds them to.
+
+Of the script's frames and objects only dictionaries are read; none of its code is called.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -12,13 +18,23 @@ from torch import nn
 from mpinspect.run.models.owners import Holders, Parameters, named_children
 from mpinspect.runtime.wrappers import unwrapped, wrapped_by
 
+#: Packages whose frames are not the script's.
+_OTHERS = ("torch", "mpinspect")
+#: Most frames that are read, from the innermost.
+_MOST_FRAMES = 40
+#: Reading the frame of a function that uses one of these would change the dictionary that it was given.
+_READ_LOCALS = frozenset(("locals", "vars", "eval", "exec", "dir"))
+#: Most entries that are read of one list, tuple or dictionary.
+_MOST_ENTRIES = 64
+
 
 @dataclass(frozen=True)
 class Label:
-    """What is known of a model's name.
+    """What a model's name can be made of.
 
-    ``parent``: the outermost module around it and the path to it, as in "ActorCritic.actor"; "" where it is the outermost.
-    ``variable``: what the script calls it; "" where that is not known.
+    Args:
+        parent: the outermost module around it and the path to it, as "ActorCritic.actor"; "" where it is the outermost.
+        variable: the script's variable; "" where there is none.
     """
 
     parent: str = ""
@@ -26,10 +42,10 @@ class Label:
 
 
 def label(model: nn.Module, holders: Holders, variables: Mapping[int, str]) -> Label:
-    """Read from the modules around the model and from the script's variables, by id."""
+    """Return a model's label, from the modules around it and the script's variables, which are given by id."""
     around = {id(top): top for top in map(unwrapped, holders.outermost(model))}
     if len(around) != 1 or id(model) in around:
-        # Two that hold it, side by side: it belongs to neither.
+        # Of two that hold it side by side, it belongs to neither.
         return Label("", variables.get(id(model), ""))
     (top,) = around.values()
     path = _path(top, model)
@@ -39,12 +55,12 @@ def label(model: nn.Module, holders: Holders, variables: Mapping[int, str]) -> L
 
 
 def free_name(model: nn.Module, known: Label, taken: Mapping[str, Label]) -> str:
-    """A name for a model and its directory that no other has.
+    """Return a name for a model and its directory that no other has: its path in a larger model, its class or its variable.
 
     Args:
-        model: a part of a larger one has its path for a name, others their class or variable.
+        model: to name.
         known: its label.
-        taken: labels of the models before, by name.
+        taken: labels of the models named before, by name.
     """
     wanted = [_plain(name) for name in _wanted(model, known) if name] or ["Model"]
     for name in wanted:
@@ -74,12 +90,12 @@ def _plain(name: str) -> str:
 
 
 def _is_of_torch(model: nn.Module) -> bool:
-    """Whether its class tells nothing of what it is: Sequential, Linear, ..."""
+    """Whether its class is torch's own, as Sequential, and so says nothing about the model."""
     return type(model).__module__.startswith("torch.nn.")
 
 
 def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """The shortest path from one to the other, without wrappers; () where there is none."""
+    """Return the shortest path from ``top`` to ``model``, without wrappers; () where there is none."""
     seen = {id(top)}
     waiting: list[tuple[nn.Module, tuple[str, ...]]] = [(top, ())]
     for each, path in waiting:
@@ -91,3 +107,91 @@ def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
                 seen.add(id(child))
                 waiting.append((child, inside))
     return ()
+
+
+# -- the script's variables ----------------------------------------------------------------------------------------------
+
+
+def names_of(wanted: Collection[int], kin: tuple[type, ...]) -> dict[int, str]:
+    """Return the script's names for objects, by id, from the outermost frame that has one.
+
+    An entry of a list, tuple or dictionary is named "nets.0", unless every entry has a name of its own: where only some have, one
+    may be a loop's variable.
+
+    Args:
+        wanted: ids of the objects.
+        kin: their classes; entries of other classes are ignored.
+    """
+    if not wanted:
+        return {}
+    own: dict[int, str] = {}
+    several: list[dict[int, str]] = []
+    for scope in _scopes():
+        for name, value in list(scope.items()):
+            if not isinstance(name, str) or name.startswith("_"):
+                continue
+            own.setdefault(id(value), name)
+            entries = {id(each): f"{name}.{key}" for key, each in _entries(value) if issubclass(type(each), kin)}
+            if not entries.keys().isdisjoint(wanted):
+                several.append(entries)
+    found = {key: name for key, name in own.items() if key in wanted}
+    for entries in reversed(several):
+        if not entries.keys() <= own.keys():
+            found.update((key, name) for key, name in entries.items() if key in wanted)
+    return found
+
+
+def _scopes() -> Iterator[Mapping[str, Any]]:
+    """Yield local names, attributes of ``self`` and global names, the outermost frame's first."""
+    frames = list(_script_frames(sys._getframe(1)))
+    seen: set[int] = set()
+    for frame in reversed(frames):
+        held = _locals(frame)
+        yield held
+        owner = held.get("self")
+        attributes = _attributes(owner)
+        if attributes is not None:
+            yield attributes
+    for frame in reversed(frames):
+        if id(frame.f_globals) not in seen:
+            seen.add(id(frame.f_globals))
+            yield frame.f_globals
+
+
+def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    read = 0
+    while frame is not None and read < _MOST_FRAMES:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _OTHERS:
+            read += 1
+            yield frame
+            if module == "__main__" and frame.f_code.co_name == "<module>":
+                return
+        frame = frame.f_back
+
+
+def _locals(frame: FrameType) -> Mapping[str, Any]:
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
+        return frame.f_locals
+    if sys.gettrace() is not None or not _READ_LOCALS.isdisjoint(frame.f_code.co_names):
+        return {}
+    # Before Python 3.13 the frame keeps the dictionary, which would keep the models alive.
+    kept = frame.f_locals
+    names = dict(kept)
+    kept.clear()
+    return names
+
+
+def _attributes(owner: object) -> dict[str, Any] | None:
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    if type(value) in (list, tuple):
+        yield from enumerate(value[:_MOST_ENTRIES])
+    elif type(value) is dict and len(value) <= _MOST_ENTRIES:
+        yield from ((key, entry) for key, entry in list(value.items()) if type(key) in (str, int))

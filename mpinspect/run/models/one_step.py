@@ -1,4 +1,4 @@
-"""One real step of the script, looked at closely: its matrix products, then another under torch's profiler."""
+"""Records the matrix products of one real training step (--lint), then another step under torch's profiler (--kernels)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.models.owners import submodules
 from mpinspect.run.options import LaunchOptions
+from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
-from mpinspect.run.seen import Seen
 from mpinspect.runtime.guard import Guarded, guarded
 
 if TYPE_CHECKING:
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from mpinspect.shapes.records import MatmulRecording
 
 
-#: An optimizer that steps so often is not kept waiting for others, which may never step.
+#: After so many steps an optimizer is chosen without waiting for others, which may never step.
 _MOST_WAITED = 8
 
 
 class OneStep(Guarded):
-    """From the end of one step of an optimizer to the end of its next: whatever else ran between belongs to the step.
+    """Records one step: from the end of an optimizer's step to the end of its next, whatever else runs between.
 
     Args:
-        options: the launch's; ``lint`` and ``kernels`` say what is wanted.
+        options: the launch's; ``lint`` and ``kernels`` say what to record.
         directory: where the trace is written.
         models: those inspected.
         seen: takes the notes.
-        compiled: what no hook may be put on.
+        compiled: knows the modules that must not be hooked.
     """
 
     def __init__(
@@ -51,27 +51,27 @@ class OneStep(Guarded):
         self._models = models
         self._seen = seen
         self._compiled = compiled
-        #: That whose step is looked at: modes and profiles are a thread's own.
+        #: The thread whose step is recorded: modes and profiles belong to a thread.
         self._thread: int | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         #: Threads on which no optimizer has stepped since a scaler's step began.
         self._unstepped: set[int] = set()
-        #: How often each optimizer stepped, by id, before one was chosen.
+        #: Steps of each optimizer, by id, before one was chosen.
         self._steps: Counter[int] = Counter()
         self._products: LiveMatmuls | None = None
-        #: A recorder that could not leave because a mode of the script stands above it.
+        #: A recorder that can't leave the stack of modes yet, because the script has entered one since.
         self._lingering: LiveMatmuls | None = None
         self._profile: LiveProfile | None = None
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step: what it multiplies is no product of the model."""
+        """Mark what follows as the optimizer's: its matrix products are not the model's."""
         if self._products is not None and self._is_its_thread:
             self._products.in_optimizer = True
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Begin or end the recorded step at this optimizer's step, which is over."""
         self._unstepped.discard(threading.get_ident())
         if self._lingering is not None and self._lingering.leave():
             self._lingering = None
@@ -82,12 +82,12 @@ class OneStep(Guarded):
         self._step_ended(optimizer)
 
     def scaler_steps(self) -> None:
-        """``scaler.step(optimizer)`` is about to run."""
+        """Note that ``scaler.step(optimizer)`` is about to run, to see whether it skips the optimizer's step."""
         self._unstepped.add(threading.get_ident())
 
     @guarded
     def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler's step is over; where it skipped the optimizer's, a training step has ended all the same."""
+        """Begin or end the recorded step also where a scaler has skipped the optimizer's step."""
         skipped = threading.get_ident() in self._unstepped
         self._unstepped.discard(threading.get_ident())
         if skipped and self._is_needed and self._is_its_thread:
@@ -102,24 +102,24 @@ class OneStep(Guarded):
         return self._wants_matmuls or self._wants_trace or self._products is not None or self._profile is not None
 
     def give_up(self) -> None:
-        """The script has ended: say what it did not come to."""
+        """Stop recording, since the script has ended, and note what is incomplete or missing."""
         if self._products is not None:
             self._finish_products("the script ended within the step whose matrix products were recorded")
         elif self._wants_matmuls and self._models.all:
-            self._too_few("--lint", "for one to be recorded for --lint: 2 are needed")
+            self._too_few("--lint", "to record one: 2 are needed")
         if self._profile is not None:
             self._finish_profile("the script ended before the profiled step did")
         elif self._wants_trace and self._models.all:
-            self._too_few("--kernels", "for one to be profiled for --kernels: 3 are needed, 4 with --lint")
+            self._too_few("--kernels", "to profile one: 3 are needed, 4 with --lint")
 
     def _too_few(self, option: str, wanted: str) -> None:
         if self._seen.steps:
-            self._seen.note(f"the script made too few steps {wanted}")
+            self._seen.note(f"the script made too few steps for {option} {wanted}")
         else:
-            self._seen.note(f"{option} goes by the steps of torch's optimizers, and this script made none")
+            self._seen.note(f"{option} needs steps of torch's optimizers, and this script made none")
 
     def leave_compiled(self) -> None:
-        """Something was compiled: no hook of ours may be on it."""
+        """Give up recording products, and remove the profile's hooks: a module has just been compiled."""
         if self._products is not None:
             products, self._products = self._products, None
             products.end("")
@@ -129,7 +129,7 @@ class OneStep(Guarded):
             self._profile.leave_modules()
 
     def abandon(self) -> None:
-        """This is a forked child, maybe in the middle of a step."""
+        """Drop everything, in a forked child that may be in the middle of a step."""
         if self._products is not None:
             self._products.abandon()
         self._products = self._profile = None
@@ -152,7 +152,7 @@ class OneStep(Guarded):
             self._begin_profile()
 
     def _ends_a_round(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether all others have stepped too: what follows is then a whole step of a GAN, and not the half of one."""
+        """Whether all other optimizers have stepped too, so that of a GAN a whole step is recorded and not half of one."""
         self._steps[id(optimizer)] += 1
         others = [each for model in self._models.all for each in model.living_optimizers]
         return all(id(each) in self._steps for each in others) or self._steps[id(optimizer)] >= _MOST_WAITED
@@ -209,4 +209,4 @@ class OneStep(Guarded):
             self._seen.note(f"--kernels has no trace: {trouble}")
         else:
             self.trace = profile.path
-            self._seen.note("while a step was profiled for --kernels, 2 steps in all, nothing was counted or watched")
+            self._seen.note("nothing was counted or watched in the 2 steps that --kernels took to profile one")

@@ -1,8 +1,8 @@
-"""From an optimizer's parameters to the modules that hold them, and to the one that is the user's model.
+"""Finds the modules that hold an optimizer's parameters, and the one that is the user's model.
 
-Nothing hands us the model: a script gives its optimizer tensors. So modules are looked for among the objects that the garbage
-collector knows. Of these only the types are read, never an attribute, so that no lazy proxy is woken; and of modules only what
-torch.nn.Module itself keeps in their ``__dict__``.
+A script gives its optimizer tensors, not the model, so modules are searched among the objects that the garbage collector tracks.
+Of these only the type is read, since reading an attribute could load a lazy proxy; of modules only what torch.nn.Module itself
+keeps in their ``__dict__``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 
 from mpinspect.runtime.wrappers import registered, unwrapped
 
-#: Modules that were alive when the script froze the collector's objects, which hides them from it.
+#: Modules that were alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
 _frozen: list[weakref.ref[nn.Module]] = []
 
 
 def living_modules() -> list[nn.Module]:
-    """Every module alive in this process, in no particular order. Takes some 50 ms where there are a million objects."""
+    """Return every module alive in this process, in no particular order. Takes some 50 ms for a million objects."""
     found = {id(each): each for each in gc.get_objects() if issubclass(type(each), nn.Module)}
     for reference in _frozen:
         module = reference()
@@ -31,16 +31,16 @@ def living_modules() -> list[nn.Module]:
 
 
 def remember_before_freezing() -> None:
-    """Called when ``gc.freeze()`` is about to run: afterwards the collector no longer tells of what is alive now."""
+    """Keep weak references to all modules; to be called before ``gc.freeze()``, which hides them from the search."""
     _frozen[:] = [weakref.ref(module) for module in living_modules()]
 
 
 class Parameters(nn.Module):
-    """Parameters that no module holds: a module that is never called.
+    """Parameters that no module holds, as a module that is never called.
 
     Args:
         parameters: leaf tensors.
-        variables: what the script calls some of them, by id; the others have their numbers for names.
+        variables: the script's names for some of them, by id; the others are numbered.
     """
 
     def __init__(self, parameters: Iterable[Any], variables: Mapping[int, str] | None = None) -> None:
@@ -48,7 +48,7 @@ class Parameters(nn.Module):
         for number, parameter in enumerate(parameters):
             name = (variables or {}).get(id(parameter), "")
             known = name.isidentifier() and name not in self._parameters
-            # Not register_parameter, which takes nn.Parameter only: a plain leaf tensor is trained just as well.
+            # register_parameter would refuse plain leaf tensors.
             self._parameters[name if known else str(number)] = parameter
 
 
@@ -85,22 +85,22 @@ class Holders:
         return self.found() <= self.held(module)
 
     def outermost(self, module: nn.Module) -> list[nn.Module]:
-        """Of the modules around this one, itself among them, those that no other holds."""
+        """Return the modules around this one, itself included, that no other holds."""
         around = [self._modules[key] for key in self._upwards([id(module)]) if key in self._modules]
         return [each for each in around if self.is_top(each)]
 
     def held(self, module: nn.Module) -> frozenset[int]:
-        """Ids of all parameters of a module, wanted or not, its submodules' among them."""
+        """Return the ids of all parameters of a module and its submodules, wanted or not."""
         known = self._held.get(id(module))
         if known is None:
             known = self._held[id(module)] = frozenset(parameter_ids(module))
         return known
 
     def targets(self, called: nn.Module | None) -> list[nn.Module]:
-        """The modules to inspect, without their wrappers.
+        """Return the modules to inspect, without their wrappers.
 
         Args:
-            called: the outermost module that the script called, one of ``modules``; None where it called none.
+            called: the outermost module that the script called, one of ``modules``; None if it called none.
         """
         if called is not None and self.holds_all(called):
             return [unwrapped(self._climbed(called))]
@@ -110,11 +110,11 @@ class Holders:
         return self._tops()
 
     def found(self) -> frozenset[int]:
-        """Ids of the wanted parameters that any module holds."""
+        """Return the ids of the wanted parameters that any module holds."""
         return frozenset(key for module in self.modules for key in _own_parameters(module)) & self._wanted
 
     def _climbed(self, module: nn.Module) -> nn.Module:
-        """The outermost module around this one that adds no parameter, so that names are those of the whole."""
+        """Return the outermost module around this one that adds no parameter, so that names are paths in the whole model."""
         around = [
             each
             for each in (self._modules[key] for key in self._upwards([id(module)]))
@@ -123,11 +123,11 @@ class Holders:
         outermost = [
             each for each in around if not any(key in self._parents.get(id(each), ()) for key in map(id, around))
         ]
-        # Two that both hold it, side by side: neither is "the" model.
+        # Of two that hold it side by side, neither is "the" model.
         return outermost[0] if len(outermost) == 1 else module
 
     def _tops(self) -> list[nn.Module]:
-        """Modules without a parent that together hold what is wanted; those with most of it first."""
+        """Return modules without a parent that together hold what is wanted, those with most of it first."""
         tops = sorted(filter(self.is_top, self.modules), key=lambda each: -len(self.held(each) & self._wanted))
         chosen: list[nn.Module] = []
         missing = set(self.found())
@@ -138,7 +138,7 @@ class Holders:
         return chosen
 
     def _upwards(self, keys: Iterable[int]) -> list[int]:
-        """These modules and all that hold them, each once."""
+        """Return these modules and all that hold them, each once, by id."""
         reached = dict.fromkeys(keys)
         waiting = list(reached)
         while waiting:
@@ -150,13 +150,13 @@ class Holders:
 
 
 def parameter_ids(module: nn.Module) -> Iterator[int]:
-    """Ids of a module's parameters, its submodules' among them."""
+    """Yield the ids of the parameters of a module and its submodules."""
     for each in submodules(module):
         yield from _own_parameters(each)
 
 
 def submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all within it, each once. Not ``module.modules()``, which a user may have overridden."""
+    """Yield the module and all within it, each once. ``module.modules()`` may be overridden by the user."""
     seen = {id(module)}
     waiting = [module]
     while waiting:
@@ -169,7 +169,7 @@ def submodules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def named_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules right below this one, with the names that it has for them."""
+    """Return a module's direct submodules, with their names."""
     return [
         (name, child) for name, child in registered(module, "_modules").items() if issubclass(type(child), nn.Module)
     ]

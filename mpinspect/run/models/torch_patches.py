@@ -1,6 +1,6 @@
-"""Noticing that an optimizer is made, that it steps, that a backward begins: a few of torch's functions, replaced for a while.
+"""Wraps a few of torch's functions for a while, to call a listener when an optimizer is made or a backward begins.
 
-The frames of these functions show in the tracebacks of errors that pass through them; whoever prints one takes them out again.
+Errors that pass through the wrappers have their frames in the traceback; ``run/script.py`` takes them out when one is shown.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,56 +18,31 @@ from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime.hooks import ModelHook
 
-
-class Listener(Protocol):
-    """What is told. The methods must not raise."""
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's ``__init__`` has run, torch's own part of it at least."""
-
-    def backward_begins(self, tensors: Any) -> None:
-        """``torch.autograd.backward(tensors)`` is about to run."""
-
-    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` is about to run."""
-
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` has run."""
-
-    def module_compiled(self, given: object) -> None:
-        """``torch.compile(given)`` has run."""
-
-    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """``scaler.scale(given)`` returned ``scaled``."""
-
-    def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` is about to run."""
-
-    def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` has returned."""
+if TYPE_CHECKING:
+    from mpinspect.run.watcher import Watcher
 
 
-class Noticing:
-    """Tells ``listener`` from ``install`` to ``remove``."""
+class TorchPatches:
+    """Calls the methods of ``listener`` from ``install`` to ``remove``."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Watcher) -> None:
         self._listener = listener
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._backward: tuple[Any, str, Any, Any] | None = None
 
     def install(self) -> None:
-        """Begin."""
+        """Wrap the functions."""
         self._replaced = [
-            _replace(torch.optim.Optimizer, "__init__", self._noticed_optimizer),
+            _replace(torch.optim.Optimizer, "__init__", self._wrapped_optimizer),
             _replace(gc, "freeze", _remembered_modules),
-            _replace(torch, "compile", self._noticed_compile),
+            _replace(torch, "compile", self._wrapped_compile),
             *(_replace(torch.jit, name, _without_our_hooks) for name in ("script", "trace", "trace_module")),
         ]
         self.watch_backwards(True)
         self.listen_last()
 
     def remove(self) -> None:
-        """Leave torch as it was, but for what somebody else has replaced since."""
+        """Restore torch, but for functions that somebody else has replaced since."""
         optimizer_steps.unlisten(self._listener)
         scaler_watch.unlisten(self._listener)
         self.watch_backwards(False)
@@ -75,21 +50,21 @@ class Noticing:
             _put_back(self._replaced.pop())
 
     def watch_backwards(self, wanted: bool) -> None:
-        """Whether backwards are told of: only while there is something to find, so that a settled run is left alone."""
+        """Wrap ``backward`` or restore it; it is wrapped only while there is something to find, so as to cost nothing later."""
         if wanted and self._backward is None:
-            self._backward = _replace(torch.autograd, "backward", self._noticed_backward)
+            self._backward = _replace(torch.autograd, "backward", self._wrapped_backward)
         elif not wanted and self._backward is not None:
             _put_back(self._backward)
             self._backward = None
 
     def listen_last(self) -> None:
-        """Hear of steps, taken and skipped, after the inspectors have: to be called again when one was attached."""
+        """Move the listener behind the inspectors, so that it is called after them; call it when one was attached."""
         optimizer_steps.unlisten(self._listener)
         optimizer_steps.listen(self._listener)
         scaler_watch.unlisten(self._listener)
         scaler_watch.listen(self._listener)
 
-    def _noticed_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrapped_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
@@ -97,8 +72,8 @@ class Noticing:
 
         return __init__
 
-    def _noticed_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``module.compile()`` comes here too."""
+    def _wrapped_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``torch.compile``, which ``module.compile()`` calls too."""
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +85,7 @@ class Noticing:
 
         return compile
 
-    def _noticed_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrapped_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             self._listener.backward_begins(args[0] if args else kwargs.get("tensors"))
@@ -130,7 +105,7 @@ def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchScript compiles a module's hooks along with it, or names values after their variables: not with ours."""
+    """Wrap a function of TorchScript to run without our hooks, which it would compile, or name values after."""
 
     @functools.wraps(original)
     def script(*args: Any, **kwargs: Any) -> Any:

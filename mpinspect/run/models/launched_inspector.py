@@ -1,4 +1,4 @@
-"""The Inspector of a launched script: says little, and can let its model go and take it up again."""
+"""The Inspector of a launched script: it does not warn, and can be paused, resumed and abandoned."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _COMPILED = (
     "Run the script uncompiled to see their activations"
 )
 
-#: Sinks of recordings that a forked child inherited. Closing them there would write the parent's files a second time.
+#: Sinks that a forked child inherited, kept alive: closing them there would write to the parent's files a second time.
 _inherited: list[Sink] = []
 
 
 class LaunchedInspector(Inspector):
-    """An Inspector that nobody asked for: its notes wait for the report, the first event is said at once.
+    """An Inspector attached by ``mpinspect run``. Its notes go to the report; only the first harmful event is printed at once.
 
     Args:
-        model: what to inspect.
+        model: to inspect; held only while attached.
         options: the launch's.
         optimizers: those known to step the model.
         log_dir: of its session file and TensorBoard log.
-        say: writes a line to stderr.
-        unhookable: ids of modules that no hook may be put on: they are compiled, and would be once more when it goes.
+        say: prints a line to stderr.
+        unhookable: ids of modules that must not be hooked, since they are compiled.
     """
 
-    #: The launch ends it, and may put it off and on again before.
+    #: The launch ends it.
     _ends_with_the_process = False
 
     def __init__(
@@ -88,12 +88,12 @@ class LaunchedInspector(Inspector):
 
     @property
     def steps(self) -> int:
-        """Steps that have ended."""
+        """The number of steps that have ended."""
         return self._capture.clock.step
 
     @property
     def backwards(self) -> int:
-        """Backwards that reached the model."""
+        """The number of backwards that reached the model."""
         return self._capture.clock.backwards
 
     def note(self, sentence: str) -> None:
@@ -101,10 +101,10 @@ class LaunchedInspector(Inspector):
         self._recording.note(sentence)
 
     def pause(self) -> None:
-        """Take every hook off and hold the model no longer. Waits for the GPU. The record stays open."""
+        """Remove every hook and drop the model. Waits for the GPU. The record stays open."""
         if self._capture.attached:
             self._capture.detach()
-            # Another optimizer may yet go on with the model.
+            # Kept for ``end``: another optimizer may train the model further and change what it says.
             self._left = self._capture.weights_left(self._broken_before)
             self._recording.write()
         clock = self._capture.clock
@@ -112,7 +112,7 @@ class LaunchedInspector(Inspector):
         self._continue(clock)
 
     def resume(self, optimizers: Sequence[torch.optim.Optimizer], unhookable: Collection[int]) -> None:
-        """Put the hooks back on the model, which is alive and has an optimizer again; steps are counted on."""
+        """Attach to the model again, if it is alive; its count of steps goes on."""
         model = self.model
         if model is None or self.attached:
             return
@@ -122,25 +122,25 @@ class LaunchedInspector(Inspector):
         self._capture.attach()
 
     def unhook(self, modules: Collection[int]) -> None:
-        """Take the hooks off these modules, by id: they have just been compiled."""
+        """Remove the hooks from modules, given by id, that have just been compiled."""
         if self._capture.unhook(modules):
             self.note(_COMPILED)
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> None:
-        """A scaler had scaled this loss, whose backward is about to run, when the inspector was not yet attached."""
+        """Take a loss that was scaled before the inspector was attached, and whose backward is about to run."""
         self._capture.loss_scaled(scaler, (), scaled)
 
     def rest(self, resting: bool) -> None:
-        """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
+        """Suspend counting and watching, and drop what the open step has, or resume it. Steps are numbered meanwhile."""
         if self._capture.attached:
             self._capture.rest(resting)
 
     def end(self) -> None:
-        """Detach, whether paused or not, and close the files. Twice does nothing."""
+        """Detach, if not paused, and close the files. Calling it twice does nothing."""
         self._end()
 
     def abandon(self) -> None:
-        """This is a forked child: neither hooks nor files are ours any more. Touches no GPU, flushes nothing."""
+        """Leave hooks and files to the parent, in a forked child. Touches no GPU, flushes nothing."""
         self._capture.abandon()
         _inherited.extend(self._recording.abandon())
 
@@ -172,17 +172,17 @@ class LaunchedInspector(Inspector):
         new.step, new.backwards, new.skipped_steps = clock.step, clock.backwards, clock.skipped_steps
 
     def _tell(self, note: str) -> None:
-        """No warning: the script's own may be errors, and the report has the note."""
+        """Do not warn: the script may turn warnings into errors, and the report has the note."""
 
     def _announce(self, event: Event) -> None:
-        """Only the first that does harm: not how a loss scaler probes."""
+        """Print the first event that a loss scaler did not catch."""
         if not self._has_announced and gravest([event]) is not None:
             self._has_announced = True
             self._say(first_line(event))
 
 
 def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str] | None:
-    """Parameters of no module have no output: nothing is promised of one."""
+    """Return the kinds to count; of parameters without a module only those of parameters, since they have no outputs."""
     if not isinstance(model, Parameters):
         return asked
     return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in PARAMETER_KINDS]
