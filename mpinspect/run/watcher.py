@@ -17,8 +17,8 @@ from mpinspect.run.outcome import Recordings, Seen
 from mpinspect.runtime.guard import Guarded, guarded
 
 if TYPE_CHECKING:
-    from mpinspect.run.models.attaching import Attaching
-    from mpinspect.run.models.backwards import Backwards
+    from mpinspect.run.models.attaching import Attacher
+    from mpinspect.run.models.backwards import BackwardSearch
     from mpinspect.run.models.inspected_models import InspectedModels
     from mpinspect.run.models.one_step import OneStep
 
@@ -189,22 +189,22 @@ class Watcher(Guarded):
         return self._parts
 
     def _make_parts(self) -> _Parts:
-        from mpinspect.run.models.attaching import Attaching
-        from mpinspect.run.models.backwards import Backwards
+        from mpinspect.run.models.attaching import Attacher
+        from mpinspect.run.models.backwards import BackwardSearch
         from mpinspect.run.models.inspected_models import InspectedModels
         from mpinspect.run.models.one_step import OneStep
 
         seen, lock, compiled = self.seen, self._lock, self._compiled
         models = InspectedModels(self._options, self._directory, self._say, seen, lock, compiled)
-        attaching = Attaching(models, seen, lock, compiled, self.attached)
+        attaching = Attacher(models, seen, lock, compiled, self.attached)
         one_step = OneStep(self._options, self._directory, models, seen, compiled)
-        return _Parts(models, attaching, Backwards(attaching, seen), one_step)
+        return _Parts(models, attaching, BackwardSearch(attaching, seen), one_step)
 
 
 class _Parts(NamedTuple):
     """What finds, inspects and records models; made, and its modules imported, at the first optimizer or backward."""
 
     models: InspectedModels
-    attaching: Attaching
-    backwards: Backwards
+    attaching: Attacher
+    backwards: BackwardSearch
     one_step: OneStep

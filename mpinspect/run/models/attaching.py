@@ -97,7 +97,7 @@ def weakly(modules: Sequence[torch.nn.Module]) -> list[weakref.ref[torch.nn.Modu
     return [weakref.ref(module) for module in modules]
 
 
-class Attaching(Guarded):
+class Attacher(Guarded):
     """Finds the models of optimizers and has them inspected.
 
     Args:

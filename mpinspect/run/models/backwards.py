@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.run.models.attaching import Attaching, script_names
+from mpinspect.run.models.attaching import Attacher, script_names
 from mpinspect.run.models.launched_inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, label
 from mpinspect.run.models.owners import Holders, Parameters, living_modules
@@ -28,7 +28,7 @@ _MOST_SEARCHES = 16
 _LASTS = 3
 
 
-class Backwards(Guarded):
+class BackwardSearch(Guarded):
     """Searches the graphs of backwards while there may be a model to find.
 
     Args:
@@ -36,7 +36,7 @@ class Backwards(Guarded):
         seen: takes the notes.
     """
 
-    def __init__(self, attaching: Attaching, seen: Seen) -> None:
+    def __init__(self, attaching: Attacher, seen: Seen) -> None:
         super().__init__(seen.note)
         self._attaching = attaching
         self._seen = seen
