@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpinspect.commands.output import UnusableError
 from mpinspect.numeric.formats import FLOAT8_E4M3, as_format
-from mpinspect.reporting.words import indefinite
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +45,9 @@ def load_model(target: str, device: str) -> torch.nn.Module:
         UnusableError: it can't be found, raises (the message says where), or gives no Module.
     """
     import torch
+
+    # Imported here since it loads numpy, which `mpinspect run` must not do before the script does.
+    from mpinspect.reporting.words import indefinite
 
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:

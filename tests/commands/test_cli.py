@@ -136,7 +136,7 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
     fake = types.ModuleType("mpinspect.demo.demo")
     fake.run = run
     monkeypatch.setitem(sys.modules, "mpinspect.demo.demo", fake)
-    monkeypatch.setattr(mpinspect, "demo", fake, raising=False)
+    monkeypatch.setattr("mpinspect.demo.demo", fake, raising=False)
     assert cli.main(["demo", "--log-dir", str(tmp_path), "--steps", "7", "--seed", "3", "--json"]) == 0
     assert seen == {"log_dir": str(tmp_path), "steps": 7, "seed": 3, "quiet": True}
     assert json.loads(capsys.readouterr().out)["format"] == "float16"
@@ -172,7 +172,7 @@ def curves(monkeypatch):
 
     fake.run, fake.Setting = run, lambda **options: options
     monkeypatch.setitem(sys.modules, "mpinspect.demo.curves", fake)
-    monkeypatch.setattr(mpinspect, "demo_curves", fake, raising=False)
+    monkeypatch.setattr("mpinspect.demo.curves", fake, raising=False)
     return fake
 
 
