@@ -427,7 +427,7 @@ def test_arguments_in_errors_reach_no_terminal_raw(words: list[str], capsys: pyt
     ],
 )
 def test_a_baseline_of_nonsense(change: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = {"schema": hostile.SCHEMA, "schema_version": 1, "gpu": "H100", "dtype": "float16", "findings": []}
+    good = {"schema": hostile.BASELINE_SCHEMA, "schema_version": 1, "gpu": "H100", "dtype": "float16", "findings": []}
     (tmp_path / "b.json").write_text(json.dumps(good | change))
     status = main(["lint", "torch.nn:ReLU", "--input", "4,4", "--gpu", "H100", "--baseline", str(tmp_path / "b.json")])
     captured = capsys.readouterr()

@@ -140,6 +140,7 @@ class Capture(Dispatcher):
         self._note_what_was_missed()
         self._record_whether_updated()
         self._hooks.forget()
+        self.waiting.end()
 
     def abandon(self) -> None:
         """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""

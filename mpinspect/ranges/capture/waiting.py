@@ -144,8 +144,15 @@ class WaitingGradients(Generic[Context]):
         assert context is not None
         self._show(context, intact)
 
+    def end(self) -> None:
+        """Show what waits, and forget its backward, whose observers know who waits here: nothing may be left in a circle."""
+        self.finish()
+        with self._lock:
+            if not self._waiting:
+                self.task, self._context, self._looks = NO_BACKWARD, None, ()
+
     def _backward_ends(self) -> None:
-        self._enter(self.finish)
+        self._enter(self.end)
 
 
 def _may_be_reduced() -> bool:
