@@ -24,8 +24,8 @@ STYLES = {
 #: Columns between those of a table, and between those of one whose names stand on lines of their own.
 _GAP, _FOLDED_GAP = 2, 1
 INDENT = "  "
-#: Columns that a long name needs at least to stand in a table's row.
-_NAME_ROOM = 24
+#: Columns that a long name gets at least where it stands in a row: a dotted path of some five parts. Strips give way first.
+_NAME_ROOM = 36
 #: Bins a character of a strip, the finest first.
 _STEPS = (2, 3)
 #: Least share of each mark of a strip but the first.
