@@ -37,7 +37,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import Progress, RunInfo, TensorInfo, TensorKey, TensorWindow, Window
-from mpinspect.ranges.store import session_file
+from mpinspect.ranges.store import FILE_NAME, SessionWriter
 from mpinspect.ranges.store.sinks import open_sinks
 
 BINS = 40
@@ -131,7 +131,7 @@ def _key(module: str, kind: str) -> TensorKey:
 def write(directory: Path, run: MadeRun, samples: int) -> dict[str, float]:
     """Write the run with the writer alone; milliseconds of a call, the rewritings among them."""
     times = []
-    with session_file.SessionWriter(directory, run.info()) as writer:
+    with SessionWriter(directory, run.info()) as writer:
         writer.watched(run.watched)
         for step in range(samples):
             counted = run.window(step)
@@ -143,7 +143,7 @@ def write(directory: Path, run: MadeRun, samples: int) -> dict[str, float]:
         "append_median_ms": 1e3 * statistics.median(times),
         "append_mean_with_rewritings_ms": 1e3 * statistics.mean(times),
         "longest_rewriting_ms": 1e3 * max(times),
-        "file_mb": (directory / session_file.FILE_NAME).stat().st_size / 1e6,
+        "file_mb": (directory / FILE_NAME).stat().st_size / 1e6,
     }
 
 

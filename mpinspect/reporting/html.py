@@ -103,16 +103,18 @@ def escape(text: str) -> str:
 
 def render(document: Document) -> str:
     """A page of its own, styled, without scripts and without anything from elsewhere; every name in it is escaped."""
-    return _PAGE.format(title=escape(escaped(document).title), style=STYLE, body=_article(document))
+    document = escaped(document)
+    return _PAGE.format(title=escape(document.title), style=STYLE, body=_article(document))
 
 
 def fragment(document: Document) -> str:
     """The same for a notebook's cell: an element with its style, that styles nothing beside itself."""
-    return f"<style>{STYLE}</style>\n{_article(document)}\n"
+    return f"<style>{STYLE}</style>\n{_article(escaped(document))}\n"
 
 
 def _article(document: Document) -> str:
-    return "\n".join(['<article class="mpinspect">', *_document(escaped(document), 1), "</article>"])
+    """The document, escaped already, as an element."""
+    return "\n".join(['<article class="mpinspect">', *_document(document, 1), "</article>"])
 
 
 def _document(document: Document, level: int) -> Iterator[str]:

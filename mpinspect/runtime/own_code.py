@@ -15,6 +15,7 @@ NOT_TO_BE_INTERRUPTED = (
     "mpinspect.counting",
     "mpinspect.kernels.capture",
     "mpinspect.kernels.report",
+    "mpinspect.ranges.at_exit",
     "mpinspect.ranges.capture",
     "mpinspect.ranges.inspector",
     "mpinspect.ranges.report",
@@ -35,9 +36,15 @@ WRITING_FILES = ("mpinspect.runtime.background",)
 
 #: The way of an operator through the recorder of matrix products.
 RECORDING_PRODUCTS = ("mpinspect.shapes.record",)
-#: Copies tensors to count them.
-COUNTING = ("mpinspect.counting", "mpinspect.ranges.capture")
-#: Of these the ones that call the user's code.
+#: Copies tensors to count them, or is called for that.
+COUNTING = (
+    "mpinspect.counting",
+    "mpinspect.kernels.capture",
+    "mpinspect.ranges.capture",
+    "mpinspect.runtime.distributed",
+    "mpinspect.runtime.guard",
+)
+#: Calls the user's code: what that copies is the user's.
 CALLING_THE_USER = ("mpinspect.runtime.hooks", "mpinspect.ranges.capture.scalers")
 
 

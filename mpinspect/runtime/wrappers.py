@@ -1,7 +1,10 @@
-"""What parallel, compiled and checkpointed models are wrapped in, and the names of their parts without these wrappers."""
+"""What parallel, compiled and checkpointed models are wrapped in: their parts by their own names, and eagerly."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,3 +62,16 @@ def registered(module: nn.Module, table: str) -> dict[str, Any]:
     """``module._modules`` and its like, past any ``__getattribute__``; empty for a module whose ``__init__`` has not run."""
     found = object.__getattribute__(module, "__dict__").get(table)
     return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def compiled_modules_eager() -> Iterator[None]:
+    """Run compiled modules as plain Python within the block: their graphs were made for other dtypes and see no modes."""
+    if "torch._dynamo" in sys.modules:
+        # Only a process that has it can hold a compiled module, and importing it takes seconds.
+        import torch
+
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield

@@ -159,6 +159,21 @@ def test_names_kept_as_strings_name_something():
         assert not kind.picture or callable(importlib.import_module(kind.picture).save)
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "framework_tests"])
+def test_what_stands_beside_the_package_imports_what_there_is(folder):
+    """Most of it runs on no test machine, so that a name that has moved away would be found by a user."""
+    found = [
+        (path, node.module, alias.name)
+        for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "mpinspect"
+        for alias in node.names
+    ]
+    assert found
+    for path, module, name in found:
+        assert f"{module}.{name}" in MODULES or hasattr(importlib.import_module(module), name), (path, module, name)
+
+
 def test_public_names_are_where_type_checkers_are_told_they_are():
     tree = ast.parse((PACKAGE / "__init__.py").read_text("utf-8"))
     told = {

@@ -91,7 +91,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
-        """A module's forward has run."""
+        """Observe a module whose forward has run, and ask for the gradients at its outputs."""
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
         self._any_call = True
@@ -127,7 +127,7 @@ class Dispatcher(Guarded):
     def activation_gradient(
         self, layer: Layer, values: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
-        """The gradient at a tensor has arrived."""
+        """Observe the gradient that has arrived at an output, or at an input that no module made."""
         backward = self._context(values)
         if backward is None:
             return
@@ -145,7 +145,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def weight_gradient(self, watched: WatchedParameter, values: torch.Tensor) -> None:
-        """The gradient of a parameter has arrived, and does not wait yet."""
+        """Observe a parameter's gradient that has just arrived, or let it wait for the end of its backward."""
         backward = self._context(values)
         if backward is None:
             return
@@ -159,7 +159,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def backward_ended(self, finish: Callable[[], None]) -> None:
-        """A backward is over: observe what waited for that."""
+        """Observe the gradients that waited for the end of their backward. ``finish``: of ``WaitingGradients``."""
         finish()
 
     def _context(self, gradient: torch.Tensor) -> Backward | None:
@@ -203,7 +203,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """A GradScaler scaled a loss: its backward, should it reach this model, has that scale."""
+        """Take a loss that a GradScaler scaled: its backward, should it reach this model, has that scale."""
         products = self._scale.loss_scaled(scaler, scaled)
         if self._at_work and self.clock.begun:
             for observer in self._at_work:
@@ -213,13 +213,13 @@ class Dispatcher(Guarded):
 
     @entrance
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` begins."""
+        """Take note that ``scaler.step(optimizer)`` begins."""
         self.waiting.finish_left_behind()
         self._optimizers.scaler_steps(optimizer)
 
     @entrance
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` is over: if the optimizer did not step meanwhile, the scaler skipped it."""
+        """End ``scaler.step(optimizer)``: if the optimizer did not step meanwhile, the scaler skipped it."""
         if not self._optimizers.was_skipped(optimizer):
             return
         if self.clock.optimizer_again(optimizer):
@@ -231,7 +231,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """Observe the weights and gradients with which an optimizer is about to step."""
         self.waiting.finish_left_behind()
         if not self._optimizers.steps(optimizer):
             return
@@ -244,7 +244,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Observe what an optimizer's step has done; the step ends when every known optimizer has stepped."""
         if not self._optimizers.stepped(optimizer):
             return
         for observer in self._observing:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.untouched import ModelState
+from mpinspect.runtime.wrappers import compiled_modules_eager
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -70,7 +70,7 @@ class Passes:
         for parameter in self.model.parameters():
             parameter.grad = None
         # The backward runs outside of every autocast, the caller's included.
-        with _eager(), torch.enable_grad(), torch.autocast(self.device, enabled=False):
+        with compiled_modules_eager(), torch.enable_grad(), torch.autocast(self.device, enabled=False):
             with torch.autocast(self.device, torch.float16, enabled=half):
                 loss = self.loss_fn(self.model, batch)
             _require_loss(loss, number, finite=not half)
@@ -111,16 +111,6 @@ def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
         scalers=(),
         recording=recording,
     )
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled modules as plain Python: their graphs were made for other dtypes and see no modes."""
-    if "torch._dynamo" in sys.modules:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 def _require_loss(loss: Any, number: int, *, finite: bool) -> None:

@@ -276,6 +276,8 @@ def _copied_by_us() -> bool:
         if frame.f_back is None:
             return False
         frame = frame.f_back
-        if own_code.is_of(frame, own_code.COUNTING) and not own_code.is_of(frame, own_code.RECORDING_PRODUCTS):
-            return not own_code.is_of(frame, own_code.CALLING_THE_USER)
+        if own_code.is_of(frame, own_code.CALLING_THE_USER):
+            return False
+        if own_code.is_of(frame, own_code.COUNTING):
+            return True
     return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.runtime.emulation import half_arithmetic
+from mpinspect.runtime.wrappers import compiled_modules_eager
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.autocast import as_on_cuda, autocast_around, lowering
 from mpinspect.shapes.record.failures import RecordingError, first_line, meta_cause, reason
@@ -154,7 +154,11 @@ class _Run:
                 return tensor
             return stand_in(tensor, COMPUTED) if values and tensor.numel() == 1 else _parameter_on_meta(tensor)
 
-        with _eager(), _grad_mode(self.wants_backward), standing_in(self.model, parameter, change) as stand_ins:
+        with (
+            compiled_modules_eager(),
+            _grad_mode(self.wants_backward),
+            standing_in(self.model, parameter, change) as stand_ins,
+        ):
             parameters = Parameters(self.model, stand_ins)
             if values is not None:
                 for name, buffer in self.model.named_buffers():
@@ -315,16 +319,6 @@ def _parameter_on_meta(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Runs compiled modules eagerly within the block."""
-    if "torch._dynamo" in sys.modules:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
 
 
 @contextmanager
