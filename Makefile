@@ -71,6 +71,10 @@ format: $(VENV)/.dev ## let ruff format the code and mend what it can
 bench: $(VENV)/.bench ## run every benchmark and renew docs/performance.md (ARGS=--quick, or ARGS='counting overhead')
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
 
+.PHONY: gallery
+gallery: $(VENV)/.dev ## run broken and healthy scripts (examples/faults) and print which faults are named (ARGS=--peers: other tools too)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/faults/gallery.py --check --page docs/diagnoses.md $(ARGS)
+
 # Beside torch for CUDA, what the tests and benchmarks of a GPU import. numba is left out: it is larger than the rest together.
 GPU_PACKAGES := numpy rich pytest hypothesis ml_dtypes
 # The Python of the machine with the GPU.

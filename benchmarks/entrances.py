@@ -33,9 +33,19 @@ ENTRANCES = (
     "mpinspect.ranges.capture.dispatcher:Dispatcher.loss_scaled",
     "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_steps",
     "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_stepped",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_unscales",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_unscaled",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.backward_called",
+    "mpinspect.ranges.capture.dispatcher:backward_ended",
 )
-#: Functions of ours that only call another: GradScaler's wrapped methods, whose time is mostly its own, and a closure.
-_PASSING = {("scalers.py", "scale"), ("scalers.py", "step"), ("loss_scale.py", "backward_begins")}
+#: Functions of ours that only call another: wrapped functions of torch, whose time is mostly their own, and a closure.
+_PASSING = {
+    ("scalers.py", "scale"),
+    ("scalers.py", "step"),
+    ("scalers.py", "unscale_"),
+    ("backward_calls.py", "backward"),
+    ("loss_scale.py", "backward_begins"),
+}
 _PACKAGE = str(Path(mpinspect.__file__).parent)
 
 

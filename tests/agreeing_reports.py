@@ -18,7 +18,7 @@ from mpinspect.reporting.forms import render
 
 #: A scale that a sentence tells to use.
 _TELLS = re.compile(
-    r"(?:[Mm]ultiply the loss by|Take a loss scale of|GradScaler\(init_scale=)\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+    r"(?:[Mm]ultiply the loss by|Take a loss scale of|GradScaler\(init_scale=)\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\d.]*\*\*)"
 )
 _ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-window-empty")
 
@@ -40,7 +40,54 @@ def recommend_loss_scale(given: Any, **options: Any) -> LossScaleAdvice:
 
 def contradictions(report: RangeReport) -> list[str]:
     """What two sentences of the report disagree on, a line each; none where all of them follow from one decision."""
-    return list(_contradictions(report))
+    return [*_contradictions(report), *_disagreements(report)]
+
+
+#: A scale in the code of a fix.
+_IN_CODE = re.compile(r"init_scale=2\.0\*\*(-?\d+)")
+#: Findings of which one denies the other.
+_EXCLUSIVE = (
+    ("scale-too-high", "scale-too-low"),
+    ("scale-too-high", "scale-window-empty"),
+    ("scaler-missing-in-float16", "scaler-in-bfloat16"),
+    ("scaler-missing-in-float16", "scaler-shared"),
+    ("scaler-missing-in-float16", "initial-scale-too-high"),
+    ("scaler-missing-in-float16", "unscale-missing"),
+    ("gradients-zeroed", "gradients-never-zeroed"),
+    ("gradients-zeroed", "gradients-clipped-to-zero"),
+    ("batch-not-finite", "weights-exploded"),
+    ("batch-not-finite", "mask-hides-whole-row"),
+    ("batch-not-finite", "argument-out-of-range"),
+    ("scale-falls-for-forward", "overflow-recurs"),
+)
+
+
+def _disagreements(report: RangeReport) -> Iterator[str]:
+    """What the verdict and the findings disagree on, and two findings among themselves."""
+    verdict = report.verdict
+    grave = [finding for finding in report.findings if finding.severity != "info"]
+    if verdict.healthy is True and grave:
+        yield f"healthy, and yet: {grave[0].message}"
+    if verdict.healthy is False and not any(grave[0].message in sentence for sentence in verdict.sentences):
+        yield f"the verdict is not about the gravest finding: {verdict.sentences}"
+    if verdict.healthy is False and (verdict.change, verdict.code) != (grave[0].fix, grave[0].code):
+        yield "the verdict's fix is not that of the gravest finding"
+    ids = {finding.id for finding in report.findings}
+    for one, other in _EXCLUSIVE:
+        if {one, other} <= ids:
+            yield f"{one} beside {other}"
+    scales = {found for finding in report.findings for found in _IN_CODE.findall(finding.code)}
+    if len(scales) > 1:
+        yield f"several initial scales in the fixes: {sorted(scales)}"
+    if verdict.precision.startswith("Computes in BF16") and scales:
+        yield f"BF16, and a scale in a fix: {sorted(scales)}"
+    said = " ".join(verdict.sentences)
+    window = re.search(r"window 2\^(-?\d+) \.\. 2\^(-?\d+)", said)
+    told = report.in_float16 or report.loss_scale
+    if window and [2.0 ** int(end) for end in window.groups()] != [told.lowest, told.highest]:
+        yield f"the verdict's window is {window[0]}, the advice's {told.lowest} .. {told.highest}"
+    if "without a loss scale" in said and told.needed is not False:
+        yield "the verdict says that no scale is needed, the advice does not"
 
 
 def _contradictions(report: RangeReport) -> Iterator[str]:

@@ -75,7 +75,7 @@ events = st.builds(
     st.sampled_from(kinds.KINDS),
     names,
     st.sampled_from(["inf", "nan"]),
-    st.none() | floats,
+    st.none() | st.floats(0, allow_nan=False),
     st.lists(floats, max_size=8).map(tuple),
     st.none() | st.booleans(),
     st.none() | st.booleans(),
@@ -91,7 +91,7 @@ infos = st.builds(
     st.booleans(),
     st.dictionaries(names, names, max_size=3),
 )
-scale_changes = st.builds(s.ScaleChange, steps, st.none() | floats)
+scale_changes = st.builds(s.ScaleChange, steps, st.none() | st.floats(0, allow_nan=False))
 progresses = st.builds(
     s.Progress,
     steps,
@@ -175,5 +175,19 @@ def full_session() -> s.Session:
         s.Progress(
             *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),
             *(45, 90, 0.125, 7.5, False),
+        ),
+        s.Precision(
+            {"bfloat16": 15},
+            {"bfloat16": 15, "float32": 3},
+            ("bfloat16", ""),
+            ("bfloat16",),
+            ("float32",),
+            (s.OptimizerRecord("AdamW", {"lr": 1e-3, "eps": 1e-8}, {"float32": 15}, {"exp_avg": "float32"}, 15),),
+            (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0),),
+        ),
+        (
+            s.Measurement(
+                "gradients", "encoder.重み", 3, {"before": 1.5, "after": float("inf")}, ("encoder",), "größer"
+            ),
         ),
     )

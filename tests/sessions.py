@@ -18,6 +18,7 @@ from mpinspect.ranges.analysis.report import (
     RangeReport,
     ScaleConflict,
     TimeBlock,
+    Verdict,
 )
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.session import (
@@ -231,6 +232,7 @@ def report_by_hand(session: Session) -> RangeReport:
         coverage=Coverage(len(layers), len(totals), never),
         loss_scale=ADVICE if known else no_advice("No advice: it can't be given here."),
         formats=VERDICTS if known else (),
+        verdict=VERDICT if known else Verdict(None, "", ("Nothing is known yet: no training step was seen.",)),
         overall=tuple(_pooled(layers, kind) for kind in GRADIENT_KINDS if any(_of(layers, kind))),
     )
 
@@ -292,6 +294,14 @@ ADVICE = LossScaleAdvice(
     reason="A loss scale is needed: at scale 1 FLOAT16 flushes 87% of the activation gradients of 'decoder'.",
 )
 
+VERDICT = Verdict(
+    False,
+    "Computes in FP16: FP32 weights, FP16 autocast, Adam with states in FP32, GradScaler from 65536 (2^16).",
+    ("To be mended: the initial loss scale, 65536 (2^16), is 8 times (3 powers of two) too large.",),
+    "Begin at 8192 (2^13).",
+    "scaler = torch.amp.GradScaler(init_scale=2.0**13)",
+    "3 more findings below.",
+)
 FINDINGS = (
     Finding("bfloat16-would-do", "info", "", "BF16 would hold every gradient without a loss scale.", {}),
     Finding(

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         say(sys.stderr, f"stopped{f': {stop}' if str(stop) else ''}")
         return INTERRUPTED
-    save_to(report, options.png, options.md)
+    save_to(report, options.png, options.md, options.html)
     return status(report.findings, options.fail_on)
 
 

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(report.to_json())
     else:
         print_text(report)
-    save_to(report, options.png, options.md)
+    save_to(report, options.png, options.md, options.html)
     return _status(report, options)
 
 

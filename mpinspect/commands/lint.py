@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         _print_comparison(comparison, other, options)
     if options.write_baseline is not None:
         write_baseline(options.write_baseline, report)
-    save_to(report, options.md)
+    save_to(report, options.md, options.html)
     return status(report.findings if comparison is None else comparison.new, options.fail_on)
 
 

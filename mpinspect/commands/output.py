@@ -38,7 +38,7 @@ def status(findings: Iterable[Finding], fail_on: Iterable[str]) -> int:
 def add_output_options(
     parser: argparse.ArgumentParser, fail_on: Callable[[str], Any], *, png: bool = True, or_else: str = ""
 ) -> None:
-    """Declare --json, --md and --fail-on.
+    """Declare --json, --md, --html and --fail-on.
 
     Args:
         fail_on: parses an argument of --fail-on, or raises argparse.ArgumentTypeError.
@@ -49,6 +49,7 @@ def add_output_options(
     if png:
         parser.add_argument("--png", metavar="PATH", type=with_suffix(".png"), help="write a picture too")
     parser.add_argument("--md", metavar="PATH", type=with_suffix(".md"), help="write a Markdown report too")
+    parser.add_argument("--html", metavar="PATH", type=with_suffix(".html"), help="write a page for a browser too")
     parser.add_argument(
         "--fail-on",
         metavar="WHAT",
@@ -59,16 +60,21 @@ def add_output_options(
     )
 
 
-def print_text(report: RendersItself) -> None:
-    """Print a report as text: in colour on a terminal or with FORCE_COLOR, without colour with NO_COLOR."""
-    from mpinspect.reporting.forms import document, render
-    from mpinspect.reporting.text import colour_console, print_to
+def print_text(report: RendersItself, **options: bool) -> None:
+    """Print a report as text: in colour on a terminal or with FORCE_COLOR, without colour with NO_COLOR.
+
+    Args:
+        report: of any kind.
+        options: of the kind's document; ``everything``.
+    """
+    from mpinspect.reporting.forms import document
+    from mpinspect.reporting.text import colour_console, print_to, render
 
     console = colour_console(sys.stdout)
     if console is not None:
-        print_to(document(report), console)
+        print_to(document(report, **options), console)
     else:
-        sys.stdout.write(render(report, ".txt"))
+        sys.stdout.write(render(document(report, **options)))
 
 
 def save_to(report: RendersItself, *paths: str | None) -> None:

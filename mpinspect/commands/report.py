@@ -20,25 +20,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the inspector's log_dir, a run directory of mpinspect run, or a session file; the run may still go on",
     )
     add_output_options(parser, range_finding)
+    parser.add_argument("--all", action="store_true", help="show every layer, and every block of repeated ones")
+    parser.add_argument(
+        "--format",
+        type=_format,
+        metavar="NAME",
+        help="judge against float16, bfloat16, float8_e4m3, ... (what the run uses)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    report = _read(options.run_dir)
+    report = _read(options.run_dir, options.format)
     # Before printing, so that the message of a picture that can't be drawn does not stand below a report.
-    save_to(report, options.png, options.md)
+    save_to(report, options.png, options.md, options.html)
     if options.json:
         sys.stdout.write(report.to_json())
     else:
-        print_text(report)
+        print_text(report, everything=options.all)
     return status(report.findings, options.fail_on)
 
 
-def _read(path: str) -> RangeReport | RunReport:
+def _format(text: str) -> str:
+    from mpinspect.numeric.formats import as_format
+
+    try:
+        return as_format(text).name
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _read(path: str, format: str | None) -> RangeReport | RunReport:
     from mpinspect.ranges.analysis import analyse
     from mpinspect.ranges.store import SessionError, read_session
     from mpinspect.run.reading import is_run_directory, read_run
 
     try:
-        return read_run(path) if is_run_directory(path) else analyse(read_session(path))
+        return read_run(path, format) if is_run_directory(path) else analyse(read_session(path), format)
     except (SessionError, OSError) as error:
         raise UnusableError(error) from error

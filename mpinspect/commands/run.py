@@ -18,7 +18,7 @@ _FAIL_ON = (
     "this id; may be repeated"
 )
 #: Options that take no value.
-FLAGS = ("-h", "--help", "--no-watch", "--lint", "--kernels")
+FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss-scale", type=_scale, metavar="S", help="of a script that multiplies its loss by hand (1 if it does not)"
     )
-    parser.add_argument("--lint", action="store_true", help="lint the matrix products of one step as it ran")
+    parser.add_argument(
+        "--lint",
+        action=argparse.BooleanOptionalAction,
+        help="lint the matrix products of one step as it ran, in full (without this option: in brief, where nothing hinders)",
+    )
     parser.add_argument("--kernels", action="store_true", help="profile one step: which kernels ran on Tensor Cores")
     parser.add_argument(
         "--gpu", type=gpu_name, metavar="NAME", help="judge for this GPU: hopper, A100, ... (the one at hand)"

@@ -32,7 +32,7 @@ def __getattr__(name: str) -> object:
 
 
 def count_exponents(tensor: torch.Tensor | npt.NDArray[Any]) -> ExponentHistogram:
-    """The exponent histogram of a tensor's elements, exactly; of a NumPy array's too.
+    """Return the exponent histogram of a tensor's elements, exactly; of a NumPy array's too.
 
     Waits for the device that the tensor lies on; ``counting.count`` does not. An array is counted without torch.
 

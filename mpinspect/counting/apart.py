@@ -21,7 +21,7 @@ _saying = threading.Lock()
 
 
 def apart(work: Callable[[], Result], slow: str = "") -> Result:
-    """The result of ``work``, run in a thread of its own. Raises what it raised.
+    """Return the result of ``work``, run in a thread of its own. Raises what it raised.
 
     Compilers raise and catch exceptions by the dozen, and leave some in reference cycles with the frames that they came
     through. Frames hold their callers, and those what they have in hand: a model and its optimizer would outlive their last

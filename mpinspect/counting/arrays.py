@@ -83,7 +83,7 @@ def _checked(divisor: float) -> float:
 
 
 def _flat(array: AnyArray) -> tuple[AnyArray, int]:
-    """The elements in one dimension, in any order, and how often each occurs (dimensions of stride 0)."""
+    """Return the elements in one dimension, in any order, and how often each occurs (dimensions of stride 0)."""
     if array.flags.c_contiguous or not array.size:
         return array.reshape(-1), 1
     repeated = [axis for axis in range(array.ndim) if array.strides[axis] == 0]

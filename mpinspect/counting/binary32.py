@@ -99,7 +99,7 @@ class _Counter:
             self._count_subnormals(bits)
 
     def row(self) -> torch.Tensor:
-        """The row of everything that was added."""
+        """Return the row of everything that was added."""
         self._count_waiting()
         # NumPy: the arrays are small, and in a training step, its caches cold, a call into torch costs several times more.
         fields = self.bins.numpy().reshape(-1, _BINS_PER_FIELD).sum(1)
@@ -119,7 +119,7 @@ class _Counter:
 
     @staticmethod
     def _with_zeros(bits: torch.Tensor, other: torch.Tensor, *, infinities: bool) -> tuple[int, int]:
-        """The extremes, and ``other`` filled for ``_collect_edges``, of a chunk that may hold zeros."""
+        """Return the extremes, and ``other`` filled for ``_collect_edges``, of a chunk that may hold zeros."""
         if infinities:
             low, high = extremes_on_host(bits, BINARY32, other)
             torch.sub(bits, 1, out=other)
@@ -157,7 +157,7 @@ class _Counter:
 
 
 def count_chunks(chunks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The NARROW row of float32 values.
+    """Return the NARROW row of float32 values.
 
     Args:
         chunks: one-dimensional int32 tensors on the CPU, the values' bits; none longer than a scratch buffer should be.

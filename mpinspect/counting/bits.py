@@ -49,7 +49,7 @@ _REBIAS = BINARY64.bias - BINARY32.bias
 
 
 def slots_of(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """The counter of each value: 0 for zero, then power of two, other, near the top for each exponent, then inf, NaN.
+    """Return the counter of each value: 0 for zero, then power of two, other, near the top for each exponent, then inf, NaN.
 
     Args:
         magnitude: bits without the sign, of ``encoding.int_dtype``, any shape.
@@ -70,7 +70,7 @@ def slots_of(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def count_on_host(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """The row of a one-dimensional CPU tensor of bits, taken as one chunk."""
+    """Return the row of a one-dimensional CPU tensor of bits, taken as one chunk."""
     if not bits.numel():
         return row_of(torch.zeros(encoding.slots, dtype=torch.int64, device="cpu"), NO_MINIMUM, 0, encoding)
     magnitude = bits & encoding.magnitude_mask
@@ -124,7 +124,7 @@ def float64_bits(magnitude: int, encoding: Encoding) -> int:
 
 
 def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """The row of a one-dimensional tensor of bits, on its device, without a host synchronisation."""
+    """Return the row of a one-dimensional tensor of bits, on its device, without a host synchronisation."""
     rows = []
     for part in torch.split(bits, DEVICE_CHUNK) if bits.numel() else ():
         magnitude = part & encoding.magnitude_mask
@@ -135,14 +135,14 @@ def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def empty_row(encoding: Encoding, device: torch.device) -> torch.Tensor:
-    """The row of no elements."""
+    """Return the row of no elements."""
     row = torch.zeros(encoding.layout.length, dtype=torch.int64, device=device)
     row[MIN_BITS].fill_(NO_MINIMUM)
     return row
 
 
 def histogram_on_device(slots: torch.Tensor, length: int) -> torch.Tensor:
-    """What ``torch.bincount(slots, minlength=length)`` gives, which reads the largest slot back from the GPU first."""
+    """Return what ``torch.bincount(slots, minlength=length)`` gives, which reads the largest slot back from the GPU first."""
     copies = torch.zeros(_COPIES * length, dtype=torch.int64, device=slots.device)
     copy = torch.arange(slots.numel(), device=slots.device, dtype=torch.int64) % _COPIES
     one = torch.ones(1, dtype=torch.int64, device=slots.device)
@@ -180,7 +180,7 @@ def widened(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def merge_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """One row for several of one length on one device: counts add, extremes are kept. No host synchronisation."""
+    """Return one row for several of one length on one device: counts add, extremes are kept. No host synchronisation."""
     if len(rows) == 1:
         return rows[0]
     stacked = torch.stack(rows)

@@ -67,7 +67,7 @@ NARROW_ENCODINGS = {
 
 @cache
 def magnitudes(name: str) -> npt.NDArray[np.float64]:
-    """The magnitude of every code that the format's bytes can hold, infinities and NaNs among them.
+    """Return the magnitude of every code that the format's bytes can hold, infinities and NaNs among them.
 
     Args:
         name: one of NARROW_ENCODINGS.

@@ -56,7 +56,7 @@ def warm_up(devices: Iterable[torch.device] = (), *, compile_here: bool = False)
 
 
 def _count_on_cpu(values: torch.Tensor) -> torch.Tensor | None:
-    """The row of a strided CPU tensor; None where the compiled loops can't be used, or are none for its dtype."""
+    """Return the row of a strided CPU tensor; None where the compiled loops can't be used, or are none for its dtype."""
     counter = cpu_counter()
     if counter is None or values.dtype not in counter.WORK:
         return None

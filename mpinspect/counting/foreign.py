@@ -48,7 +48,7 @@ class HostArray:
 
 
 def on_host(array: Any) -> HostArray:
-    """The elements of an array of any framework. Waits for the device that holds them.
+    """Return the elements of an array of any framework. Waits for the device that holds them.
 
     Args:
         array: of NumPy, TensorFlow or Keras (tensors, variables, IndexedSlices), JAX, Paddle, MXNet, CuPy, or anything that
@@ -72,7 +72,7 @@ def on_host(array: Any) -> HostArray:
 
 
 def is_number_or_numbers(thing: object) -> bool:
-    """Whether this is a Python number or a (nested) list of them, not an array or a list of arrays."""
+    """Return whether this is a Python number or a (nested) list of them, not an array or a list of arrays."""
     if isinstance(thing, (list, tuple)):
         return not hasattr(thing, "_fields") and bool(thing) and all(is_number_or_numbers(item) for item in thing)
     return isinstance(thing, (int, float)) and not isinstance(thing, (bool, np.generic))
@@ -193,7 +193,7 @@ def _float32(values: AnyArray, name: str) -> AnyArray:
 
 
 def _of_paddle(tensor: Any) -> HostArray:
-    """Its ``numpy()`` gives codes for bfloat16 and FP8, and ends the process on a sparse tensor."""
+    """Return a Paddle tensor's elements. ``numpy()`` gives codes for bfloat16 and FP8, and ends the process on a sparse one."""
     name = str(getattr(tensor, "dtype", "")).rpartition(".")[2]
     if callable(getattr(tensor, "_is_initialized", None)) and not tensor._is_initialized():
         raise TypeError("this Paddle tensor holds no values")

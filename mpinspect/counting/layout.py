@@ -48,7 +48,7 @@ _BY_LENGTH = {layout.length: layout for layout in (NARROW, WIDE)}
 
 
 def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
-    """The histogram that a row describes.
+    """Return the histogram that a row describes.
 
     Args:
         row: int64, shape (NARROW.length,) or (WIDE.length,).
@@ -84,7 +84,7 @@ def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
 
 
 def _decompose(bits: int) -> tuple[int, float]:
-    """Exponent and significand of float64 bits, by integers: a flush-denormals mode takes subnormals for zero."""
+    """Return exponent and significand of float64 bits, by integers: a flush-denormals mode takes subnormals for zero."""
     field, mantissa = bits >> 52, bits & ((1 << 52) - 1)
     if field:
         return field - 1023, 1 + mantissa * 2.0**-52

@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def largest_magnitude(tensor: torch.Tensor) -> float | None:
-    """The largest |x| of a CPU tensor; infinity if one is infinite and NaN if one is.
+    """Return the largest |x| of a CPU tensor; infinity if one is infinite and NaN if one is.
 
     Args:
         tensor: not empty; float64, float32, float16 or bfloat16, any shape and order of its dimensions in memory, without gaps.

@@ -18,7 +18,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The stored values as a strided tensor of a real dtype, and how many zeros there are beside them.
+    """Return the stored values as a strided tensor of a real dtype, and how many zeros there are beside them.
 
     Complex numbers become their real and imaginary parts; a sparse tensor that is not coalesced is coalesced first.
 
@@ -75,7 +75,7 @@ def check(tensor: torch.Tensor) -> None:
 
 
 def flat_bits(values: torch.Tensor, size: int) -> tuple[Iterator[torch.Tensor], int]:
-    """The bits of a strided tensor as one-dimensional pieces of at most ``size``, and how often each occurs.
+    """Return the bits of a strided tensor as one-dimensional pieces of at most ``size``, and how often each occurs.
 
     Memory that is not dense is copied piece by piece; an expanded dimension is counted once and multiplied.
     """
@@ -92,7 +92,7 @@ def flat_bits(values: torch.Tensor, size: int) -> tuple[Iterator[torch.Tensor], 
 
 
 def fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's elements lie without gap or overlap in some order: transposed, or channels last."""
+    """Return whether a strided tensor's elements lie without gap or overlap in some order: transposed, or channels last."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

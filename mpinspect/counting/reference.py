@@ -102,7 +102,7 @@ def _counter(dtype: torch.dtype) -> Callable[[Iterable[torch.Tensor]], torch.Ten
 
 
 def _count_small(pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Every value by its own bits: no set-up to pay for."""
+    """Return every value by its own bits: no set-up to pay for."""
     encoding = BINARY64 if dtype == torch.float64 else BINARY32
     rows = [empty_row(encoding, torch.device("cpu"))]
     for piece in pieces:
@@ -114,7 +114,7 @@ def _count_small(pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Te
 
 
 def _count_on_device(values: torch.Tensor) -> torch.Tensor:
-    """The way of every other device; on CUDA no operation in it waits for the device."""
+    """Return the way of every other device; on CUDA no operation in it waits for the device."""
     encoding = BINARY64 if values.dtype == torch.float64 else BINARY32
     pieces, times = flat_bits(values, DEVICE_CHUNK)
     rows = [
@@ -158,7 +158,7 @@ _MAGNITUDES_16 = 0x7FFF
 
 
 def count_codes(chunks: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The NARROW row of values of a 16-bit or 8-bit floating dtype.
+    """Return the NARROW row of values of a 16-bit or 8-bit floating dtype.
 
     Args:
         chunks: one-dimensional tensors on the CPU, the values' codes as int16 or uint8.
@@ -214,7 +214,7 @@ _FIRST_NORMAL = HEADER + 3 * (1 - BINARY32.bias - NARROW.lowest_exponent)
 
 
 def count_small(values: torch.Tensor) -> torch.Tensor | None:
-    """The NARROW row of a contiguous float32 CPU tensor with at least one element; None if it holds subnormals."""
+    """Return the NARROW row of a contiguous float32 CPU tensor with at least one element; None if it holds subnormals."""
     bits = values.detach().view(torch.int32).numpy().reshape(-1) & _MASK
     keys = bits >> _MANTISSA_BITS
     less = bits - np.int32(1)

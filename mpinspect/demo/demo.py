@@ -54,7 +54,7 @@ class Corpus:
         return self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
 
     def in_order(self, size: int = BATCH_TOKENS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Every context and the word that follows it, once each, in batches of ``size``; the last may be smaller."""
+        """Yield every context and the word that follows it, once each, in batches of ``size``; the last may be smaller."""
         for ends in torch.split(torch.arange(CONTEXT, len(self.tokens)), size):
             yield self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
 

@@ -67,7 +67,7 @@ def by_name(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
 
 
 def from_reference(curve: Curve, curves: Sequence[Curve]) -> float | None:
-    """Its final validation loss less that of the first precision at the same seed; None for that itself or without it."""
+    """Return its final validation loss less that of the first precision at the same seed; None for that itself or without it."""
     reference = {other.seed: other.final_validation_loss for other in curves if other.name == curves[0].name}
     if curve.name == curves[0].name or curve.seed not in reference:
         return None
@@ -75,12 +75,12 @@ def from_reference(curve: Curve, curves: Sequence[Curve]) -> float | None:
 
 
 def signed(difference: float) -> str:
-    """A difference with its sign, three digits; what rounds to zero is "+0.000" from either side."""
+    """Return a difference with its sign, three digits; what rounds to zero is "+0.000" from either side."""
     return f"{round(difference, 3) + 0.0:+.3f}"
 
 
 def loss_scale(curve: Curve) -> str:
-    """The run's loss scale in words: "8192 (2^13)", "2^32 -> 2^20", "-" for none."""
+    """Return the run's loss scale in words: "8192 (2^13)", "2^32 -> 2^20", "-" for none."""
     start, end = curve.loss_scale_start, curve.loss_scale_end
     if start is None or end is None:
         return NOT_APPLICABLE
@@ -90,7 +90,7 @@ def loss_scale(curve: Curve) -> str:
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """A row for each run, and one for the mean of each precision that has several runs; no seeds where there is one."""
+    """Return a row for each run, and one for the mean of each precision that has several runs; no seeds where there is one."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for name, group in by_name(curves).items():
         gaps = [from_reference(curve, curves) for curve in group]
@@ -105,7 +105,7 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def _losses(group: Sequence[Curve], gaps: Sequence[float | None]) -> list[str]:
-    """The last four cells: means over a group, which may be a single run."""
+    """Return the last four cells: means over a group, which may be a single run."""
     means = (
         fmean(curve.final_training_loss for curve in group),
         fmean(curve.final_validation_loss for curve in group),

@@ -153,7 +153,7 @@ def _line(style: _Style) -> dict[str, Any]:
 
 
 def _mean(group: Sequence[Curve]) -> tuple[list[int], list[float]]:
-    """The mean validation loss at the steps at which every run of the group has one."""
+    """Return the mean validation loss at the steps at which every run of the group has one."""
     runs = [dict(curve.validation_losses) for curve in group]
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     return steps, [fmean(run[step] for run in runs) for step in steps]

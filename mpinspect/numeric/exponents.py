@@ -74,7 +74,7 @@ class ExponentHistogram:
 
     @classmethod
     def empty(cls) -> ExponentHistogram:
-        """The histogram of no elements: the neutral element of ``+``."""
+        """Return the histogram of no elements: the neutral element of ``+``."""
         return cls(_NONE, _NONE, _NONE, 0)
 
     @classmethod
@@ -189,7 +189,7 @@ class ExponentHistogram:
         return self if other == 0 else NotImplemented
 
     def shifted(self, log2_scale: int) -> ExponentHistogram:
-        """The histogram of x * 2^log2_scale, as exact arithmetic would have it (no format's edges applied)."""
+        """Return the histogram of x * 2^log2_scale, as exact arithmetic would have it (no format's edges applied)."""
         return ExponentHistogram(
             *self._arrays(),
             self.min_exponent + log2_scale if len(self.counts) else 0,
@@ -203,7 +203,7 @@ class ExponentHistogram:
     # -- what a format does to it ---------------------------------------------------------------------------
 
     def flushed(self, format: FormatLike, log2_scale: int = 0) -> int:
-        """How many non-zero elements of x * 2^log2_scale the format rounds to zero. Exact, ties included."""
+        """Return how many non-zero elements of x * 2^log2_scale the format rounds to zero. Exact, ties included."""
         format = as_format(format)
         if format.flushes_subnormals:
             return self._count_below(format.min_normal_exponent - log2_scale)
@@ -211,7 +211,7 @@ class ExponentHistogram:
         return self._count_below(edge) + self._at(self.powers_of_two, edge)
 
     def subnormal(self, format: FormatLike, log2_scale: int = 0) -> int:
-        """How many elements survive with fewer bits: below the smallest normal before rounding, not flushed. Exact."""
+        """Return how many elements survive with fewer bits: below the smallest normal before rounding, not flushed. Exact."""
         format = as_format(format)
         return self._count_below(format.min_normal_exponent - log2_scale) - self.flushed(format, log2_scale)
 
@@ -231,7 +231,7 @@ class ExponentHistogram:
         return certain + low, certain + high
 
     def overflowed(self, format: FormatLike, log2_scale: int = 0) -> int:
-        """How many finite elements overflow. Exact for FP16 and TF32 at every scale, for others where the counts decide.
+        """Return how many finite elements overflow. Exact for FP16 and TF32 at every scale, for others where the counts decide.
 
         Raises:
             UndecidableCountError: the counts only bound the answer; use ``overflowed_bounds``.
@@ -258,7 +258,7 @@ class ExponentHistogram:
         return self._fraction(self.overflowed(format, log2_scale))
 
     def range_offset(self, format: FormatLike) -> int | None:
-        """How many powers of two at the top of the format no element uses: max_exponent(format) - max_exponent.
+        """Return how many powers of two at the top of the format no element uses: max_exponent(format) - max_exponent.
 
         Negative if elements lie beyond the format; None if there is no finite non-zero value.
         """
@@ -349,12 +349,12 @@ class ExponentHistogram:
 
     @staticmethod
     def _flush_edge(format: FloatFormat, log2_scale: int) -> int:
-        """Exponent of x from which on not everything of x * 2^log2_scale is flushed."""
+        """Return exponent of x from which on not everything of x * 2^log2_scale is flushed."""
         edge = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
         return edge - log2_scale
 
     def _flushed_part(self, format: FloatFormat, log2_scale: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The part of each array that is flushed."""
+        """Return the part of each array that is flushed."""
         index = self._flush_edge(format, log2_scale) - self.min_exponent
         below = min(max(index, 0), len(self.counts))
         counts, powers, tops = (array.copy() for array in self._arrays())
@@ -396,7 +396,7 @@ class ExponentHistogram:
 
 
 def merge(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
-    """The sum of any number of histograms: counts add, extremes are kept. Exact, and independent of the order."""
+    """Return the sum of any number of histograms: counts add, extremes are kept. Exact, and independent of the order."""
     parts = list(histograms)
     used = [part for part in parts if len(part.counts)]
     zeros, infs, nans = (sum(getattr(part, name) for part in parts) for name in ("zeros", "infs", "nans"))
@@ -458,7 +458,7 @@ def _ldexp(significand: float, exponent: int) -> float:
 
 
 def _beyond(significand: float, format: FloatFormat) -> bool:
-    """Whether a value of the format's top exponent with this significand overflows."""
+    """Return whether a value of the format's top exponent with this significand overflows."""
     edge = format.overflow_significand
     return Fraction(significand) > Fraction(edge) or (significand == edge and format.overflow_edge_overflows)
 

@@ -131,7 +131,7 @@ class FloatFormat:
         return min(self.mantissa_bits + 1, max(0, exponent - self.min_subnormal_exponent + 1))
 
     def with_flushed_subnormals(self) -> FloatFormat:
-        """The same format on hardware that flushes subnormals to zero."""
+        """Return the same format on hardware that flushes subnormals to zero."""
         return replace(self, name=f"{self.name}-ftz", flushes_subnormals=True)
 
 
@@ -167,7 +167,7 @@ _OTHER_NAMES = {
 
 
 def as_format(given: FormatLike) -> FloatFormat:
-    """The format that is meant: a FloatFormat as it is, else looked up by name.
+    """Return the format that is meant: a FloatFormat as it is, else looked up by name.
 
     Args:
         given: a FloatFormat; a name, as "float16", "fp16", "FP16" or "half", "bf16", "tf32", "e4m3" or "fp8-e4m3"; or a dtype
@@ -189,7 +189,7 @@ def as_format(given: FormatLike) -> FloatFormat:
 
 
 def _name(given: object) -> str:
-    """What a dtype calls itself: classes have ``__name__``, those of NumPy and TensorFlow ``name``, torch's neither."""
+    """Return what a dtype calls itself: classes have ``__name__``, those of NumPy and TensorFlow ``name``, torch's neither."""
     names = (getattr(given, attribute, None) for attribute in ("__name__", "name"))
     return given if isinstance(given, str) else next((name for name in names if isinstance(name, str)), str(given))
 

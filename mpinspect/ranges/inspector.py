@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from mpinspect.numeric.formats import FormatLike
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
@@ -180,12 +181,19 @@ class Inspector:
             return session
         return replace(session, notes=(NEVER_ATTACHED, *session.notes))
 
-    def report(self) -> RangeReport:
-        """What the counts say: ranges by layer, findings, the suggested loss scale. While attached it waits for the GPU."""
-        return analyse(self.session())
+    def report(self, format: FormatLike | None = None) -> RangeReport:
+        """What the counts say: verdict, findings, ranges by layer, the suggested loss scale. While attached it waits for the GPU.
+
+        Args:
+            format: judged against it ("bfloat16", torch.float16, mpinspect.FLOAT8_E4M3, ...); None for what the run computes in.
+
+        Raises:
+            ValueError: ``format`` names none that is known.
+        """
+        return analyse(self.session(), format)
 
     def __repr__(self) -> str:
-        """What it inspects and how far it is, in one line; never waits for the GPU."""
+        """Return what it inspects and how far it is, in one line; never waits for the GPU."""
         progress = self._recording.progress
         state = "attached" if self._capture.attached else "detached" if progress.ended else "not attached yet"
         where = "" if self.log_dir is None else f", writes to {self.log_dir}"
@@ -225,7 +233,7 @@ class Inspector:
 
 
 def _in_a_module(error: BaseException) -> bool:
-    """Whether it was raised in the call of a module, which then never returned."""
+    """Return whether it was raised in the call of a module, which then never returned."""
     calls = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
     return any(frame.f_code in calls for frame, _ in walk_tb(error.__traceback__))
 
@@ -271,7 +279,7 @@ def _misgivings(
     parameters: list[model_layers.WatchedParameter],
     selection: model_layers.Selection,
 ) -> list[str]:
-    """What is odd about the request, in sentences."""
+    """Return what is odd about the request, in sentences."""
     sentences = []
     if not parameters:
         sentences.append("the model has no parameters: there are no weight gradients to see")

@@ -70,7 +70,7 @@ _BY_NAME = {kind.name: kind for kind in TABLE}
 
 
 def kind_named(name: str) -> TensorKind:
-    """The row of a kind. Raises KeyError where there is none of that name."""
+    """Return the row of a kind. Raises KeyError where there is none of that name."""
     return _BY_NAME[name]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpinspect.numeric.formats import FormatLike
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import print_report
@@ -131,9 +132,16 @@ class Recorder:
         with self._lock:
             return self._capture.session()
 
-    def report(self) -> RangeReport:
-        """Return what the counts say: ranges by layer, findings, the suggested loss scale."""
-        return analyse(self.session())
+    def report(self, format: FormatLike | None = None) -> RangeReport:
+        """Return what the counts say: verdict, findings, ranges by layer, the suggested loss scale.
+
+        Args:
+            format: judged against it; None for FP16, or BF16 where that is what the arrays are.
+
+        Raises:
+            ValueError: ``format`` names none that is known.
+        """
+        return analyse(self.session(), format)
 
     def __repr__(self) -> str:
         """Return how far it is, in one line."""

@@ -35,6 +35,8 @@ Count = Annotated[int, Between(0, (1 << 63) - 1)]
 LARGEST_EXPONENT = 4096
 Exponent = Annotated[int, Between(-LARGEST_EXPONENT, LARGEST_EXPONENT)]
 Seconds = Annotated[float, Between(-1e18, 1e18)]
+#: A loss scale; infinite where a scaler has grown beyond its dtype.
+Scale = Annotated[float, Between(0.0, math.inf)]
 
 #: Windows that a run of any length is coarsened to: an eighth of the run, the block by which drift is told, has 8 or more.
 WINDOW_LIMIT = 128
@@ -139,13 +141,13 @@ class Window:
     gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def times(self, weight: int) -> Window:
-        """The window as if each sample had been counted ``weight`` times; its steps and peaks stay."""
+        """Return the window as if each sample had been counted ``weight`` times; its steps and peaks stay."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         return replace(self, tensors=TensorColumns.of(self.tensors).times(weight))
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
-        """The window with the tensors of these kinds only."""
+        """Return the window with the tensors of these kinds only."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         if isinstance(self.tensors, TensorColumns):
@@ -182,7 +184,7 @@ class Event:
     what: Annotated[str, OneOf((*KINDS, *LOSSES))]
     tensor: str
     value: Annotated[str, OneOf(("inf", "nan"))]
-    loss_scale: float | None = None
+    loss_scale: Scale | None = None
     last_maxima: tuple[float, ...] = ()
     skipped: bool | None = None
     forward_finite: bool | None = None
@@ -197,11 +199,94 @@ class Event:
         return f"after {place}" if self.after else place
 
 
+#: Rows of a batch that a measurement names.
+MOST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Something measured of a run that no histogram tells; a diagnosis (``analysis/diagnoses``) makes findings of it.
+
+    Args:
+        what: which measurement, as the observer that makes it names it ("gradients-handed-over").
+        name: dotted path of the module or parameter; "" for the whole model.
+        step: counted from 0.
+        figures: numbers by name; those that are not finite are kept.
+        names: further dotted paths.
+        text: a few words that the diagnosis quotes: a dtype, an operator, a class name.
+    """
+
+    what: str
+    name: str = ""
+    step: Count = 0
+    figures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    names: tuple[str, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer of the model, as it was at one of its steps.
+
+    Args:
+        type: class name.
+        settings: numbers of its first group by name: "lr", "weight_decay", "eps", "momentum", "beta1", "beta2".
+        steps: dtypes of the tensors that it steps, and how many elements of each.
+        states: by name ("exp_avg_sq") the dtypes in which it keeps the state of each element; empty before its first step.
+        masters: elements of those that it steps and the model does not hold (FP32 masters of a loop that copies them back).
+    """
+
+    type: str
+    settings: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    steps: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
+    states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    masters: Count = 0
+
+
+@dataclass(frozen=True)
+class ScalerRecord:
+    """A gradient scaler that multiplied a loss of the model.
+
+    Args:
+        type: class name.
+        enabled: whether it scales at all.
+        init_scale: the scale at its first use; None if unknown.
+        growth_interval: steps; None if it has none.
+    """
+
+    type: str
+    enabled: bool = True
+    init_scale: Scale | None = None
+    growth_interval: float | None = None
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The ledger of a run: in which dtypes things are kept and computed. Dtypes by torch's names ("bfloat16").
+
+    Args:
+        weights: elements of the parameters by dtype.
+        gradients: elements of the gradients that the optimizers were given by dtype; empty where none was seen.
+        autocast: dtypes of the autocasts in which training forwards ran; "" stands for forwards outside of any.
+        outputs: dtypes of the floating outputs of modules in training forwards.
+        losses: dtypes of the losses whose backwards were seen.
+        optimizers, scalers: those seen.
+    """
+
+    weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
+    gradients: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
+    autocast: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    optimizers: tuple[OptimizerRecord, ...] = ()
+    scalers: tuple[ScalerRecord, ...] = ()
+
+
 class ScaleChange(NamedTuple):
     """From this step on the loss scale was this (1.0: no scaling; None: not known)."""
 
     step: Count
-    scale: float | None
+    scale: Scale | None
 
 
 @dataclass(frozen=True)
@@ -251,7 +336,8 @@ class Progress:
 class Session:
     """A run: what was watched, what was counted, what broke. Pure data; safe to keep, merge, send and read anywhere.
 
-    ``notes`` are sentences by the capture: what it could not measure and why.
+    ``notes`` are sentences by the capture: what it could not measure and why. ``precision`` is empty where none was recorded
+    (arrays, older files).
     """
 
     info: RunInfo = RunInfo()
@@ -260,20 +346,22 @@ class Session:
     events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
     progress: Progress = Progress()
+    precision: Precision = Precision()
+    measurements: tuple[Measurement, ...] = ()
 
     def __repr__(self) -> str:
-        """One line: the fields hold every count of a run."""
+        """Return one line: the fields hold every count of a run."""
         progress, model = self.progress, self.info.model or "a model"
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
-        """Every tensor's windows merged over the whole run, in the order in which they were watched."""
+        """Return every tensor's windows merged over the whole run, in the order in which they were watched."""
         merged = _merge_tensors([window.tensors for window in self.windows])
         order = dict.fromkeys([*(info.key for info in self.watched), *merged])
         return {key: merged[key] for key in order if key in merged}
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
-        """The formats that these tensors' values (None: those of all) were rounded to before counting, in any window."""
+        """Return the formats that these tensors' values (None: those of all) were rounded to before counting, in any window."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         found: set[str] = set()
@@ -289,7 +377,7 @@ class Session:
         return add_counts(window.gradient_peaks for window in self.windows)
 
     def reached(self) -> Progress:
-        """How far the run has come, as far as anything here tells.
+        """Return how far the run has come, as far as anything here tells.
 
         A process that is killed after a window and before the record of its progress leaves windows that reach further.
         """
@@ -330,12 +418,12 @@ class Session:
 
 
 def now() -> str:
-    """The time that ``RunInfo.started`` holds: UTC, ISO 8601, to the second."""
+    """Return the time that ``RunInfo.started`` holds: UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
-    """Several windows of one tensor as one: counts add, the floor is the worst, the narrowest format stays."""
+    """Return several windows of one tensor as one: counts add, the floor is the worst, the narrowest format stays."""
     if len(parts) == 1:
         return parts[0]
     floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
@@ -370,7 +458,7 @@ def merge_windows(first: Window, *others: Window) -> Window:
 
 
 def _merge_tensors(parts: Sequence[Mapping[TensorKey, TensorWindow]]) -> Mapping[TensorKey, TensorWindow]:
-    """The tensors of several windows as one window's, as columns where there are columns."""
+    """Return the tensors of several windows as one window's, as columns where there are columns."""
     from mpinspect.ranges.store.columns import TensorColumns
     from mpinspect.ranges.store.merging import merge_columns
 
@@ -399,12 +487,12 @@ def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window
 
 
 def window_limit(tensors: int) -> int:
-    """How many windows of so many tensors a run is coarsened to: 128, and fewer (16 at least) beyond 512 tensors."""
+    """Return how many windows of so many tensors a run is coarsened to: 128, and fewer (16 at least) beyond 512 tensors."""
     return max(LEAST_WINDOW_LIMIT, min(WINDOW_LIMIT, TENSOR_WINDOW_LIMIT // max(tensors, 1)))
 
 
 def coarsen_plan(sampled_steps: Sequence[int], limit: int) -> list[range]:
-    """Which neighbours ``coarsen`` merges: ranges of indices, in order, at most ``limit`` of them.
+    """Return which neighbours ``coarsen`` merges: ranges of indices, in order, at most ``limit`` of them.
 
     New windows are merged to the length that old ones have; only when that leaves too many does the length double.
     """

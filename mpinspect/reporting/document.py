@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.words import NOT_APPLICABLE
 
 #: How a line or a cell is meant; "" is plain. A form without colour shows the words alone.
@@ -41,6 +41,13 @@ class Line:
 
     text: str
     tone: Tone = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code to paste."""
+
+    text: Lines
 
 
 @dataclass(frozen=True)
@@ -170,18 +177,20 @@ class Tables:
 
 @dataclass(frozen=True)
 class Section:
-    """A title and what stands below it."""
+    """A title and what stands below it. ``is_detail``: a terminal leaves it out."""
 
     title: str
     blocks: tuple[Block, ...]
+    is_detail: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """A whole document inside another. ``title``: what it is there."""
+    """A whole document inside another. ``title``: what it is there; ``is_detail``: a terminal leaves it out."""
 
     title: str
     document: Document
+    is_detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ class Parts:
     ranks: tuple[int, ...] = ()
 
 
-Block = Line | Items | Findings | Tables | Section | Parts
+Block = Line | Code | Items | Findings | Tables | Section | Parts
 
 
 @dataclass(frozen=True)
@@ -201,7 +210,7 @@ class Document:
     """All that a report says, in the order of a page.
 
     Args:
-        title: one line.
+        title: one line; "" within a part whose title says all.
         blocks: what stands below it; lines of the verdict first.
         alarm: what broke, in one line; stands at the very top.
         summary: sections, the most important first. A page begins with them; a terminal, whose last lines are what one sees, ends
@@ -214,14 +223,14 @@ class Document:
     summary: tuple[Section, ...] = ()
 
 
-def section(title: str, *blocks: Block | None) -> tuple[Section, ...]:
-    """A section of those blocks that hold something, as the only member of a tuple; () where none does."""
+def section(title: str, *blocks: Block | None, is_detail: bool = False) -> tuple[Section, ...]:
+    """Return a section of those blocks that hold something, as the only member of a tuple; () where none does."""
     kept = tuple(block for block in blocks if block is not None and not is_empty(block))
-    return (Section(title, kept),) if kept else ()
+    return (Section(title, kept, is_detail),) if kept else ()
 
 
 def is_empty(block: Block) -> bool:
-    """Whether nothing would be shown of a block."""
+    """Return whether nothing would be shown of a block."""
     if isinstance(block, Items):
         return not block.items
     if isinstance(block, Findings):
@@ -234,7 +243,7 @@ def is_empty(block: Block) -> bool:
 
 
 def bullets(sentences: Iterable[str], limit: Limit | None = None) -> Items:
-    """A list of sentences."""
+    """Return a list of sentences."""
     return Items(tuple(map(Item, sentences)), limit, marked=True)
 
 
@@ -251,17 +260,17 @@ def table(
     total: int | None = None,
     legend: str = "",
 ) -> Tables:
-    """A single table; cells that are strings are plain."""
+    """Return a single table; cells that are strings are plain."""
     return Tables((Table(tuple(columns), tuple(map(cells, rows))),), limit, total, legend)
 
 
 def cells(words: Iterable[str | Cell]) -> tuple[Cell, ...]:
-    """A row of cells; strings become plain ones."""
+    """Return a row of cells; strings become plain ones."""
     return tuple(Cell(word) if isinstance(word, str) else word for word in words)
 
 
 def most(limit: Limit | None, number: int) -> int:
-    """How many of so many rows at most any form shows: no others need be worded."""
+    """Return how many of so many rows at most any form shows: no others need be worded."""
     return number if limit is None else min(number, max(limit.terminal, limit.page))
 
 
@@ -269,14 +278,14 @@ def most(limit: Limit | None, number: int) -> int:
 
 
 def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:
-    """The items that are shown, and what is said of the others."""
+    """Return the items that are shown, and what is said of the others."""
     shown = block.items[: allowed_on(block.limit, page=page)]
     total = len(block.items) if block.total is None else block.total
     return shown, rest_words(block.limit, total - len(shown), page=page)
 
 
 def shown_tables(block: Tables, allowed: int | None) -> tuple[list[Table], int]:
-    """The tables of which something is shown, with the rows that are, and how many rows are left out.
+    """Return the tables of which something is shown, with the rows that are, and how many rows are left out.
 
     Args:
         allowed: rows of all tables together; None for all.
@@ -294,7 +303,7 @@ def shown_tables(block: Tables, allowed: int | None) -> tuple[list[Table], int]:
 
 
 def _of_use(table: Table) -> Table:
-    """The table without optional columns in which nothing stands."""
+    """Return the table without optional columns in which nothing stands."""
     kept = [
         place
         for place, column in enumerate(table.columns)
@@ -307,14 +316,14 @@ def _of_use(table: Table) -> Table:
 
 
 def shown_parts(block: Parts, allowed: int | None) -> tuple[list[Part], int]:
-    """The documents that are shown, in their order, and how many are left out."""
+    """Return the documents that are shown, in their order, and how many are left out."""
     ranks = block.ranks or range(len(block.parts))
     shown = [part for part, rank in zip(block.parts, ranks, strict=True) if allowed is None or rank < allowed]
     return shown, len(block.parts) - len(shown)
 
 
 def allowed_on(limit: Limit | None, *, page: bool) -> int | None:
-    """How much a terminal or a page shows; None for all."""
+    """Return how much a terminal or a page shows; None for all."""
     return None if limit is None else limit.page if page else limit.terminal
 
 
@@ -327,7 +336,7 @@ def rest_words(limit: Limit | None, left_out: int, *, page: bool) -> str:
 
 
 def item_words(item: Item, *, page: bool) -> str:
-    """The item's text, and its names."""
+    """Return the item's text, and its names."""
     if not item.names:
         return item.text
     allowed = allowed_on(item.limit, page=page)
@@ -337,6 +346,6 @@ def item_words(item: Item, *, page: bool) -> str:
 
 
 def legend_words(block: Tables, columns: Iterable[Column]) -> str:
-    """The marks' meaning and that of the columns shown, in one line."""
+    """Return the marks' meaning and that of the columns shown, in one line."""
     meanings = dict.fromkeys(f"{column.heading}: {column.meaning}" for column in columns if column.meaning)
     return "; ".join(filter(None, (block.legend, *meanings)))

@@ -16,12 +16,12 @@ from mpinspect.reporting.streams import printable
 
 Report = TypeVar("Report")
 
-#: Annotations of fields that hold no text, so that they are not looked into.
-_NUMBERS = re.compile(r"(?:int|float|bool|None|IntArray|Interval|ExponentHistogram|Count|Seconds|Exponent|[ |])+")
+#: Annotations of fields that hold no text, or several lines of it.
+_NO_LINE = re.compile(r"Lines|(?:int|float|bool|None|IntArray|Interval|ExponentHistogram|Count|Seconds|Exponent|[ |])+")
 
 
 def escaped(report: Report) -> Report:
-    """The same report, every string in it as ``printable`` gives it; the very object where there is nothing to escape."""
+    """Return the same report, every string in it as ``printable`` gives it; the very object where there is nothing to escape."""
     return _escaped(report, {})  # type: ignore[no-any-return]
 
 
@@ -31,6 +31,8 @@ def _escaped(value: Any, known: dict[int, Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: getattr(value, name) for name in _fields(type(value))}
         changed = {name: new for name, old in fields.items() if (new := _escaped(old, known)) is not old}
+        for name in _fields_of_lines(type(value)):
+            changed[name] = "\n".join(map(printable, getattr(value, name).split("\n")))
         return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, (tuple, list)):
         # Windows share the tuple of their tensors' keys. What is known is held by the report, so no number is used twice.
@@ -57,7 +59,13 @@ def _sequence(value: Any, known: dict[int, Any]) -> Any:
 
 @cache
 def _fields(record: type) -> tuple[str, ...]:
-    """The names of the fields that may hold text."""
+    """Return the names of the fields that may hold text."""
     return tuple(
-        field.name for field in dataclasses.fields(record) if field.init and not _NUMBERS.fullmatch(str(field.type))
+        field.name for field in dataclasses.fields(record) if field.init and not _NO_LINE.fullmatch(str(field.type))
     )
+
+
+@cache
+def _fields_of_lines(record: type) -> tuple[str, ...]:
+    """Return the names of the fields whose text may have several lines."""
+    return tuple(field.name for field in dataclasses.fields(record) if field.init and field.type == "Lines")

@@ -51,20 +51,25 @@ _TEXTS = {
 }
 
 
-def document(report: Any) -> Document:
-    """What a report says, before it has a form."""
-    built: Document = importlib.import_module(KINDS[report.kind].document).document(report)
+def document(report: Any, **options: Any) -> Document:
+    """Return what a report says, before it has a form.
+
+    Args:
+        report: of any kind.
+        options: of the kind's ``document``.
+    """
+    built: Document = importlib.import_module(KINDS[report.kind].document).document(report, **options)
     return built
 
 
 def plain(report: Any) -> dict[str, Any]:
-    """A report as plain dicts, lists, strings, numbers, booleans and None: what its JSON holds."""
+    """Return a report as plain dicts, lists, strings, numbers, booleans and None: what its JSON holds."""
     found: dict[str, Any] = _json(report).to_plain(report)
     return found
 
 
 def render(report: Any, suffix: str, **options: Any) -> str:
-    """A report as text in the form of a suffix.
+    """Return a report as text in the form of a suffix.
 
     Args:
         suffix: .txt .md .html or .json.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mpinspect.reporting.document import (
     Block,
     Cell,
+    Code,
     Column,
     Document,
     Findings,
@@ -27,7 +28,7 @@ from mpinspect.reporting.document import (
     shown_tables,
 )
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.finding import Finding, gravest_first
+from mpinspect.reporting.finding import Finding, gravest_first, inferred
 
 #: Colours have a contrast of 4.5:1 or more against both grounds of their scheme.
 STYLE = """
@@ -50,6 +51,8 @@ overflow-wrap:anywhere;color-scheme:light dark}
 .mpinspect .finding{border-left:4px solid currentColor;background:var(--raised);margin:.5em 0;padding:.5em .9em;max-width:61em}
 .mpinspect .finding p{color:var(--ink);margin:.15em 0}.mpinspect .finding .id{font-weight:600;margin-left:.5em;color:var(--ink)}
 .mpinspect .finding .fix::before{content:"Fix: ";font-weight:600}
+.mpinspect pre{background:var(--raised);border:1px solid var(--line);padding:.5em .8em;margin:.4em 0;overflow-x:auto;
+max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap}
 .mpinspect .scroll{overflow-x:auto;margin:.4em 0}
 .mpinspect table{border-collapse:collapse;font-size:.93em;font-variant-numeric:tabular-nums;margin:0;background:none;border:0}
 .mpinspect th,.mpinspect td{padding:.28em .7em;text-align:right;vertical-align:top;border:0;border-bottom:1px solid var(--line);
@@ -102,23 +105,24 @@ def escape(text: str) -> str:
 
 
 def render(document: Document) -> str:
-    """A page of its own, styled, without scripts and without anything from elsewhere; every name in it is escaped."""
+    """Return a page of its own, styled, without scripts and without anything from elsewhere; every name in it is escaped."""
     document = escaped(document)
     return _PAGE.format(title=escape(document.title), style=STYLE, body=_article(document))
 
 
 def fragment(document: Document) -> str:
-    """The same for a notebook's cell: an element with its style, that styles nothing beside itself."""
+    """Return the same for a notebook's cell: an element with its style, that styles nothing beside itself."""
     return f"<style>{STYLE}</style>\n{_article(escaped(document))}\n"
 
 
 def _article(document: Document) -> str:
-    """The document, escaped already, as an element."""
+    """Return the document, escaped already, as an element."""
     return "\n".join(['<article class="mpinspect">', *_document(document, 1), "</article>"])
 
 
 def _document(document: Document, level: int) -> Iterator[str]:
-    yield _heading(document.title, level)
+    if document.title:
+        yield _heading(document.title, level)
     if document.alarm:
         yield f'<p class="alarm">{escape(document.alarm)}</p>'
     for block in (*document.summary, *document.blocks):
@@ -133,6 +137,8 @@ def _heading(title: str, level: int) -> str:
 def _block(block: Block, level: int) -> Iterator[str]:
     if isinstance(block, Line):
         yield _tagged("p", block.text, block.tone)
+    elif isinstance(block, Code):
+        yield _code(block.text)
     elif isinstance(block, Section):
         yield "<section>"
         yield _heading(block.title, level + 1)
@@ -178,11 +184,17 @@ def _item(item: Item) -> str:
 
 def _finding(finding: Finding) -> Iterator[str]:
     yield f'<div class="finding {html.escape(finding.severity)}">'
-    yield f'<b>{escape(finding.severity)}</b><span class="id">{escape(finding.id)}</span>'
+    yield f'<b>{escape(finding.severity)}</b><span class="id">{escape(finding.id)}</span>{escape(inferred(finding))}'
     yield f"<p>{escape(finding.message)}</p>"
     if finding.fix:
         yield f'<p class="fix">{escape(finding.fix)}</p>'
+    if finding.code:
+        yield _code(finding.code)
     yield "</div>"
+
+
+def _code(code: str) -> str:
+    return f"<pre>{escape(code)}</pre>"
 
 
 def _tables(block: Tables, level: int) -> Iterator[str]:
@@ -229,7 +241,7 @@ def _cell(cell: Cell, classes: str) -> str:
 
 
 def _strip(strip: Strip) -> str:
-    """What lies below all bins stands at the head of the first part; what lies above them is a part of its own."""
+    """Return what lies below all bins stands at the head of the first part; what lies above them is a part of its own."""
     first, *others = strip.parts
     parts = ((strip.below, *first), *others, (strip.above,))
     drawn = "".join(f"<span>{''.join(map(_bin, part))}</span>" for part in parts)

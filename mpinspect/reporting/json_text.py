@@ -17,7 +17,7 @@ _PLAIN = frozenset((int, str, bool, type(None)))
 
 
 def headed(schema: str, version: int, body: dict[str, Any]) -> dict[str, Any]:
-    """A report's document: its schema, that schema's version, mpinspect's, and the body.
+    """Return a report's document: its schema, that schema's version, mpinspect's, and the body.
 
     Args:
         version: raised when a reader of an older one would misread the file; fields can be added without.
@@ -26,7 +26,7 @@ def headed(schema: str, version: int, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def fields(record: Any, *, also: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A record's fields by name in their order, without those in ``but``, and then its properties ``also``."""
+    """Return a record's fields by name in their order, without those in ``but``, and then its properties ``also``."""
     names = [field.name for field in dataclasses.fields(record) if field.name not in but]
     return {name: getattr(record, name) for name in (*names, *also)}
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from mpinspect.reporting.document import (
     Block,
     Cell,
+    Code,
     Document,
     Findings,
     Item,
@@ -26,7 +27,7 @@ from mpinspect.reporting.document import (
     shown_tables,
 )
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.finding import Finding, gravest_first
+from mpinspect.reporting.finding import Finding, gravest_first, inferred
 
 #: What Markdown could take for a mark wherever it stands, and what it takes for one where a line begins.
 _MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
@@ -34,7 +35,7 @@ _LEADING = re.compile(r"([-+=]|\d+(?=[.)]))")
 
 
 def render(document: Document) -> str:
-    """The document as GitHub-flavoured Markdown; names in it are escaped, tables' pipes included."""
+    """Return the document as GitHub-flavoured Markdown; names in it are escaped, tables' pipes included."""
     return "\n".join(_document(escaped(document), 1)).strip("\n") + "\n"
 
 
@@ -53,7 +54,8 @@ def _opening(text: str) -> str:
 
 
 def _document(document: Document, level: int) -> Iterator[str]:
-    yield _heading(document.title, level)
+    if document.title:
+        yield _heading(document.title, level)
     if document.alarm:
         yield from ("", f"**{escape(document.alarm)}**")
     for block in (*document.summary, *document.blocks):
@@ -69,6 +71,8 @@ def _block(block: Block, level: int) -> Iterator[str]:
     if isinstance(block, Line):
         text = _opening(block.text)
         yield f"**{text}**" if block.tone in ("strong", "error", "warning", "good") else text
+    elif isinstance(block, Code):
+        yield from _fenced(block.text)
     elif isinstance(block, Section):
         yield _heading(block.title, level + 1)
         for inner in block.blocks:
@@ -106,9 +110,17 @@ def _item(item: Item) -> Iterator[str]:
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    yield f"- **{escape(finding.severity)}** {escape(finding.id)}: {escape(finding.message)}"
+    yield f"- **{escape(finding.severity)}** {escape(finding.id)}{escape(inferred(finding))}: {escape(finding.message)}"
     if finding.fix:
         yield f"  - fix: {escape(finding.fix)}"
+    if finding.code:
+        yield from ("", *(f"  {line}" for line in _fenced(finding.code)))
+
+
+def _fenced(code: str) -> Iterator[str]:
+    """Code as it is, between fences longer than any run of back quotes in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", code)), default=0))
+    yield from (f"{fence}python", *code.splitlines(), fence)
 
 
 def _tables(block: Tables, level: int) -> Iterator[str]:

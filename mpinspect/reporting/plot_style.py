@@ -102,7 +102,7 @@ def percent_axis(axis: Axis) -> None:
 
 
 def shortened(name: str, length: int) -> str:
-    """A name of at most ``length`` characters in the font: the middle gives way to "...", both ends tell most."""
+    """Return a name of at most ``length`` characters in the font: the middle gives way to "...", both ends tell most."""
     known = get_font(findfont(FONT)).get_charmap()
     text = "".join(c if ord(c) in known else "?" for c in printable(name)) or "(the model)"
     if len(text) <= length:
@@ -112,7 +112,7 @@ def shortened(name: str, length: int) -> str:
 
 
 def drawn(height: float, draw: Callable[[Figure], None]) -> Figure:
-    """A figure of the house's width and style on the Agg canvas, ``height`` inches high, with ``draw`` done to it."""
+    """Return a figure of the house's width and style on the Agg canvas, ``height`` inches high, with ``draw`` done to it."""
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(_WIDTH, height), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         FigureCanvasAgg(figure)

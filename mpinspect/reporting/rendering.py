@@ -22,7 +22,7 @@ class RendersItself:
         def findings(self) -> tuple[Finding, ...]: ...
 
     def __repr__(self) -> str:
-        """One line, for a prompt or a debugger: the fields hold every count of a run."""
+        """Return one line, for a prompt or a debugger: the fields hold every count of a run."""
         return f"<{type(self).__name__}: {len(self.findings)} findings; print() shows it, save() writes it>"
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class RendersItself:
         return fragment(document(self))
 
     def to_json(self) -> str:
-        """The report as JSON text (schemas: docs/report-schema.md, docs/shape-lint.md, docs/tensor-cores.md)."""
+        """Return the report as JSON text (schemas: docs/report-schema.md, docs/shape-lint.md, docs/tensor-cores.md)."""
         from mpinspect.reporting.forms import render
 
         return render(self, ".json")

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from mpinspect.reporting.document import (
     Block,
+    Code,
     Column,
     Document,
     Findings,
@@ -32,7 +33,7 @@ from mpinspect.reporting.document import (
     shown_tables,
 )
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.finding import Finding, gravest_first
+from mpinspect.reporting.finding import Finding, gravest_first, inferred
 from mpinspect.reporting.text_table import INDENT, STRIP_LEGEND, STYLES, Grid, most_that_fits
 
 #: Lines of a console. Nothing of ours depends on them, but without them rich takes a dumb terminal for 80 columns wide.
@@ -62,7 +63,7 @@ def print_to(document: Document, console: Console) -> None:
 
 
 def colour_console(stream: TextIO) -> Console | None:
-    """A console that prints to the stream in colour; None where none is wanted.
+    """Return a console that prints to the stream in colour; None where none is wanted.
 
     NO_COLOR (no-color.org) and FORCE_COLOR (force-color.org) count where they are set and not empty, the first before the
     second; without them a terminal has colour unless it is a dumb one, and nothing else has.
@@ -103,7 +104,11 @@ def _rule(title: str) -> RenderableType:
 def _block(block: Block, width: int) -> Iterator[RenderableType]:
     if isinstance(block, Line):
         yield Text(block.text, style=STYLES.get(block.tone, ""))
+    elif isinstance(block, Code):
+        yield from (Text(f"{INDENT}{line}", style="bold") for line in block.text.splitlines())
     elif isinstance(block, Section):
+        if block.is_detail:
+            return
         yield _heading(block.title)
         for inner in block.blocks:
             for renderable in _block(inner, width - len(INDENT)):
@@ -143,15 +148,17 @@ def _items(block: Items) -> Iterator[RenderableType]:
 def _finding(finding: Finding) -> Iterator[RenderableType]:
     text = Text(f"{finding.severity}  ", style=STYLES[finding.severity])
     text.append(finding.id, style="bold")
-    text.append(f"  {finding.message}", style="default")
+    text.append(f"{inferred(finding)}  {finding.message}", style="default")
     yield text
     if finding.fix:
         yield Text(f"{INDENT}fix: {finding.fix}")
+    for line in finding.code.splitlines():
+        yield Text(f"{2 * INDENT}{line}", style="bold")
 
 
 def _parts(block: Parts, width: int) -> Iterator[RenderableType]:
     parts, left = shown_parts(block, allowed_on(block.limit, page=False))
-    for part in parts:
+    for part in (part for part in parts if not part.is_detail):
         yield _rule(part.title)
         yield from _document(part.document, width)
     if left:

@@ -44,7 +44,7 @@ class Detail:
 
 
 def most_that_fits(tables: Sequence[Table], width: int) -> Detail:
-    """The most detail with which all tables fit, with names in their rows or, failing that, on lines of their own."""
+    """Return the most detail with which all tables fit, with names in their rows or, failing that, on lines of their own."""
     priorities = sorted({0, *(column.priority for table in tables for column in table.columns)}, reverse=True)
     details = [Detail(priority, step) for priority in priorities for step in _STEPS]
     for folded in (False, True):
@@ -84,11 +84,11 @@ class Grid:
         return sum(needed) + _GAP * (len(needed) - 1) <= self._width
 
     def _gaps(self, places: Sequence[int], gap: int) -> list[int]:
-        """The widths of columns with the gap behind each but the last."""
+        """Return the widths of columns with the gap behind each but the last."""
         return [self._natural[place] + (gap if place != places[-1] else 0) for place in places]
 
     def lines(self) -> Iterator[Text]:
-        """The headings, a rule, and the rows."""
+        """Yield the headings, a rule, and the rows."""
         if self.fits(folded=False) or not self._names:
             yield from self._in_rows()
         else:
@@ -122,7 +122,7 @@ class Grid:
             yield from self._row(words, places, widths, _GAP, cells=row)
 
     def _folded(self) -> Iterator[Text]:
-        """The names on lines of their own, which leaves the figures the whole width."""
+        """Yield the names on lines of their own, which leaves the figures the whole width."""
         places = self._figures
         widths = list(self._natural)
         room = self._width - len(INDENT)
@@ -163,7 +163,7 @@ class Grid:
         indent: str = "",
         cells: Sequence[Cell] | None = None,
     ) -> Iterator[Text]:
-        """The lines of one row, each cell folded to its column's width."""
+        """Yield the lines of one row, each cell folded to its column's width."""
         columns: list[list[tuple[str, str]]] = []
         for place in places:
             tone = STYLES.get(cells[place].tone, "") if cells else style

@@ -29,7 +29,7 @@ def power(log2_scale: int) -> str:
 
 
 def percent(fraction: float) -> str:
-    """A share 0..1 with two significant digits, never rounded to 0% or 100%: "87%", "0.3%", "<0.001%", "99.97%"."""
+    """Return a share 0..1 with two significant digits, never rounded to 0% or 100%: "87%", "0.3%", "<0.001%", "99.97%"."""
     value = 100 * fraction
     if value == 0 or value == 100:
         return f"{value:.0f}%"
@@ -41,7 +41,7 @@ def percent(fraction: float) -> str:
 
 
 def power_of_two(scale: float | None) -> str:
-    """A scale in words: "8192 (2^13)", "2^-3", "2^40"; "?" for None."""
+    """Return a scale in words: "8192 (2^13)", "2^-3", "2^40"; "?" for None."""
     if scale is None:
         return UNKNOWN
     mantissa, exponent = math.frexp(scale)
@@ -51,7 +51,7 @@ def power_of_two(scale: float | None) -> str:
 
 
 def bare_power(scale: float | None) -> str:
-    """A scale as a power of two alone: "2^13"; one that is none as a number, "?" for None."""
+    """Return a scale as a power of two alone: "2^13"; one that is none as a number, "?" for None."""
     if scale is None:
         return UNKNOWN
     mantissa, exponent = math.frexp(scale)
@@ -59,7 +59,7 @@ def bare_power(scale: float | None) -> str:
 
 
 def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:
-    """A share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "?" unknown.
+    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "?" unknown.
 
     Args:
         interval: the share.
@@ -104,12 +104,12 @@ def steps_named(first: int, last: int) -> str:
 
 
 def lower_first(sentence: str) -> str:
-    """The sentence as the rest of one."""
+    """Return the sentence as the rest of one."""
     return sentence[:1].lower() + sentence[1:]
 
 
 def upper_first(clause: str) -> str:
-    """The clause as a sentence of its own."""
+    """Return the clause as a sentence of its own."""
     return clause[:1].upper() + clause[1:]
 
 
@@ -119,13 +119,13 @@ def indefinite(noun: str) -> str:
 
 
 def some(names: list[str], limit: int = 5) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def format_name(name: str) -> str:
-    """The name that people use: "FP16" for "float16", "FP8 E4M3" for "float8_e4m3"."""
+    """Return the name that people use: "FP16" for "float16", "FP8 E4M3" for "float8_e4m3"."""
     match = re.fullmatch(r"(b|t)?float(\d+)(?:_([a-z0-9]+))?(-ftz)?", name)
     if match is None:
         return name

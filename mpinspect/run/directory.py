@@ -99,7 +99,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
 
 
 def _is_foreign(base: Path, rank: Rank) -> bool:
-    """Whether it holds ranks of another job, or a run without ranks where this one has some."""
+    """Return whether it holds ranks of another job, or a run without ranks where this one has some."""
     jobs = [job_of(path.parent) for path in base.glob(f"rank*/{FILE_NAME}")]
     if rank.of < 2:
         return bool(jobs)

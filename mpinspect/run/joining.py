@@ -46,6 +46,7 @@ def join(recordings: Recordings, seen: Seen, outcome: Outcome, options: LaunchOp
         kernels=kernels,
         saw=tuple(dict.fromkeys([*seen.sentences(), *notes])),
         log_dir=str(directory),
+        is_shape_detail=not options.lint,
     )
 
 

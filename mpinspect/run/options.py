@@ -22,7 +22,7 @@ class LaunchOptions:
         every: sample every n-th step, 1 or more; with ``max_overhead`` the least interval.
         dense: number of first steps that are all sampled, 0 or more; ignored with ``max_overhead``.
         steps: stop inspecting a model after this many of its steps; None: never.
-        lint: record the matrix products of one step.
+        lint: record the matrix products of one step; None: where nothing stands in the way, and without a word where it does.
         kernels: profile one step.
         gpu: the GPU that shapes and kernels are judged for; None: the one at hand.
         watch: check every step for infinities and NaNs.
@@ -41,7 +41,7 @@ class LaunchOptions:
     every: int = 10
     dense: int = 10
     steps: int | None = None
-    lint: bool = False
+    lint: bool | None = None
     kernels: bool = False
     gpu: str | None = None
     watch: bool = True

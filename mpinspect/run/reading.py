@@ -23,16 +23,20 @@ _LARGEST_REPORT = 64 << 20
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
-    """Whether ``read_run`` is the one to ask: the directory of a process or of several, or a folder of runs."""
+    """Return whether ``read_run`` is the one to ask: the directory of a process or of several, or a folder of runs."""
     folder = Path(path)
     return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
-def read_run(path: str | PathLike[str]) -> RunReport:
+def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
     """Return the report of a run directory, also while the run goes on and after it was killed.
 
     It names what is damaged or missing, and contains the rest. Shapes are not read back: the report refers to the
     ``report.md`` that the run wrote at its end.
+
+    Args:
+        path: the directory.
+        format: what its models are judged against; None: what each uses.
 
     Raises:
         SessionError: nothing there can be read, or several runs are there.
@@ -50,7 +54,7 @@ def read_run(path: str | PathLike[str]) -> RunReport:
         lead = f"{name}: " if name else ""
         if record is not first and record.outcome not in ("ended", first.outcome):
             saw.append(f"{lead}{record.outcome}")
-        for found in _found(processes[name], name, record):
+        for found in _found(processes[name], name, record, format):
             if isinstance(found, ModelPart):
                 parts.append(found)
             else:
@@ -89,7 +93,7 @@ def _nothing_in(folder: Path) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path, process: str, record: ProcessRecord) -> Iterator[ModelPart | str]:
+def _found(place: Path, process: str, record: ProcessRecord, format: str | None) -> Iterator[ModelPart | str]:
     """Yield a process's models, and sentences: on what can't be read, and on what the process saw."""
     report = _report(place)
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
@@ -99,7 +103,7 @@ def _found(place: Path, process: str, record: ProcessRecord) -> Iterator[ModelPa
         names.append(name)
         try:
             session = read_session(session_file)
-            yield ModelPart(f"{process}/{name}" if process else name, analyse(session))
+            yield ModelPart(f"{process}/{name}" if process else name, analyse(session, format))
         except (SessionError, OSError) as error:
             yield f"{name} can't be read: {str(error).rstrip('.')}{where}"
             continue

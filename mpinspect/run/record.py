@@ -188,7 +188,7 @@ def _field(
 
 
 def _is_gone(record: dict[str, Any]) -> bool:
-    """Whether the process ran on this machine and has ended; False where that can't be known."""
+    """Return whether the process ran on this machine and has ended; False where that can't be known."""
     process = _field(record, "process", _Process, [])
     if os.name != "posix" or record.get("host") != platform.node() or process is None:
         return False

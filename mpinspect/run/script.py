@@ -124,7 +124,7 @@ def forget_file() -> None:
 
 
 def was_not_found(error: BaseException) -> bool:
-    """Whether Python ended before the first line, for want of the module or of a ``__main__`` in the directory."""
+    """Return whether Python ended before the first line, for want of the module or of a ``__main__`` in the directory."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -135,7 +135,7 @@ def was_not_found(error: BaseException) -> bool:
 
 
 def _is_importable(target: str) -> bool:
-    """Whether it is a directory or a zip file."""
+    """Return whether it is a directory or a zip file."""
     from pkgutil import get_importer
 
     return os.path.exists(target) and get_importer(_absolute(target)) is not None

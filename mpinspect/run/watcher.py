@@ -159,6 +159,12 @@ class Watcher(Guarded):
             self._parts.one_step.scaler_steps()
 
     @guarded
+    def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take no note: the inspectors do."""
+
+    def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take no note: the inspectors do."""
+
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` has returned."""
         if self._active and self._parts is not None:

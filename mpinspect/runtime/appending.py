@@ -59,5 +59,5 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 def no_room(error: BaseException) -> bool:
-    """Whether a write failed for want of room, so that a later one may not."""
+    """Return whether a write failed for want of room, so that a later one may not."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM

@@ -41,7 +41,7 @@ class DecodingError(ValueError):
         self.field = field
 
     def below(self, name: str) -> DecodingError:
-        """The same, seen from the record in which the field ``name`` holds what was read."""
+        """Return the same, seen from the record in which the field ``name`` holds what was read."""
         return DecodingError(self.phrase, f"{name}.{self.field}" if self.field else name)
 
 
@@ -62,7 +62,7 @@ class OneOf(typing.NamedTuple):
 
 
 def bytes_of(path: Path, most: int) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Args:
         path: of the file.
@@ -80,7 +80,7 @@ def bytes_of(path: Path, most: int) -> bytes:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """What a zlib stream unpacks to. Bytes behind its end are ignored.
+    """Return what a zlib stream unpacks to. Bytes behind its end are ignored.
 
     Args:
         data: the whole stream.
@@ -105,7 +105,7 @@ def inflated(data: bytes, most: int) -> bytes:
 
 
 def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
-    """The value that JSON text stands for: strict JSON, so no NaN and no infinity, and no key twice in an object.
+    """Return the value that JSON text stands for: strict JSON, so no NaN and no infinity, and no key twice in an object.
 
     Args:
         text: if bytes, in UTF-8, in which a lone surrogate may be encoded like any other code point.
@@ -131,7 +131,7 @@ def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
 
 
 def json_of(path: Path, most: int = LARGEST_JSON) -> Any:
-    """The value that a file of JSON holds.
+    """Return the value that a file of JSON holds.
 
     Raises:
         DecodingError: as ``parsed`` does.
@@ -162,7 +162,7 @@ _Reader = Callable[[list[Any]], list[Any]]
 
 
 def typed(kind: type[Kind], value: Any) -> Kind:
-    """A parsed JSON value as an instance of ``kind``; see ``each``."""
+    """Return a parsed JSON value as an instance of ``kind``; see ``each``."""
     (found,) = each(kind, [value])
     return found
 
@@ -227,7 +227,7 @@ def _require(kind: type, values: list[Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error: short, and of a container only what it is, which may be nested deeply."""
+    """Return a value in an error: short, and of a container only what it is, which may be nested deeply."""
     if isinstance(value, (list, dict)) or value is None:
         return _NAMES[type(value)]
     text = repr(value[:_QUOTED] if isinstance(value, str) else value)
@@ -348,7 +348,7 @@ def _transposed(rows: list[list[Any]], width: int) -> Iterable[Iterable[Any]]:
 
 
 def _present(read: _Reader, values: list[Any], default: Any) -> list[Any]:
-    """A column in which a field that is not there takes its default."""
+    """Return a column in which a field that is not there takes its default."""
     missing = [value is _MISSING for value in values]
     if not any(missing):
         return read(values)

@@ -29,5 +29,5 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(parameter: torch.Tensor) -> bool:
-    """Whether it is a DTensor: tensor hooks never fire on those of FSDP2, post-accumulate hooks do."""
+    """Return whether it is a DTensor: tensor hooks never fire on those of FSDP2, post-accumulate hooks do."""
     return hasattr(parameter, "_local_tensor")

@@ -59,7 +59,7 @@ class Gpu:
     vendor: str = "NVIDIA"
 
     def multiplies(self, dtype: str) -> bool | None:
-        """Whether its Tensor Cores multiply a dtype ("float32" means TF32, "float8_e4m3fn" float8); None where unknown."""
+        """Return whether its Tensor Cores multiply a dtype ("float32" means TF32, "float8_e4m3fn" float8); None where unknown."""
         if self.has_tensor_cores is None:
             return None
         if not self.has_tensor_cores:
@@ -74,7 +74,7 @@ class Gpu:
 
 
 def rate_key(dtype: str) -> str:
-    """The key of the rates for a dtype's name: "float32" -> "tfloat32", "float8_e4m3fn" -> "float8"; others themselves."""
+    """Return the key of the rates for a dtype's name: "float32" -> "tfloat32", "float8_e4m3fn" -> "float8"; others themselves."""
     if dtype == "float32":
         return "tfloat32"
     if dtype == "uint8":
@@ -190,7 +190,7 @@ _AMD = re.compile(r"\b(?:amd|instinct|radeon)\b|\bmi\d{2,3}[a-z]?\b|\bgfx\d+[a-z
 
 
 def named(text: str) -> Gpu:
-    """A GPU by any of its names, case aside.
+    """Return a GPU by any of its names, case aside.
 
     Args:
         text: an architecture ("hopper": the rates of its first data-centre card), a card ("H100 PCIe"), what nvidia-smi or a
@@ -224,13 +224,13 @@ def named(text: str) -> Gpu:
 
 
 def _words(name: str) -> str:
-    """A device's name in lower case, its words and numbers one space apart: "rtx 4090 laptop gpu"."""
+    """Return a device's name in lower case, its words and numbers one space apart: "rtx 4090 laptop gpu"."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
     return re.sub(r"\b(rtx|gtx)(?=[a\d])", r"\1 ", words)
 
 
 def _capability(words: str) -> tuple[int, int] | None:
-    """The compute capability of the model that a name spells; None where it spells none known."""
+    """Return the compute capability of the model that a name spells; None where it spells none known."""
     return next(
         (capability for capability, model, _ in _MODELS if re.search(rf"(?<![a-z0-9])(?:{model})(?![0-9])", words)),
         None,
@@ -238,7 +238,7 @@ def _capability(words: str) -> tuple[int, int] | None:
 
 
 def _of_capability(name: str, major: int, minor: int) -> Gpu:
-    """The reference card of a compute capability; one without rates where that is another chip's."""
+    """Return the reference card of a compute capability; one without rates where that is another chip's."""
     of = of_device(name, major, minor)
     reference = next((card for card in _CARDS if card.name == _REFERENCE.get(of.architecture)), None)
     if reference is not None and _capability(_words(reference.name)) == (major, minor):
@@ -247,7 +247,7 @@ def _of_capability(name: str, major: int, minor: int) -> Gpu:
 
 
 def of_device(name: str, major: int | None, minor: int | None = None, vendor: str = "NVIDIA") -> Gpu:
-    """The GPU that a device describes itself to be: a trace's deviceProperties, or torch.cuda.get_device_properties.
+    """Return the GPU that a device describes itself to be: a trace's deviceProperties, or torch.cuda.get_device_properties.
 
     ``major``, ``minor``: CUDA compute capability; None where the trace has none, and the model in the name tells it. A card that
     the table lacks, and a slice of one (MIG), gets its architecture and no rates.
@@ -271,7 +271,7 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
 
 
 def architecture_of(major: int, minor: int | None = None) -> str:
-    """The architecture of a CUDA compute capability; "" for one without Tensor Cores or not known here."""
+    """Return the architecture of a CUDA compute capability; "" for one without Tensor Cores or not known here."""
     if major == 7:
         return "turing" if minor == 5 else "volta"
     if major == 8:

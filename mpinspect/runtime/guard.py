@@ -87,7 +87,7 @@ class Unread(Generic[Key]):
 
 
 def guarded(method: Method) -> Method:
-    """A method of a Guarded: returns None where it fails. KeyboardInterrupt and SystemExit pass."""
+    """Return a method of a Guarded: returns None where it fails. KeyboardInterrupt and SystemExit pass."""
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def guarded(method: Method) -> Method:
 
 
 def entrance(method: Method) -> Method:
-    """A guarded method through which training enters: the meter, if there is one, runs in the outermost of them."""
+    """Return a guarded method through which training enters: the meter, if there is one, runs in the outermost of them."""
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any) -> Any:

@@ -34,7 +34,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def tensor_list(value: Any) -> list[torch.Tensor]:
-    """The same as a list. A tensor, or a tuple of some, is the usual case."""
+    """Return the same as a list. A tensor, or a tuple of some, is the usual case."""
     if type(value) is torch.Tensor:
         return [value] if value.is_floating_point() or value.is_complex() else []
     if type(value) is tuple:

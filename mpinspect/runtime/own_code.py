@@ -49,6 +49,6 @@ CALLING_THE_USER = ("mpinspect.runtime.hooks", "mpinspect.ranges.capture.scalers
 
 
 def is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    """Whether the frame runs code of these modules, or of what is in these packages."""
+    """Return whether the frame runs code of these modules, or of what is in these packages."""
     name = str(frame.f_globals.get("__name__", ""))
     return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -22,7 +22,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The generators of torch (CPU, and every GPU once CUDA is in use), Python's ``random`` and NumPy's legacy one."""
+        """Return the generators of torch (CPU, and every GPU once CUDA is in use), Python's ``random`` and NumPy's legacy one."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), np.random.get_state())
 

@@ -150,7 +150,7 @@ def _openmp_setter() -> Callable[[int], None] | None:
 
 @cache
 def _openmp(name: str) -> Callable[..., None] | None:
-    """A function of the OpenMP library that torch uses; None where there is none to be found."""
+    """Return a function of the OpenMP library that torch uses; None where there is none to be found."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
             function: Any = getattr(ctypes.CDLL(str(path)), name)

@@ -22,7 +22,7 @@ _WRAPPERS = {
 
 
 def wrapped_by(module: nn.Module) -> nn.Module | None:
-    """The module that this one wraps; None where it is no wrapper. Reads nothing but ``_modules``: no lazy proxy wakes."""
+    """Return the module that this one wraps; None where it is no wrapper. Reads nothing but ``_modules``: no lazy proxy wakes."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS:
             inner: nn.Module | None = registered(module, "_modules").get(_WRAPPERS[kind.__name__])
@@ -31,14 +31,14 @@ def wrapped_by(module: nn.Module) -> nn.Module | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model's own module, whatever wrappers are around it."""
+    """Return the model's own module, whatever wrappers are around it."""
     while (inner := wrapped_by(module)) is not None:
         module = inner
     return module
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` returned, or wraps that."""
+    """Return whether it is what ``torch.compile(module)`` returned, or wraps that."""
     inner = wrapped_by(module)
     return inner is not None and (type(module).__name__ == "OptimizedModule" or is_compiled_wrapper(inner))
 

@@ -76,7 +76,7 @@ class AutoScale:
         return 0 if self._inspector is not None else self._left
 
     def __str__(self) -> str:
-        """What it is doing, a clause."""
+        """Return what it is doing, a clause."""
         if self._inspector is not None:
             return f"the gradients are inspected for {self._left} more steps"
         if self._scaler.window is None:
@@ -134,7 +134,7 @@ class AutoScale:
         self._scaler.update(found.recommended)
 
     def _read(self, inspector: Inspector) -> _Found | None:
-        """The block's advice; None where it has none. No fault of the inspection may end the training."""
+        """Return the block's advice; None where it has none. No fault of the inspection may end the training."""
         try:
             seen = frozenset(inspector.session().totals())
             report = inspector.report()
@@ -161,7 +161,7 @@ class AutoScale:
         return _found(math.log2(advice.lowest), math.log2(advice.highest), math.log2(advice.recommended))
 
     def _agreed(self, found: _Found | None) -> _Found | None:
-        """What suits every rank: they see different activations, and must keep one scale. None where one has no advice."""
+        """Return what suits every rank: they see different activations, and must keep one scale. None where one has no advice."""
         if not self._is_distributed():
             return found
         one = found or _Found(1.0, 1.0, 1.0)
@@ -176,7 +176,7 @@ class AutoScale:
         return group is not False and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
     def _below_window(self) -> bool:
-        """Whether overflows have driven the scale below what the layers need. Several ranks wait for their next turn."""
+        """Return whether overflows have driven the scale below what the layers need. Several ranks wait for their next turn."""
         window = self._scaler.window
         return window is not None and not self._is_distributed() and self._scaler.get_scale() < window[0]
 

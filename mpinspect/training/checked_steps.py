@@ -176,7 +176,7 @@ class CheckedSteps(torch.amp.GradScaler):
         return outcome.result
 
     def _evaluate(self, optimizer: torch.optim.Optimizer, closure: closures.Evaluation) -> Any:
-        """One run of the closure; its gradients unscaled. Raises closures.Overflow where they are not finite."""
+        """Run the closure once and unscale its gradients. Raises closures.Overflow where they are not finite."""
         self._per_optimizer_states.pop(id(optimizer), None)
         iteration, losses = self._iteration, self._iteration.losses
         losses.forget()
@@ -217,7 +217,7 @@ class CheckedSteps(torch.amp.GradScaler):
             iteration.cause = find_cause(iteration.losses, self.get_scale(), optimizer, self.explainer)
 
     def _outcome(self, *, wait: bool) -> bool | None:
-        """Whether a step of this iteration was skipped; None where only the device knows and ``wait`` is False."""
+        """Return whether a step of this iteration was skipped; None where only the device knows and ``wait`` is False."""
         iteration = self._iteration
         states = self._per_optimizer_states
         unknown = [one for one in states if one not in iteration.skipped]
@@ -230,7 +230,7 @@ class CheckedSteps(torch.amp.GradScaler):
         return None if unknown else False
 
     def _found_of_all(self) -> list[torch.Tensor]:
-        """The flags of this iteration: one for each optimizer and device."""
+        """Return the flags of this iteration: one for each optimizer and device."""
         states = self._per_optimizer_states.values()
         return [found for state in states for found in state["found_inf_per_device"].values()]
 

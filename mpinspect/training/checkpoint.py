@@ -76,7 +76,7 @@ def weights(model: torch.nn.Module, masters: MasterWeights) -> dict[str, Any]:
 def others(
     model: torch.nn.Module, masters: MasterWeights, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
-    """What the optimizers hold that the model does not have: by optimizer and place in it."""
+    """Return what the optimizers hold that the model does not have: by optimizer and place in it."""
     own = {id(parameter) for parameter in model.parameters()}
     own.update(id(master) for _, master in masters.pairs())
     return {
@@ -188,7 +188,7 @@ def _require_shapes(slots: Mapping[int, Mapping[str, Any]], optimizer: torch.opt
 
 
 def statement(there: Precision, here: Precision, scale: str) -> str:
-    """What loading a checkpoint of one precision into another did, in words. ``scale``: a clause on the loss scale."""
+    """Return what loading a checkpoint of one precision into another did, in words. ``scale``: a clause on the loss scale."""
     if there == here:
         return f"loaded a {here.name} checkpoint as it was saved; {scale}"
     kept_there = "FP32" if there.masters or there.stored == torch.float32 else _NAMES[there.stored]
@@ -232,5 +232,5 @@ def _umask() -> int:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a tensor; a module's extra state, which may be anything, as it is."""
+    """Return a copy of a tensor; a module's extra state, which may be anything, as it is."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -17,7 +17,7 @@ COLLAPSE = 2.0**-16
 
 
 def chosen_scaler(given: str | float | LossScaler | None, precision: Precision, device: str) -> LossScaler:
-    """A scaler for ``loss_scale=given``: see MixedPrecision. One without a scale is disabled.
+    """Return a scaler for ``loss_scale=given``: see MixedPrecision. One without a scale is disabled.
 
     Raises:
         TypeError, ValueError: ``given`` is none of what it may be.

@@ -30,7 +30,7 @@ class ClosureStep:
 def taken_from(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Evaluation | None, Callable[[Evaluation], Any]]:
-    """The closure among the arguments of ``step``, None if there is none, and how to step with another in its place."""
+    """Return the closure among the arguments of ``step``, None if there is none, and how to step with another in its place."""
     closure = kwargs.get("closure", args[0] if args else None)
     if kwargs.get("closure") is not None and not callable(closure):
         raise TypeError(f"the closure must be a function that returns the loss, not {closure!r}")
@@ -42,7 +42,7 @@ def taken_from(
 
 
 def run(optimizer: torch.optim.Optimizer, evaluate: Evaluation, step: Callable[[Evaluation], Any]) -> ClosureStep:
-    """One step of ``optimizer``.
+    """Take one step of ``optimizer``.
 
     The first evaluation comes before the optimizer's step, which is not even begun where that overflows. It is handed to the
     optimizer when it first asks, unless it has moved its weights before asking (as sharpness-aware optimizers do). Where
@@ -79,7 +79,7 @@ def run(optimizer: torch.optim.Optimizer, evaluate: Evaluation, step: Callable[[
 
 
 def _asks_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it calls its closure once, before anything else: torch's own do, but for L-BFGS."""
+    """Return whether it calls its closure once, before anything else: torch's own do, but for L-BFGS."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -97,7 +97,7 @@ class Snapshot:
         self._state = _keep(optimizer.state)
 
     def weights_unchanged(self) -> bool:
-        """Whether the weights are still the same bits. Waits for the GPU."""
+        """Return whether the weights are still the same bits. Waits for the GPU."""
         return all(torch.equal(weight, copy) for weight, copy in self._weights)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def _keep(value: Any) -> Callable[[], Any]:
-    """A function that gives ``value`` back as it is now, the same object where it can be changed in place."""
+    """Return a function that gives ``value`` back as it is now, the same object where it can be changed in place."""
     if isinstance(value, torch.Tensor):
         return _kept_tensor(value)
     if isinstance(value, dict):
@@ -157,5 +157,5 @@ def _kept_list(value: list[Any]) -> Callable[[], Any]:
 
 
 def held_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of every group, in their order; the same tensors that ``step`` changes."""
+    """Return the parameters of every group, in their order; the same tensors that ``step`` changes."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -58,7 +58,7 @@ class ModelExplainer:
         return None
 
     def forward(self) -> NonFinite | None:
-        """What made the forward not finite: a weight that is not, a module seen in this forward, or not known yet."""
+        """Return what made the forward not finite: a weight that is not, a module seen in this forward, or not known yet."""
         model = self._model()
         if model is None:
             return None
@@ -81,7 +81,7 @@ class ModelExplainer:
 
 
 def _layer(parameter: str) -> str:
-    """The module that a parameter belongs to; that of a parametrized one is the module it is computed for."""
+    """Return the module that a parameter belongs to; that of a parametrized one is the module it is computed for."""
     module = parameter.rpartition(".")[0]
     return f".{module}".partition(".parametrizations")[0].lstrip(".")
 
@@ -108,7 +108,7 @@ def _first_poisoned(model: torch.nn.Module) -> NonFinite | None:
 
 
 def _finite(tensors: list[Any]) -> list[bool]:
-    """Which are finite; one wait for the GPU for all."""
+    """Return which are finite; one wait for the GPU for all."""
     flags = [torch.isfinite(_values(tensor)).all() for tensor in tensors]
     devices = {flag.device for flag in flags}
     if len(devices) > 1:

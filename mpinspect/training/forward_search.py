@@ -67,7 +67,7 @@ class ForwardSearch:
         return "every weight is finite; the next forward is looked at module by module"
 
     def found(self) -> NonFinite | None:
-        """The first module of the forward just seen that gave what is not finite. None where nothing was seen. Waits."""
+        """Return the first module of the forward just seen that gave what is not finite. None where nothing was seen. Waits."""
         seen = [look for look in self._read() if (look.layer, look.value) not in self._harmless]
         self.forget()
         if not seen:

@@ -25,7 +25,7 @@ class ForwardShapes:
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
 
     def seen(self, device: str, float32_fraction: float) -> Seen:
-        """What was seen until now, with torch's switches as they stand."""
+        """Return what was seen until now, with torch's switches as they stand."""
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
         return Seen(
             device,

@@ -94,7 +94,7 @@ class LossScaler(MovingScale):
 
     @classmethod
     def static(cls, scale: float, **options: Any) -> LossScaler:
-        """A scaler whose scale stays ``scale``. Loaded into GradScaler its state dict stays static too."""
+        """Return a scaler whose scale stays ``scale``. Loaded into GradScaler its state dict stays static too."""
         for name in ("init_scale", "growth_factor", "backoff_factor"):
             if name in options:
                 raise TypeError(f"{name} is no option of a static scale: it starts at {scale!r} and stays there")
@@ -102,7 +102,7 @@ class LossScaler(MovingScale):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LossScaler:
-        """A scaler with the settings of "torch", "talk" (NVIDIA, GTC 2018) or "apex", and ``changes`` to them."""
+        """Return a scaler with the settings of "torch", "talk" (NVIDIA, GTC 2018) or "apex", and ``changes`` to them."""
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}")
         return cls(**{**PRESETS[name], **changes})

@@ -93,11 +93,11 @@ class MasterWeights:
         _exchange(optimizer, self._pairs)
 
     def __len__(self) -> int:
-        """How many parameters have a master of their own."""
+        """Return how many parameters have a master of their own."""
         return len(self._pairs)
 
     def parameter_of(self, held: Tensor) -> Tensor:
-        """The model's parameter that ``held`` is the master of; ``held`` itself where it is no master of this model."""
+        """Return the model's parameter that ``held`` is the master of; ``held`` itself where it is no master of this model."""
         return self._parameters.get(held, held)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -105,7 +105,7 @@ class MasterWeights:
         return list(self._pairs.items())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The FP32 masters under their parameters' names in the model, all of them where weights are tied.
+        """Return the FP32 masters under their parameters' names in the model, all of them where weights are tied.
 
         Parameters that are their own masters are not among them: the model's own ``state_dict`` has them in FP32.
         """
@@ -138,7 +138,7 @@ class MasterWeights:
         self._note_versions(self._pairs)
 
     def changed_in_model(self) -> list[str]:
-        """Names of the half parameters that were written to in place since they and their masters last agreed.
+        """Return names of the half parameters that were written to in place since they and their masters last agreed.
 
         Such a change is lost at the next `masters_to_model`, unless `model_to_masters` is called before. Writes through
         ``parameter.data`` can't be seen.
@@ -146,7 +146,7 @@ class MasterWeights:
         return [self._name(parameter) for parameter, version in self._versions.items() if parameter._version != version]
 
     def differs_from_model(self) -> bool:
-        """Whether a weight of the model is not its master rounded. Waits for the GPU."""
+        """Return whether a weight of the model is not its master rounded. Waits for the GPU."""
         return any(not torch.equal(parameter, master.to(parameter.dtype)) for parameter, master in self._pairs.items())
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ class MasterWeights:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of a model that are trained, and their FP32 master copies, for the optimizer.
+    """Return the parameters of a model that are trained, and their FP32 master copies, for the optimizer.
 
     Args:
         model: converted to half already (``BN_convert_float(model.half())``), or in FP32.
@@ -287,7 +287,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def is_master(tensor: Tensor) -> bool:
-    """Whether this is a master that was made here."""
+    """Return whether this is a master that was made here."""
     return tensor in _MASTERS
 
 
@@ -318,7 +318,7 @@ def _exchange(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]
 
 
 def _parameter_lists(optimizer: torch.optim.Optimizer) -> Iterator[list[Any]]:
-    """The groups' lists, and those that an optimizer keeps beside them: LBFGS has ``_params``, the group's own list."""
+    """Yield the groups' lists, and those that an optimizer keeps beside them: LBFGS has ``_params``, the group's own list."""
     yield from (group["params"] for group in optimizer.param_groups)
     for name, value in vars(optimizer).items():
         if name != "param_groups" and isinstance(value, list) and all(isinstance(item, Tensor) for item in value):

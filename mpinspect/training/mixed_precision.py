@@ -260,7 +260,7 @@ class MixedPrecision:
         return list(self.scaler.skips) if self.scaler.is_enabled() else []
 
     def master_parameters(self) -> list[torch.Tensor]:
-        """What the optimizers step: the FP32 masters where there are any, else the model's parameters."""
+        """Return what the optimizers step: the FP32 masters where there are any, else the model's parameters."""
         return [parameter for optimizer in self.optimizers for parameter in held_parameters(optimizer)]
 
     def suggestions(self) -> list[str]:
@@ -268,7 +268,7 @@ class MixedPrecision:
         return suggestions(self._shapes.seen(self._device, self._float32_fraction()))
 
     def __repr__(self) -> str:
-        """One line, without a wait; ``str()`` says more and waits for the GPU."""
+        """Return one line, without a wait; ``str()`` says more and waits for the GPU."""
         return f"<MixedPrecision of {type(self._core).__name__}: {self.precision}, {self._steps} steps>"
 
     def __str__(self) -> str:
@@ -302,7 +302,7 @@ class MixedPrecision:
         }
 
     def weights(self) -> dict[str, Any]:
-        """The model's state dict with the FP32 masters in place of their 16-bit copies: loads into an FP32 model."""
+        """Return the model's state dict with the FP32 masters in place of their 16-bit copies: loads into an FP32 model."""
         return checkpoint.weights(self._core, self._masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
@@ -431,7 +431,7 @@ class MixedPrecision:
         return len(self.master_parameters())
 
     def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as master weights need it: the model follows the masters before, the gradients after."""
+        """Return the closure as master weights need it: the model follows the masters before, the gradients after."""
 
         def evaluate() -> Any:
             self._masters.masters_to_model()
@@ -493,7 +493,7 @@ class MixedPrecision:
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """The method of an object that it does not keep alive."""
+    """Return the method of an object that it does not keep alive."""
     alive = weakref.WeakMethod(method)
 
     def call(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -504,7 +504,7 @@ def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Ca
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, so that its names are the same with and without DistributedDataParallel and torch.compile."""
+    """Return the model itself, so that its names are the same with and without DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             inside: object = model.module

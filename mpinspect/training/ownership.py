@@ -22,7 +22,7 @@ _owners: weakref.WeakKeyDictionary[LossScaler, weakref.ref[object]] = weakref.We
 
 
 def checked_optimizers(model: torch.nn.Module, given: object) -> list[torch.optim.Optimizer]:
-    """The optimizers given, as a list.
+    """Return the optimizers given, as a list.
 
     Raises:
         TypeError: model or optimizer is of the wrong type.

@@ -54,7 +54,7 @@ PRECISIONS = {
 
 
 def get_precision(name: str) -> Precision:
-    """The entry of `PRECISIONS` called ``name``.
+    """Return the entry of `PRECISIONS` called ``name``.
 
     Raises:
         ValueError: there is none; the message lists the names.
@@ -125,7 +125,7 @@ def check_convertible(model: nn.Module, precision: Precision) -> None:
 
 
 def stored_dtypes(model: nn.Module, precision: Precision) -> dict[torch.Tensor, torch.dtype]:
-    """The dtype in which ``precision`` stores each FP32, FP16 or BF16 parameter of a model, in the order of the model.
+    """Return the dtype in which ``precision`` stores each FP32, FP16 or BF16 parameter of a model, in the order of the model.
 
     A parameter shared with a layer that stays FP32 stays FP32.
     """
@@ -138,17 +138,17 @@ def stored_dtypes(model: nn.Module, precision: Precision) -> dict[torch.Tensor, 
 
 
 def is_convertible(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one of the dtypes that training in lower precision trades for another."""
+    """Return whether a tensor has one of the dtypes that training in lower precision trades for another."""
     return tensor.dtype == torch.float32 or tensor.dtype in _HALVES
 
 
 def keeps_float32(module: nn.Module) -> bool:
-    """Whether a layer's own parameters and buffers stay in FP32: BatchNorm and InstanceNorm of every kind."""
+    """Return whether a layer's own parameters and buffers stay in FP32: BatchNorm and InstanceNorm of every kind."""
     return isinstance(module, _NormBase)
 
 
 def fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether no finite value becomes infinite in ``dtype``. Waits for the GPU."""
+    """Return whether no finite value becomes infinite in ``dtype``. Waits for the GPU."""
     if tensor.dtype == dtype or tensor.numel() == 0:
         return True
     tensor = tensor.detach()

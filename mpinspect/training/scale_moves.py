@@ -167,7 +167,7 @@ class MovingScale(CheckedSteps):
         super().update()
 
     def _holds(self, skipped: bool) -> bool:
-        """Whether a skipped step leaves the scale alone, because some rank's loss was not finite before it was scaled."""
+        """Return whether a skipped step leaves the scale alone, because some rank's loss was not finite before it was scaled."""
         if self.forward_nonfinite != HOLD:
             return False
         # Every rank takes part in every update(), whether it skipped or not.
@@ -180,7 +180,7 @@ class MovingScale(CheckedSteps):
         return cause.phase == FORWARD
 
     def _failed_on_any_rank(self) -> torch.Tensor | None:
-        """Whether a loss of any rank was not finite, on the device; None where there is one rank."""
+        """Return whether a loss of any rank was not finite, on the device; None where there is one rank."""
         group = self.process_group
         if group is False or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return None

@@ -40,7 +40,7 @@ class ScaleState:
     skips_since_move: int = 0
 
     def at(self, scale: float) -> ScaleState:
-        """The same with the scale set by hand: torch's growth tracker goes on."""
+        """Return the same with the scale set by hand: torch's growth tracker goes on."""
         return replace(self, scale=scale, steps_since_move=0, skips_since_move=0)
 
 
@@ -75,7 +75,7 @@ class ScaleRules:
         return self.growth_factor, self.backoff_factor, self.growth_interval
 
     def with_torchs(self, growth_factor: float, backoff_factor: float, growth_interval: int) -> ScaleRules:
-        """The same rules with another such part."""
+        """Return the same rules with another such part."""
         return replace(
             self, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
         )
@@ -91,7 +91,7 @@ class ScaleRules:
         return self.growth_factor == 1.0 and self.backoff_factor == 1.0
 
     def next(self, state: ScaleState, *, skipped: bool) -> ScaleState:
-        """The state after one more step."""
+        """Return the state after one more step."""
         if skipped:
             counted = _with_skip(state)
             return _moved(counted, self._backed_off(state.scale) if self._back_off_due(counted) else state.scale)
@@ -101,11 +101,11 @@ class ScaleRules:
         return _moved(counted, self._grown(state.scale)) if due else counted
 
     def collapses(self, state: ScaleState) -> bool:
-        """Whether a step that overflows now would have to take the scale below its floor."""
+        """Return whether a step that overflows now would have to take the scale below its floor."""
         return self.floor is not None and state.scale <= self.floor and self._back_off_due(_with_skip(state))
 
     def clamped(self, scale: float) -> float:
-        """The scale within floor and ceiling that is nearest."""
+        """Return the scale within floor and ceiling that is nearest."""
         if self.floor is not None:
             scale = max(scale, self.floor)
         return scale if self.ceiling is None else min(scale, self.ceiling)
@@ -150,7 +150,7 @@ def _moved(state: ScaleState, scale: float) -> ScaleState:
 
 
 def float32(value: float) -> float:
-    """The FP32 value nearest to ``value``; infinite beyond FP32's range."""
+    """Return the FP32 value nearest to ``value``; infinite beyond FP32's range."""
     return ctypes.c_float(value).value
 
 
@@ -173,7 +173,7 @@ def checked_scale(value: float, name: str) -> float:
 
 
 def checked_window(lowest: float, highest: float) -> tuple[float, float]:
-    """A window of scales, as FP32 scales. Raises ValueError, TypeError."""
+    """Return a window of scales, as FP32 scales. Raises ValueError, TypeError."""
     lowest, highest = checked_scale(lowest, "lowest"), checked_scale(highest, "highest")
     if lowest > highest:
         raise ValueError(f"the window's lowest scale {lowest:g} is above its highest, {highest:g}")
@@ -181,7 +181,7 @@ def checked_window(lowest: float, highest: float) -> tuple[float, float]:
 
 
 def is_power_of_two(scale: float) -> bool:
-    """Whether multiplying by ``scale`` and dividing again changes no bit, as long as nothing leaves the range."""
+    """Return whether multiplying by ``scale`` and dividing again changes no bit, as long as nothing leaves the range."""
     return math.frexp(scale)[0] == 0.5
 
 

@@ -37,7 +37,7 @@ class ScaledLosses:
     differentiated: bool = False
 
     def __len__(self) -> int:
-        """How many tensors are kept."""
+        """Return how many tensors are kept."""
         return len(self._kept)
 
     def note(self, outputs: Any) -> None:
@@ -69,11 +69,11 @@ class ScaledLosses:
         self.any_half = self.differentiated = False
 
     def any_failed(self) -> bool:
-        """Whether one of the losses was infinite or NaN. Waits for the GPU."""
+        """Return whether one of the losses was infinite or NaN. Waits for the GPU."""
         return bool(self._kept) and any(not bool(finite) for finite in self._finite_by_device())
 
     def failed(self, device: torch.device) -> torch.Tensor:
-        """Whether one of the losses was infinite or NaN, and not for the scale: 1.0 or 0.0, 0-d FP32 on ``device``."""
+        """Return whether one of the losses was infinite or NaN, and not for the scale: 1.0 or 0.0, 0-d FP32 on ``device``."""
         flag = torch.zeros((), dtype=torch.float32, device=device)
         if self.differentiated:
             return flag
@@ -118,7 +118,7 @@ class Cause:
 def find_cause(
     losses: ScaledLosses, scale: float, optimizer: torch.optim.Optimizer | None, explainer: Explainer | None
 ) -> Cause:
-    """Why the step of ``optimizer`` was skipped (None: its gradients are gone). Waits for the GPU."""
+    """Return why the step of ``optimizer`` was skipped (None: its gradients are gone). Waits for the GPU."""
     if losses.any_failed():
         if losses.differentiated:
             detail = "it was computed from a scaled gradient, as a gradient penalty is: that may have overflowed"
@@ -139,7 +139,7 @@ def let_go(explainer: Explainer, *, forward_finite: bool) -> None:
 
 
 def _ask(explainer: Explainer | None, phase: str, optimizer: torch.optim.Optimizer | None) -> NonFinite | None:
-    """The explainer's answer. A fault of its own must not end the training."""
+    """Return the explainer's answer. A fault of its own must not end the training."""
     if explainer is None:
         return None
     try:

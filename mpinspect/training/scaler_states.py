@@ -64,12 +64,12 @@ def to_state_dict(saved: Saved) -> dict[str, Any]:
 
 
 def to_apex_state_dict(state: ScaleState, loss_id: int) -> dict[str, Any]:
-    """What apex.amp.load_state_dict takes, for one loss."""
+    """Return what apex.amp.load_state_dict takes, for one loss."""
     return {f"loss_scaler{loss_id}": {"loss_scale": state.scale, "unskipped": state.clean_steps}}
 
 
 def read(state_dict: Any, current: Saved, loss_id: int) -> Saved:
-    """What a state dict says; what it does not have is taken from ``current``.
+    """Return what a state dict says; what it does not have is taken from ``current``.
 
     Raises:
         RuntimeError: it is empty.

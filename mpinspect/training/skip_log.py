@@ -50,7 +50,7 @@ class SkipLog:
         rules: ScaleRules,
         window: tuple[float, float] | None,
     ) -> SkippedStep:
-        """One more skipped step. Logs it at INFO; warns where its kind was not warned of before."""
+        """Record one more skipped step: log it at INFO, and warn where its kind was not warned of before."""
         skip = SkippedStep(step, cause.phase, before.scale, after.scale, cause.culprit, window)
         self.skips.append(skip)
         self.count += 1

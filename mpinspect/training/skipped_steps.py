@@ -34,10 +34,10 @@ class Explainer(Protocol):
     """Looks for the cause when a step was skipped; asked only then. May wait for the GPU."""
 
     def gradient(self, optimizer: torch.optim.Optimizer) -> NonFinite | None:
-        """The first gradient, in the order of the backward, that is not finite."""
+        """Return the first gradient, in the order of the backward, that is not finite."""
 
     def forward(self) -> NonFinite | None:
-        """What made the forward not finite, as far as it is known by now."""
+        """Return what made the forward not finite, as far as it is known by now."""
 
     def step_ended(self, *, forward_finite: bool) -> None:
         """A step is over whose outcome the host knows: what was seen of it may be let go. Must not wait unless it was asked."""
@@ -135,7 +135,7 @@ class LossScaleCollapsedError(RuntimeError):
 
 
 def power(scale: float) -> str:
-    """A scale as people read it: 2^16, or the number where it is no power of two."""
+    """Return a scale as people read it: 2^16, or the number where it is no power of two."""
     if is_power_of_two(scale):
         exponent = math.frexp(scale)[1] - 1
         return f"{scale:g}" if 0 <= exponent <= 10 else f"2^{exponent}"

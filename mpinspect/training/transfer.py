@@ -72,7 +72,7 @@ def require_zeroed(named: Iterable[tuple[str, Tensor]], writes: int) -> None:
 
 
 def any_written_since(parameters: Iterable[Tensor]) -> bool:
-    """Whether a gradient was written to in place since it was copied to its master. Does not wait."""
+    """Return whether a gradient was written to in place since it was copied to its master. Does not wait."""
     return any(_writes_since(parameter) for parameter in parameters)
 
 

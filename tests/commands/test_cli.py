@@ -65,7 +65,7 @@ def test_fail_on(severity, fail_on, status, run_dir, monkeypatch, capsys):
     report = sessions.report_by_hand(sessions.word_model())
     finding = dataclasses.replace(report.findings[0], id="updates-lost", severity=severity)
     planted = dataclasses.replace(report, findings=(finding,))
-    monkeypatch.setattr("mpinspect.ranges.analysis.analyse", lambda session: planted)
+    monkeypatch.setattr("mpinspect.ranges.analysis.analyse", lambda session, format: planted)
     options = [part for name in fail_on for part in ("--fail-on", name)]
     assert cli.main(["report", str(run_dir), *options]) == status
 
@@ -300,10 +300,12 @@ def test_every_finding_is_listed():
     from mpinspect.ranges.analysis.report import FINDING_IDS
 
     texts = [
-        path.read_text("utf-8") for path in Path(analysis.__file__).parent.glob("*.py") if path.name != "report.py"
+        path.read_text("utf-8") for path in Path(analysis.__file__).parent.rglob("*.py") if path.name != "report.py"
     ]
     made = {
-        name for text in texts for name in re.findall(r'Finding\(\s*"([a-z-]+)"|^_ID = "([a-z-]+)"', text, re.MULTILINE)
+        name
+        for text in texts
+        for name in re.findall(r'Finding\(\s*"([a-z0-9-]+)"|^_ID = "([a-z-]+)"', text, re.MULTILINE)
     }
     assert {one or other for one, other in made} == set(FINDING_IDS)
 

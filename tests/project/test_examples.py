@@ -46,7 +46,9 @@ def test_talk_network_tells_the_same_ranges_in_fp32_and_in_scaled_fp16(monkeypat
     fp32, fp16 = printed.split("--- FP16 with FP32 master weights, loss scale 128 ---")
     for part in (fp32, fp16):
         assert "10 steps, 10 sampled" in part
-        assert "No loss scaling is needed" in part
+        assert "Healthy: nothing wrong was found in 10 steps." in part
+    assert "FP16 would fit without a loss scale" in fp32
+    assert "The loss scale, 128 (2^7), lies in the window" in fp16
     rows = [re.findall(r"^(weight|bias) +(\d+) .* (2\^-\d+) ", part, re.MULTILINE) for part in (fp32, fp16)]
     assert len(rows[0]) == 2
     assert rows[0] == rows[1]
@@ -203,7 +205,8 @@ def test_lightning_digits_shows_scale_and_skipped_steps(monkeypatch, capsys, tmp
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     printed = run_example("lightning_digits.py", monkeypatch, capsys, "--steps=10", "--log-dir=log")
-    assert re.search(r"^Digits against float16\n10 steps, 10 sampled, [1-9]\d* skipped", printed, re.MULTILINE)
+    assert re.search(r"^Digits against float16\nComputes in FP16: ", printed, re.MULTILINE)
+    assert re.search(r"^  10 steps, 10 sampled, [1-9]\d* skipped", printed, re.MULTILINE)
     skipped = int(re.search(r"; (\d+) of 10 steps were skipped", printed)[1])
     assert len(re.findall(r"^step \d+ skipped: ", printed, re.MULTILINE)) == skipped >= 1
     assert re.search(r"^net\.0\.weight ", printed, re.MULTILINE)
@@ -215,8 +218,8 @@ def test_lightning_digits_needs_no_scale_in_fp32(monkeypatch, capsys, tmp_path):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     printed = run_example("lightning_digits.py", monkeypatch, capsys, "--steps=5", "--precision=32-true")
-    assert "5 steps, 5 sampled, 10 backwards\n" in printed
-    assert "Scale 1 will do" in printed
+    assert "5 steps, 5 sampled, 10 backwards;" in printed
+    assert "FP16 would fit without a loss scale" in printed
     assert "loss scale " not in printed.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
@@ -226,9 +229,10 @@ def test_transformers_trainer_names_its_layers_and_a_scale(monkeypatch, capsys, 
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     printed = run_example("transformers_trainer.py", monkeypatch, capsys, "--steps=4", "--log-dir=log")
-    assert "GPT2LMHeadModel against float16\n4 steps, 4 sampled" in printed
-    assert re.search(r"Suggested loss scale: \d+|Scale 1 will do", printed)
-    assert re.search(r"^transformer\.h\.0\.attn\.c_attn\.weight ", printed, re.MULTILINE)
+    assert "GPT2LMHeadModel against float16\nComputes in FP32: " in printed
+    assert "  4 steps, 4 sampled" in printed
+    assert re.search(r"FP16 would need a loss scale: \d+|FP16 would fit without a loss scale", printed)
+    assert re.search(r"^transformer\.h\.\{0\.\.1\}\.attn\.c_attn\.weight ", printed, re.MULTILINE)
     assert Session.load(tmp_path / "log").progress.backwards == 8
 
 
@@ -236,6 +240,7 @@ def test_accelerate_loop_counts_its_optimizer_steps(monkeypatch, capsys):
     pytest.importorskip("accelerate")
     pytest.importorskip("sklearn")
     printed = run_example("accelerate_loop.py", monkeypatch, capsys, "--steps=6")
-    assert "Sequential against float16\n6 steps, 6 sampled" in printed
+    assert "Sequential against float16\nComputes in FP32: " in printed
+    assert "  6 steps, 6 sampled" in printed
     assert "; 0 of 6 steps were skipped" in printed
     assert re.search(r"^hidden\.weight ", printed, re.MULTILINE)

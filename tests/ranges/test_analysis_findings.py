@@ -225,8 +225,14 @@ def test_forward_nan_is_an_error_and_backing_off_is_called_useless():
     assert "No loss scale repairs a forward" in finding.fix
 
 
-def test_a_step_taken_on_infinite_gradients_is_an_error():
-    assert found(steps_with([event(7, skipped=False)]), "non-finite-event").severity == "error"
+def test_a_step_taken_on_infinite_gradients_is_an_error_unless_the_forwards_after_it_were_finite():
+    after = event(8, "forward", value="nan", loss_scale=None, forward_finite=False)
+    assert found(steps_with([event(7, skipped=False), after]), "non-finite-event").severity == "error"
+    survived = found(steps_with([event(7, skipped=False)]), "non-finite-event")
+    assert (survived.severity, survived.step) == ("warning", 7)
+    assert "reached no weight" in survived.message
+    at_the_end = found(steps_with([event(7, skipped=False)], steps=8), "non-finite-event")
+    assert at_the_end.severity == "error"
     assert found(steps_with([event(7, skipped=None)]), "non-finite-event").severity == "warning"
 
 

@@ -56,6 +56,12 @@ class Kept:
     def note(self, note: str) -> None:
         self._tell("note", note)
 
+    def measurement(self, measurement: s.Measurement) -> None:
+        self._tell("measurement", measurement)
+
+    def precision(self, precision: s.Precision) -> None:
+        self._tell("precision", precision)
+
     def progress(self, progress: s.Progress) -> None:
         self._tell("progress", progress)
 

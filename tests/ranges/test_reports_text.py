@@ -69,11 +69,18 @@ def test_measured_estimated_and_unknown_look_different():
 
 
 def test_of_many_layers_the_worst_are_shown_and_the_rest_counted():
-    rendered = render(sessions.report_by_hand(sessions.all_sessions()["layers_300"]), 120)
-    assert "... and 260 more rows that lose less; to_dataframe()" in rendered
-    assert "to_dataframe()" in rendered
-    assert "encoder.layers.149.attention" in rendered
+    report = sessions.report_by_hand(sessions.all_sessions()["layers_300"])
+    rendered = render(report, 120)
+    assert "encoder.layers.{0..149}.attention.output" in rendered
     assert "encoder.layers.0.attention" not in rendered
+    alone = dataclasses.replace(
+        report,
+        layers=tuple(
+            dataclasses.replace(layer, name=f"n{place}", module=f"n{place}")
+            for place, layer in enumerate(report.layers)
+        ),
+    )
+    assert f"... and {len(report.layers) - 8} more rows that lose less (--all, JSON)" in render(alone, 120)
 
 
 def test_layers_that_never_fired_are_named_with_the_reason():

@@ -37,6 +37,9 @@ def write(directory: Path, session: s.Session, **options) -> Path:
             writer.event(event)
         for note in session.notes:
             writer.note(note)
+        for measurement in session.measurements:
+            writer.measurement(measurement)
+        writer.precision(session.precision)
         writer.progress(session.progress)
     return writer.path
 

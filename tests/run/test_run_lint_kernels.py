@@ -232,6 +232,40 @@ def test_a_dispatch_mode_of_the_scripts_own(tmp_path):
     assert _get_current_dispatch_mode() is None
 
 
+def test_unasked_a_step_is_recorded_where_nothing_hinders(tmp_path):
+    with watched(tmp_path) as run:
+        model = Attending()
+        train_tokens(model, torch.optim.AdamW(model.parameters()))
+    assert products(run.parts.matmuls) == products(
+        record_matmuls(model, (torch.zeros(3, 7, dtype=torch.long),), device="real")
+    )
+    assert run.seen.notes == []
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class, as quantised weights and shards are."""
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter", "steps"),
+    [
+        ({"lint": False}, torch.randn(2, 4), 4),
+        ({"kernels": True}, torch.randn(2, 4), 2),
+        ({}, torch.randn(2, 4).as_subclass(Marked), 4),
+        ({}, torch.randn(2, 4), 1),
+    ],
+    ids=["told not to", "a profile was asked for", "a parameter of another class", "a single step"],
+)
+def test_unasked_no_word_is_lost_on_a_step_that_is_not_recorded(options, parameter, steps, tmp_path):
+    with watched(tmp_path, **options) as run:
+        model = nn.Linear(4, 2)
+        model.weight = nn.Parameter(parameter)
+        train(nn.Sequential(model), torch.optim.SGD(model.parameters()), steps=steps)
+    assert run.parts.matmuls is None
+    assert not [note for note in run.seen.notes if "lint" in note]
+    assert _get_current_dispatch_mode() is None
+
+
 def test_a_compiled_model_is_refused_with_the_way_out(tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -480,9 +480,11 @@ def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["models"][0]["name"] == "Net"
 
 
-@pytest.mark.parametrize(("what", "own", "status"), [("warning", 0, 1), ("tf32-off", 0, 0), ("warning", 3, 3)])
+@pytest.mark.parametrize(
+    ("what", "own", "status"), [("gradients-flushed", 0, 1), ("warning", 0, 0), ("gradients-flushed", 3, 3)]
+)
 def test_fail_on(what, own, status, tmp_path):
-    """Its gradients are far below what FP16 holds: a warning."""
+    """Its gradients are far below what FP16 holds, in which it does not compute: no warning, but a finding with an id."""
     folder = tmp_path / "work"
     write(folder, TRAINS)
     ended = watched(folder, "train.py", str(own), options=["--fail-on", what])

@@ -37,7 +37,7 @@ def trouble() -> str:
 
 
 def count(values: torch.Tensor) -> torch.Tensor | None:
-    """The row of a strided CUDA tensor, as from ``counter.count``; None where the kernels can't be used."""
+    """Return the row of a strided CUDA tensor, as from ``counter.count``; None where the kernels can't be used."""
     ways: Any = counter()
     if ways is None or values.dtype not in ways.DTYPES:
         return None

@@ -50,12 +50,12 @@ class Counted(NamedTuple):
 
 
 def encoding_of(dtype: torch.dtype) -> Encoding:
-    """The encoding whose row holds values of this dtype."""
+    """Return the encoding whose row holds values of this dtype."""
     return BINARY64 if dtype == torch.float64 else BINARY32
 
 
 def count(values: torch.Tensor) -> torch.Tensor:
-    """The row of a strided tensor of one of DTYPES: any size, strides and device index. Does not wait for the GPU.
+    """Return the row of a strided tensor of one of DTYPES: any size, strides and device index. Does not wait for the GPU.
 
     Returns:
         int64 on the tensor's device, see ``mpinspect.counting.layout``: WIDE for float64, else NARROW.
@@ -134,7 +134,7 @@ def _launch_many(group: list[Counted], dtype: torch.dtype) -> None:
 
 
 def _sent(numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
-    """The numbers on the device, by way of page-locked memory, which torch lends out again once they are there."""
+    """Return the numbers on the device, by way of page-locked memory, which torch lends out again once they are there."""
     host = torch.from_numpy(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

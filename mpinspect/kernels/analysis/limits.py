@@ -63,7 +63,7 @@ _remembered = lru_cache(maxsize=1 << 14)
 
 @_remembered
 def is_layout_conversion(name: str) -> bool:
-    """Whether the kernel copies between NCHW and NHWC for a convolution (cuDNN's names)."""
+    """Return whether the kernel copies between NCHW and NHWC for a convolution (cuDNN's names)."""
     return _LAYOUT.search(name) is not None
 
 

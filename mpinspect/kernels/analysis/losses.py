@@ -158,7 +158,7 @@ def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]
 
 
 def is_eligible(row: KernelRow) -> bool:
-    """Whether a product that ran on CUDA cores would gain on this GPU's Tensor Cores, in its dtype or a narrower one.
+    """Return whether a product that ran on CUDA cores would gain on this GPU's Tensor Cores, in its dtype or a narrower one.
 
     False where that is unknown (dtype or GPU unknown, complex numbers), and for matrix-vector products and the like.
     """

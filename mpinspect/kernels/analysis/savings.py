@@ -43,7 +43,7 @@ def savings(rows: Sequence[KernelRow], siblings: SiblingRates) -> tuple[Saving, 
 
 
 def can_gain(row: KernelRow) -> bool:
-    """Whether Tensor Cores could be faster: not for matrix-vector products, depthwise convolutions and the like.
+    """Return whether Tensor Cores could be faster: not for matrix-vector products, depthwise convolutions and the like.
 
     Memory limits those on any unit.
     """

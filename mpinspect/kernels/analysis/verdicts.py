@@ -133,7 +133,7 @@ def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> Non
 
 
 def _is_empty(products: Products, op: TraceOp | None) -> bool:
-    """Whether the product has no elements to multiply, so that its kernels only fill the result."""
+    """Return whether the product has no elements to multiply, so that its kernels only fill the result."""
     of_call = products.of(op)
     return bool(of_call) and not any(product.flops for product in of_call)
 

@@ -59,7 +59,7 @@ class Rule:
         object.__setattr__(self, "regex", re.compile(self.pattern) if self.pattern else None)
 
     def decides(self, text: str) -> bool:
-        """Whether a lower-case text that has one of ``any_of`` satisfies ``pattern`` and ``none_of``."""
+        """Return whether a lower-case text that has one of ``any_of`` satisfies ``pattern`` and ``none_of``."""
         return (self.regex is None or self.regex.search(text) is not None) and not any(
             each in text for each in self.none_of
         )

@@ -51,7 +51,7 @@ _MEANINGS = {
 
 
 def document(report: KernelReport) -> Document:
-    """The report as a document. What to do stands before the figures behind it."""
+    """Return the report as a document. What to do stands before the figures behind it."""
     return Document(title(report), (*lines(_totals(report)), *_blocks(report)))
 
 
@@ -72,7 +72,7 @@ def _blocks(report: KernelReport) -> Iterator[Block]:
 
 
 def title(report: KernelReport) -> str:
-    """What was judged, and on which GPUs."""
+    """Return what was judged, and on which GPUs."""
     gpus = ", ".join(_gpus(report)) if report.kernels else ""
     return f"Kernels of {_sources(report)}{f' on {gpus}' if gpus else ''}"
 
@@ -85,7 +85,7 @@ def _sources(report: KernelReport) -> str:
 
 
 def _gpus(report: KernelReport) -> Iterator[str]:
-    """The GPUs by name, and what they are."""
+    """Yield the GPUs by name, and what they are."""
     for gpu in report.gpus:
         is_new = gpu.architecture and gpu.architecture not in gpu.name.lower()
         known = f" ({gpu.architecture.title()})" if is_new else ""
@@ -249,7 +249,7 @@ def _trace_cells(rank: RankReport) -> list[str]:
 
 
 def _coverage(report: KernelReport) -> Iterator[str]:
-    """How far kernel time was attributed, in sentences."""
+    """Yield how far kernel time was attributed, in sentences."""
     covered = report.coverage
     if covered.attributed_fraction is None:
         yield "No kernel, so nothing to attribute."
@@ -293,17 +293,17 @@ def _times(parts: Iterable[tuple[str, float]], mark: str = "") -> str:
 
 
 def share_words(fraction: float | None) -> str:
-    """A share 0..1 in words; "?" where unknown."""
+    """Return a share 0..1 in words; "?" where unknown."""
     return UNKNOWN if fraction is None else percent(fraction)
 
 
 def has_modules(report: KernelReport) -> bool:
-    """Whether the module of any kernel is known."""
+    """Return whether the module of any kernel is known."""
     return any(row.module for row in report.by_module)
 
 
 def clean_name(name: str) -> str:
-    """A kernel's name without its parameters and torch's namespaces."""
+    """Return a kernel's name without its parameters and torch's namespaces."""
     text = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     text = _without_parameters(text).replace("at::native::", "").replace("pytorch_flash::", "")
     # CUTLASS's kernels name themselves inside Kernel<...>, and once more among the parameters.
@@ -312,7 +312,7 @@ def clean_name(name: str) -> str:
 
 
 def _without_parameters(text: str) -> str:
-    """A C++ signature up to its parameter list: the first parenthesis outside of template arguments."""
+    """Return a C++ signature up to its parameter list: the first parenthesis outside of template arguments."""
     depth = 0
     for place, character in enumerate(text):
         depth += {"<": 1, ">": -1}.get(character, 0)

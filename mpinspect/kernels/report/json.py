@@ -23,7 +23,7 @@ LAYOUT = Layout(2)
 
 
 def to_plain(report: KernelReport) -> dict[str, Any]:
-    """The report as plain dicts, lists, strings, numbers, booleans and None."""
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
     names = (
         *("rules_version", "tensor_core_fraction", "tensor_core_fraction_of_all", "tensor_core_fraction_of_compute"),
         *("attributed_fraction", "phrase", "gpus", "shares", "coverage", "limits", "findings", "losses"),

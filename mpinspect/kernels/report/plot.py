@@ -69,7 +69,7 @@ def save(report: KernelReport, path: str | Path) -> Path:
 
 
 def bars(report: KernelReport) -> tuple[Bar, ...]:
-    """The modules that take most time; the kernels where no module is known."""
+    """Return the modules that take most time; the kernels where no module is known."""
     if has_modules(report):
         known = [row.module for row in report.by_module[:MAX_BARS]]
         return tuple(Bar(_label(module or "(unknown)", "start"), _times(report, module=module)) for module in known)
@@ -116,7 +116,7 @@ def _draw(figure: Figure, report: KernelReport) -> None:
 
 
 def _whole(axes: Axes, report: KernelReport) -> list[tuple[Text, Rectangle]]:
-    """One bar: all kernel time. Each part with its label."""
+    """Draw one bar of all kernel time and return each part with its label."""
     total, left = report.shares.kernel_time_us, 0.0
     labelled = []
     for part, time in _times(report).items():

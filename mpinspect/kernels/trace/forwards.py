@@ -51,7 +51,7 @@ class Forwards:
         return makers.get(self._threads.get((self._pid(operator), int(self._forward_thread[operator])), -1), -1)
 
     def is_backward(self, operator: int) -> bool:
-        """Whether the profiler says which autograd node the operator runs."""
+        """Return whether the profiler says which autograd node the operator runs."""
         return self._is_numbered[operator] or operator in self._by_arrow
 
     def _pid(self, operator: int) -> object:

@@ -252,7 +252,7 @@ class Recording:
 
 
 def _is_span(start: Any, duration: Any) -> bool:
-    """Whether these are numbers that a clock can show, and not strings, infinities or NaN."""
+    """Return whether these are numbers that a clock can show, and not strings, infinities or NaN."""
     try:
         return bool(0 <= duration < LONGEST > start > -LONGEST)
     except TypeError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpinspect.numeric.formats import FLOAT16, FormatLike, as_format
+from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, FormatLike, as_format
 from mpinspect.ranges.analysis.evidence import evidence
 from mpinspect.ranges.analysis.findings import findings
 from mpinspect.ranges.analysis.formats_fit import format_verdicts
 from mpinspect.ranges.analysis.loss_scale import advise, noise_of, recommend_loss_scale
 from mpinspect.ranges.analysis.noise import rounding_noise_ceilings
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.ranges import (
     coverage,
     layer_reports,
@@ -20,21 +21,27 @@ from mpinspect.ranges.analysis.ranges import (
 )
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.scale_advice import ScaleRules
+from mpinspect.ranges.analysis.verdict import verdict
 from mpinspect.ranges.session import Session
 
 __all__ = ["analyse", "recommend_loss_scale"]
 
 
-def analyse(session: Session, format: FormatLike = FLOAT16) -> RangeReport:
-    """What a session tells about the ranges of its tensors in ``format``, and which loss scale fits.
+def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
+    """Return what a session tells about the ranges of its tensors in ``format``, and which loss scale fits.
+
+    Args:
+        session: any.
+        format: judged against it; None for that in which the run computes (``precision.run_format``), and for FP16 where that is
+            FP32 or not known.
 
     Every session has a report: an empty one, one that still grows, one full of NaN.
 
     Raises:
         ValueError: ``format`` names none that is known.
     """
-    format = as_format(format)
     session = replace(session, progress=session.reached())
+    format = _judged_in(session) if format is None else as_format(format)
     totals = session.totals()
     infos = tensor_infos(session, totals)
     seen = evidence(session)
@@ -47,14 +54,26 @@ def analyse(session: Session, format: FormatLike = FLOAT16) -> RangeReport:
     advised = advise(seen, spoken, ceilings, noise, ScaleRules(format))
     layers = with_needs(layers, advised.decision)
     covered = coverage(session, infos, totals)
+    in_float16 = None
+    if format != FLOAT16:
+        in_float16 = advise(seen, spoken, ceilings, noise, ScaleRules(FLOAT16)).advice
+    found = findings(session, infos, totals, layers, advised, covered, format)
     return RangeReport(
         session=session,
         format=format.name,
         layers=layers,
-        findings=findings(session, infos, totals, layers, advised, covered, format),
+        findings=found,
         events=session.events,
         coverage=covered,
         loss_scale=advised.advice,
         formats=format_verdicts(spoken, noise),
         overall=overall_reports(totals, format),
+        in_float16=in_float16,
+        verdict=verdict(session, found, advised.advice, in_float16),
     )
+
+
+def _judged_in(session: Session) -> FloatFormat:
+    """Return the format in which the run computes; FP16 is the question that is asked of one in FP32."""
+    format = run_format(session)
+    return FLOAT16 if format is None or format == FLOAT32 else format

@@ -29,7 +29,7 @@ LEAST_RISE = 2
 
 
 def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
-    """The windows in at most MAX_BLOCKS groups of neighbours with about as many sampled steps each."""
+    """Return the windows in at most MAX_BLOCKS groups of neighbours with about as many sampled steps each."""
     ordered = sorted(windows, key=lambda window: window.first_step)
     whole = sum(window.sampled_steps for window in ordered)
     blocks: dict[int, list[Window]] = {}
@@ -42,13 +42,13 @@ def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
 
 
 def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
-    """The gradients of a block of windows, merged."""
+    """Return the gradients of a block of windows, merged."""
     merged = merge_windows(*block).of_kinds(GRADIENT_KINDS)
     return {key: Visibility.of(tensor) for key, tensor in merged.tensors.items()}
 
 
 def divergence(windows: Sequence[Window]) -> str:
-    """Why the gradients are those of a training that diverged, which no loss scale is for; "" where they are not."""
+    """Return why the gradients are those of a training that diverged, which no loss scale is for; "" where they are not."""
     seen = sorted((window for window in windows if window.gradient_peaks), key=lambda window: window.first_step)
     if not seen:
         return ""
@@ -67,7 +67,7 @@ def divergence(windows: Sequence[Window]) -> str:
 
 
 def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_INTERVAL) -> int:
-    """Steps after which a dynamic scaler should try twice the scale, to follow the window's rise.
+    """Return steps after which a dynamic scaler should try twice the scale, to follow the window's rise.
 
     Where the largest safe scale rises by d powers of two a step over the run, a scaler that grows by one in every 1/d steps
     keeps up: 1/d, within 100 .. ``longest``. A rise of under LEAST_RISE is taken for chance. (A fall needs no interval:

@@ -55,10 +55,9 @@ def _left_broken(event: Event, session: Session) -> Finding:
     else:
         why = "of no step that was taken did the watch see anything but finite values"
         fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
-    return Finding(
-        _ID,
+    return _finding(
+        event,
         "error",
-        event.module,
         f"When the run ended {event.tensor!r} held {_value(event)}; {event.explanation}. "
         f"In which step that began is not known: {why}.",
         _evidence(event),
@@ -68,10 +67,9 @@ def _left_broken(event: Event, session: Session) -> Finding:
 
 def _harmless(events: Sequence[Event]) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
-    return Finding(
-        _ID,
+    return _finding(
+        first,
         "info",
-        first.module,
         f"In step {first.step} {_what(first)} and every gradient was finite all the same: on purpose, perhaps (a mask).",
         _evidence(first),
     )
@@ -87,10 +85,9 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
         if skipped
         else ""
     )
-    return Finding(
-        _ID,
+    return _finding(
+        first,
         "error",
-        first.module,
         f"The forward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}"
         f"{_known_cause(first)}.{useless}",
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
@@ -110,47 +107,61 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
     begin = f"The backward was not finite in {_steps(count)}: first in step {first.step}, where {_what(first)}"
     begin += _scale_too_high(first) + _never_updated(session)
+    if stepped and _survived(stepped[0], session):
+        return _finding(
+            first,
+            "warning",
+            f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: what was not finite "
+            "reached no weight, being masked (by a ReLU, say) or replaced on its way.",
+            evidence,
+            _remedy(first, advice),
+        )
     if stepped:
-        return Finding(
-            _ID,
+        return _finding(
+            first,
             "error",
-            first.module,
             f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
             "is not finite later may come from that.",
             evidence,
             f"{_remedy(first, advice)} Start again from a checkpoint before that step.",
         )
     if not all(event.skipped for event in events):
-        return Finding(
-            _ID,
+        return _finding(
+            first,
             "warning",
-            first.module,
             f"{begin}.",
             evidence,
             _remedy(first, advice),
         )
     if _keeps_skipping(steps, skipped, session):
-        return Finding(
-            _ID,
+        return _finding(
+            first,
             "warning",
-            first.module,
             f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
             " explains.",
             evidence,
             f"{_take(advice)} If the scale is static, it is too large. NaNs at small scales are no overflow: look at the backward"
             " of the module named.",
         )
-    return Finding(
-        _ID,
+    return _finding(
+        first,
         "info",
-        first.module,
         f"{begin}; the scaler skipped the step, as a dynamic loss scale does when it has grown too large.",
         evidence,
     )
 
 
+def _survived(stepped: Event, session: Session) -> bool:
+    """Return whether a forward after a step that was taken on what was not finite was finite: then the weights are."""
+    later = [event for event in session.events if event.step > stepped.step]
+    if any(event.phase in ("forward", END) or event.forward_finite is False for event in session.events):
+        return False
+    watched = session.info.watch and session.progress.watched_steps is None
+    return any(event.forward_finite for event in later) or (watched and session.progress.steps > stepped.step + 2)
+
+
 def _remedy(first: Event, advice: LossScaleAdvice) -> str:
-    """What to do about gradients that broke and that nobody skipped."""
+    """Return what to do about gradients that broke and that nobody skipped."""
     if _scale_too_high(first):
         return _take(advice)
     module = repr(first.module or "the model")
@@ -180,7 +191,7 @@ def _never_updated(session: Session) -> str:
 
 
 def _take(advice: LossScaleAdvice) -> str:
-    """Which scale to take, by the advice."""
+    """Return which scale to take, by the advice."""
     if advice.recommended is None:
         return "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
     if advice.needed is False:
@@ -189,7 +200,7 @@ def _take(advice: LossScaleAdvice) -> str:
 
 
 def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:
-    """Whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over.
+    """Return whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over.
 
     ``steps``: those that were seen not to be finite; ``skipped``: how many were skipped in all.
     """
@@ -205,7 +216,7 @@ def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> boo
 
 
 def _unseen_skips(session: Session) -> list[Finding]:
-    """Steps that were skipped where the watch was off, or did not look at every step."""
+    """Return steps that were skipped where the watch was off, or did not look at every step."""
     progress, skipped = session.progress, session.progress.skipped_steps
     if not skipped or (session.info.watch and progress.watched_steps is None):
         return []
@@ -244,6 +255,10 @@ def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
             "Run with watch=True to learn in which step and module that begins.",
         )
     ]
+
+
+def _finding(event: Event, severity: str, message: str, evidence: dict[str, object], fix: str = "") -> Finding:
+    return Finding(_ID, severity, event.module, message, evidence, fix, step=None if event.phase == END else event.step)
 
 
 def _value(event: Event) -> str:

@@ -41,7 +41,7 @@ class Evidence:
 
 
 def evidence(session: Session) -> Evidence:
-    """The windows of a session that tell something of its gradients, each weighed by the steps it stands for."""
+    """Return the windows of a session that tell something of its gradients, each weighed by the steps it stands for."""
     kept, left_out = _without_collapse(session)
     weights = _whole_weights(_strides(kept, session.progress.steps))
     if len(set(weights)) > 1:
@@ -102,7 +102,7 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
 
 
 def forward_broke(event: Event) -> bool:
-    """Whether the step's forward was not finite already, so that its gradients say nothing about the scale."""
+    """Return whether the step's forward was not finite already, so that its gradients say nothing about the scale."""
     return event.phase == "forward" or event.forward_finite is False
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FloatFormat
+from mpinspect.ranges.analysis.diagnoses import EXPLAIN_EVENTS, diagnose
+from mpinspect.ranges.analysis.diagnoses.case import FP32_WEIGHTS, Case
 from mpinspect.ranges.analysis.event_findings import event_findings
-from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings, runs_in_bfloat16
+from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
+from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
@@ -27,15 +30,36 @@ def findings(
     format: FloatFormat,
 ) -> tuple[Finding, ...]:
     """Everything worth knowing, errors first, then warnings, then information; within one severity in order of finding."""
+    diagnosed = list(diagnose(Case(session, layers, totals, infos, advised, format)))
     found = [
-        *event_findings(session, totals, advised.advice),
-        *gradient_findings(session, layers, advised),
+        *diagnosed,
+        *(_as_consequence(finding, diagnosed) for finding in event_findings(session, totals, advised.advice)),
+        *(_told_already(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
         *_forward_overflow(session, layers, format),
         *update_findings(infos, totals),
         *_reductions(totals, format),
         *_never_fired(coverage),
     ]
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
+
+
+def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
+    """Return what an event comes to, without an alarm and advice of its own where a diagnosis tells its cause."""
+    causes = [
+        each.step
+        for each in diagnosed
+        if each.id in EXPLAIN_EVENTS and each.severity != "info" and each.step is not None
+    ]
+    if finding.step is None or not causes or min(causes) > finding.step:
+        return finding
+    return replace(finding, severity="info", fix="")
+
+
+def _told_already(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
+    """Return an unknown scale without an alarm where a diagnosis says that nothing was seen to scale, and what to do."""
+    if finding.id == "scale-unknown" and any(each.id == "scaler-missing-in-float16" for each in diagnosed):
+        return replace(finding, severity="info", fix="")
+    return finding
 
 
 def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: FloatFormat) -> list[Finding]:
@@ -48,7 +72,7 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
     return [
         Finding(
             "values-overflow",
-            "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
+            "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
             worst.name,
             f"In {format_name(format.name)} {phrase(worst.name, worst.kind)} would overflow: the largest is {largest:.3g}, "
             f"the format ends at {format.max_finite:g}.",
@@ -133,7 +157,7 @@ def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, 
 
 
 def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey, TensorInfo]) -> bool:
-    """Whether the parameter really is held in this format."""
+    """Return whether the parameter really is held in this format."""
     dtypes = {infos[key].dtype for key in (TensorKey(name, UPDATE), TensorKey(name, WEIGHT)) if key in infos}
     return lost.measured or storage in dtypes
 
@@ -159,6 +183,7 @@ def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hy
             "measured": all(part.measured for part in updates.values()),
         },
         _MASTERS,
+        FP32_WEIGHTS if severity == "warning" else "",
     )
 
 
@@ -186,7 +211,7 @@ class ReductionReport:
 
 
 def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFormat) -> tuple[ReductionReport, ...]:
-    """A report for every tensor with a value (updates aside), unscaled values."""
+    """Return a report for every tensor with a value (updates aside), unscaled values."""
     return tuple(
         reduction_report(key, window, format)
         for key, window in totals.items()
@@ -195,7 +220,7 @@ def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFor
 
 
 def reduction_report(key: TensorKey, window: TensorWindow, format: FloatFormat) -> ReductionReport:
-    """The sums of an average sample: the totals over the number of samples. If the average overflows, some sample does."""
+    """Return the sums of an average sample: the totals over the number of samples. If the average overflows, some sample does."""
     first = _per_sample(window.histogram.sum_abs(), window.samples)
     second = _per_sample(window.histogram.sum_squares(), window.samples)
     return ReductionReport(key, first, second, _verdict(first, format), _verdict(second, format))

@@ -32,21 +32,21 @@ def first_line(event: Event) -> str:
 
 
 def _scale(scale: float) -> str:
-    """A number that one has heard of, or the power of two that it is."""
+    """Return a number that one has heard of, or the power of two that it is."""
     mantissa, exponent = math.frexp(scale)
     is_known = mantissa != 0.5 or 0 <= exponent - 1 <= 24
     return f"{scale:.15g}" if is_known else f"2^{exponent - 1}"
 
 
 def what_broke(report: RangeReport) -> Event | None:
-    """The event that a run failed by; None where nothing did harm."""
+    """Return the event that a run failed by; None where nothing did harm."""
     alarming = any(finding.id == "non-finite-event" and finding.severity != "info" for finding in report.findings)
     # A scale that never lets a step through: each skip alone looks like probing.
     return gravest(report.events) or (report.events[0] if alarming and report.events else None)
 
 
 def gravest(events: Sequence[Event]) -> Event | None:
-    """The first event that no loss scaler caught and that did harm; None without one.
+    """Return the first event that no loss scaler caught and that did harm; None without one.
 
     A dynamic loss scale is found by overflowing: a skipped step with a finite forward is how it probes. A forward that is not
     finite while every gradient is, as with a mask of infinities, does no harm.
@@ -55,7 +55,7 @@ def gravest(events: Sequence[Event]) -> Event | None:
 
 
 def _is_probing(event: Event) -> bool:
-    """Whether a loss scaler caught it, as it does when it has grown too large."""
+    """Return whether a loss scaler caught it, as it does when it has grown too large."""
     return bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False
 
 

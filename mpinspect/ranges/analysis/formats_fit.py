@@ -25,7 +25,7 @@ CANDIDATES: tuple[tuple[FloatFormat, str], ...] = (
 
 
 def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[TensorKey]) -> tuple[FormatVerdict, ...]:
-    """A verdict for each kind seen (updates aside: they are added, not held) and each candidate."""
+    """Return a verdict for each kind seen (updates aside: they are added, not held) and each candidate."""
     verdicts = []
     for kind in KINDS:
         histograms = {
@@ -41,7 +41,7 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
 def format_verdict(
     kind: str, histograms: Mapping[str, ExponentHistogram], format: FloatFormat, scaling: str
 ) -> FormatVerdict:
-    """Whether every one of these tensors keeps its L1 mass but for LOST_L1_TOLERANCE, and none overflows.
+    """Return whether every one of these tensors keeps its L1 mass but for LOST_L1_TOLERANCE, and none overflows.
 
     Each histogram must hold a value. ``overflows`` is True where an overflow is certain or possible.
     """

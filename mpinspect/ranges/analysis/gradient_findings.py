@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from mpinspect.ranges.analysis.drift import moved
+from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
 from mpinspect.ranges.analysis.scale_advice import Advised, Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
@@ -21,7 +22,7 @@ MOST_LAYERS_LISTED = 20
 
 
 def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: Advised) -> list[Finding]:
-    """All findings about gradients, from the layers' reports and the decision on the scale."""
+    """Return all findings about gradients, from the layers' reports and the decision on the scale."""
     advice, decision = advised.advice, advised.decision
     gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
     if not session.progress.scale_known:
@@ -73,7 +74,7 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
 
 
 def _scale_fix(decision: Decision) -> str:
-    """How to get the recommended scale; the ways out where no scale serves every layer."""
+    """Return how to get the recommended scale; the ways out where no scale serves every layer."""
     if decision.window.is_empty:
         return _ways_out(decision)
     return (
@@ -83,21 +84,14 @@ def _scale_fix(decision: Decision) -> str:
 
 
 def why_no_alarm(session: Session, worst: Loss, needed: int) -> str:
-    """Why a layer that scale 1 fails is no alarm in this run; "" if it is one."""
+    """Return why a layer that scale 1 fails is no alarm in this run; "" if it is one."""
     if runs_at_least(session, needed):
         return "The run's own loss scale serves it."
-    if runs_in_bfloat16(session, [worst.key]):
-        return "The run uses BF16, which holds them without."
-    return ""
-
-
-def runs_in_bfloat16(session: Session, keys: Collection[TensorKey]) -> bool:
-    """Whether the run holds these tensors in BF16, whose range is FP32's."""
-    return session.passed_through(keys) == {"bfloat16"}
+    return holds_without_scale(session, [worst.key])
 
 
 def runs_at_least(session: Session, log2_scale: int) -> bool:
-    """Whether the run's known loss scale was at least 2^log2_scale in nine steps of ten."""
+    """Return whether the run's known loss scale was at least 2^log2_scale in nine steps of ten."""
     changes = session.progress.scales
     if not changes:
         return False
@@ -187,7 +181,7 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         )
     return Finding(
         "gradients-overflow",
-        "info" if runs_in_bfloat16(session, [layer.key for layer in over]) else "warning",
+        "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
         worst.name,
         f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
         f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.",
@@ -217,7 +211,7 @@ def _window_empty(decision: Decision) -> Finding | None:
 
 
 def _ways_out(decision: Decision) -> str:
-    """What to do where no scale serves every layer."""
+    """Return what to do where no scale serves every layer."""
     large, small, *_ = _at_odds(decision)
     return (
         f"Compute {large!r} in FP32{f' (or {small!r})' if small else ''}, clip the large gradients where they arise, scale the "

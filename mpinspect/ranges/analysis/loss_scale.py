@@ -36,7 +36,7 @@ def recommend_loss_scale(
     tolerance: float = LOST_L1_TOLERANCE,
     growth_interval: int = LONGEST_GROWTH_INTERVAL,
 ) -> LossScaleAdvice:
-    """The loss scale that fits these gradients.
+    """Return the loss scale that fits these gradients.
 
     Args:
         histograms: unscaled gradients, one histogram a layer: by name, or in any iterable (then named "0", "1", ...), or a
@@ -71,7 +71,7 @@ def recommend_loss_scale(
 
 
 def noise_of(totals: Mapping[TensorKey, TensorWindow], ceilings: Mapping[TensorKey, float]) -> frozenset[TensorKey]:
-    """The tensors that hold nothing but rounding noise."""
+    """Return the tensors that hold nothing but rounding noise."""
     return frozenset(key for key, ceiling in ceilings.items() if is_rounding_noise(totals[key].histogram, ceiling))
 
 
@@ -82,7 +82,7 @@ def advise(
     noise: frozenset[TensorKey],
     rules: ScaleRules,
 ) -> Advised:
-    """The advice for what speaks for a session, whose totals and noise are known already."""
+    """Return the advice for what speaks for a session, whose totals and noise are known already."""
     session, format = seen.session, rules.format
     gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
     if not session.progress.scale_known:
@@ -150,7 +150,7 @@ def _without_overflows(session: Session, group: list[Window], peaks: dict[int, i
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:
-    """The run's events, where an overflow of the run would have been one of ``format``."""
+    """Return the run's events, where an overflow of the run would have been one of ``format``."""
     widest = min((FORMATS[name].max_exponent for name in session.passed_through() if name in FORMATS), default=0)
     return list(session.events) if format.max_exponent <= max(widest, FLOAT16.max_exponent) else []
 

@@ -51,7 +51,7 @@ def rounding_noise_ceilings(
 
 
 def is_rounding_noise(histogram: ExponentHistogram, ceiling: float) -> bool:
-    """Whether the values are noise: their average magnitude is within the ceiling. False where there is no value.
+    """Return whether the values are noise: their average magnitude is within the ceiling. False where there is no value.
 
     The average, not the maximum: over a run whose gradients shrink, one early maximum is far above the average step.
     """
@@ -59,7 +59,7 @@ def is_rounding_noise(histogram: ExponentHistogram, ceiling: float) -> bool:
 
 
 def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHistogram:
-    """The histogram without the exponents that lie wholly below the ceiling (a fused bias is noise in part)."""
+    """Return the histogram without the exponents that lie wholly below the ceiling (a fused bias is noise in part)."""
     if not len(histogram.counts) or ceiling <= 0:
         return histogram
     drop = math.frexp(ceiling)[1] - 1 - histogram.min_exponent

@@ -63,7 +63,7 @@ def log2_highest(
     growth_interval: int,
     exact: Sequence[Mapping[int, int]] | None = None,
 ) -> Ceiling | None:
-    """The largest scale at which a step overflows with a probability of at most 1/growth_interval; None without a step.
+    """Return the largest scale at which a step overflows with a probability of at most 1/growth_interval; None without a step.
 
     Args:
         blocks: for blocks of steps in order, for how many steps the exponent of the largest gradient (rounded to 11 bits) was
@@ -114,7 +114,7 @@ def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> flo
 
 
 def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]]:
-    """The blocks, neighbours merged until each has FEWEST_IN_BLOCK steps (or there is one)."""
+    """Return the blocks, neighbours merged until each has FEWEST_IN_BLOCK steps (or there is one)."""
     merged: list[Mapping[int, int]] = []
     for block in blocks:
         if merged and min(sum(merged[-1].values()), sum(block.values())) < FEWEST_IN_BLOCK:
@@ -125,7 +125,7 @@ def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]
 
 
 def tolerance_factor(n: int, freedom: float, probability: float) -> float:
-    """The k for which mean + k s of n normal values is above their (1 - probability) quantile with 95% confidence.
+    """Return the k for which mean + k s of n normal values is above their (1 - probability) quantile with 95% confidence.
 
     The one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella, 1963):
     k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, with the normal quantiles z of the share covered and
@@ -155,7 +155,7 @@ def overflowed_at(events: Iterable[Event]) -> int | None:
 
 
 def tolerated_overflows(steps: int, probability: float) -> int:
-    """How many of the largest peaks may be passed over, and the next still bounds the quantile with 95% confidence.
+    """Return how many of the largest peaks may be passed over, and the next still bounds the quantile with 95% confidence.
 
     The (m+1)-th largest of n values is at least the (1 - p) quantile unless at most m values lie beyond it:
     the largest m with BinomialCDF(m; n, p) <= 0.05, or 0. Where that is in the thousands, the normal distribution's, less

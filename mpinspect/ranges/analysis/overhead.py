@@ -9,7 +9,7 @@ _CLEARLY_ABOVE = 1.25
 
 
 def overhead_line(session: Session) -> str:
-    """A sentence on the cost that was measured and on what was looked at for it; "" where there was no budget.
+    """Return a sentence on the cost that was measured and on what was looked at for it; "" where there was no budget.
 
     Times are those inside the inspector's callbacks (and of its kernels on a CUDA device) over the bare steps.
     """

@@ -23,7 +23,7 @@ def layer_reports(
     format: FloatFormat,
     noise: frozenset[TensorKey],
 ) -> tuple[LayerReport, ...]:
-    """One report a tensor, in the order in which they were watched; ``noise`` names those that hold rounding noise."""
+    """Return one report a tensor, in the order in which they were watched; ``noise`` names those that hold rounding noise."""
     return tuple(
         layer_report(info, totals.get(info.key), format, rounding_noise=info.key in noise)
         for info in tensor_infos(session, totals).values()
@@ -33,7 +33,7 @@ def layer_reports(
 def over_the_run(
     layers: Sequence[LayerReport], seen: Evidence, spoken: dict[TensorKey, TensorWindow], format: FloatFormat
 ) -> tuple[LayerReport, ...]:
-    """The reports with the shares that hold for the run; their counts stay what was counted.
+    """Return the reports with the shares that hold for the run; their counts stay what was counted.
 
     Args:
         layers: of all that was counted.
@@ -69,7 +69,7 @@ def _over_the_run(
 
 
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
-    """The reports with the scale that the decision found each gradient to need, in the block that needs most."""
+    """Return the reports with the scale that the decision found each gradient to need, in the block that needs most."""
     needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
     return tuple(
         replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers
@@ -77,7 +77,7 @@ def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tupl
 
 
 def _between(run: Interval | None, blocks: Sequence[Interval | None]) -> Interval | None:
-    """An estimate over the run, between the lowest and the highest bound of its blocks."""
+    """Return an estimate over the run, between the lowest and the highest bound of its blocks."""
     if run is None:
         return None
     known = [run, *(part for part in blocks if part is not None)]
@@ -95,7 +95,7 @@ def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) 
 
 
 def tensor_infos(session: Session, totals: dict[TensorKey, TensorWindow]) -> dict[TensorKey, TensorInfo]:
-    """What is known of every tensor: those watched, and those counted without having been announced."""
+    """Return what is known of every tensor: those watched, and those counted without having been announced."""
     infos = {info.key: info for info in session.watched}
     for key in totals:
         infos.setdefault(key, TensorInfo(key.name, key.kind, key.name, ""))
@@ -110,7 +110,7 @@ def layer_report(
     log2_scale: int = 0,
     rounding_noise: bool = False,
 ) -> LayerReport:
-    """What ``format`` does to one tensor's values times 2^log2_scale; all fields None if it was never seen.
+    """Return what ``format`` does to one tensor's values times 2^log2_scale; all fields None if it was never seen.
 
     ``log2_scale_needed``, ``max_log2_scale`` and ``range_offset`` are of the unscaled values whatever the scale.
     """
@@ -145,7 +145,7 @@ NO_GRADIENT_SEEN = "not called, or compiled, or no backward reached it"
 
 
 def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> Coverage:
-    """What was watched and what never fired, with a reason for each."""
+    """Return what was watched and what never fired, with a reason for each."""
     seen = {key for key, window in totals.items() if window.samples}
     unseen = tuple((key.name, key.kind, _reason(info, session, seen)) for key, info in infos.items() if key not in seen)
     return Coverage(len(infos), len(infos) - len(unseen), unseen)

@@ -6,27 +6,57 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
-from mpinspect.ranges.session import Event, LostUpdates, Session, TensorKey
-from mpinspect.reporting.finding import Finding
+from mpinspect.ranges.session import Event, LostUpdates, Precision, Session, TensorKey
+from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.rendering import RendersItself
 
 #: Every finding's id; a new finding is listed here.
 FINDING_IDS = (
+    "accumulation-lost",
+    "argument-out-of-range",
+    "average-lost",
+    "batch-not-finite",
+    "epsilon-zero",
     "gradients-already-flushed",
+    "gradients-clipped-to-zero",
     "gradients-flushed",
+    "gradients-missing",
+    "gradients-never-zeroed",
     "gradients-overflow",
+    "gradients-replaced",
+    "gradients-stale",
+    "gradients-zeroed",
+    "initial-scale-too-high",
+    "loss-in-16-bits",
+    "mask-hides-whole-row",
+    "moments-cannot-decay",
     "never-fired",
     "non-finite-event",
+    "overflow-recurs",
+    "parameters-not-optimized",
+    "positions-collapse",
     "reductions-overflow",
     "rounding-noise",
+    "router-ties",
+    "scale-falls-for-forward",
+    "scale-too-high",
+    "scale-too-low",
     "scale-unknown",
     "scale-window-empty",
     "scale-window-moves",
+    "scaler-in-bfloat16",
+    "scaler-missing-in-float16",
+    "scaler-shared",
+    "statistics-broken",
     "training-diverged",
+    "unscale-missing",
     "unwatched-skips",
     "updates-lost",
     "values-overflow",
+    "weight-decay-lost",
     "weight-gradients-fine",
+    "weights-exploded",
+    "zero-row-normalized",
 )
 
 
@@ -164,13 +194,13 @@ class LossScaleAdvice:
     reason: str
 
     def __repr__(self) -> str:
-        """The scale, its window and the headroom in one line."""
+        """Return the scale, its window and the headroom in one line."""
         from mpinspect.ranges.report.scale_line import scale_line
 
         return f"<LossScaleAdvice: {scale_line(self)}>"
 
     def __str__(self) -> str:
-        """The same as a sentence, and the reason."""
+        """Return the same as a sentence, and the reason."""
         from mpinspect.ranges.report.scale_line import scale_line
 
         return f"{scale_line(self)}. {self.reason}"
@@ -193,12 +223,44 @@ class FormatVerdict:
     overflows: bool
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a run comes to.
+
+    Args:
+        healthy: None where too little was seen to say.
+        precision: the ledger in a line: in which dtypes the run keeps and computes things; "" where that is not known.
+        sentences: whether it is healthy, else what is wrong first of all; the scale.
+        change: the one thing to change; "" if nothing.
+        code: that change as code; "" where there is none.
+        more: what else there is to read; "" if nothing.
+    """
+
+    healthy: bool | None
+    precision: str
+    sentences: tuple[str, ...]
+    change: str = ""
+    code: Lines = ""
+    more: str = ""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Three to six lines, the code's among them."""
+        change = (f"Change: {self.change}",) if self.change else ()
+        found = (self.precision, *self.sentences, *change, *self.code.splitlines(), self.more)
+        return tuple(line for line in found if line)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
 @dataclass(frozen=True, repr=False)
 class RangeReport(RendersItself):
     """Everything that a session tells. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     ``format`` is the name of the format asked about, ``layers`` one report a watched tensor, ``overall`` one a kind seen,
     over all its tensors pooled (for orientation: scales are judged layer by layer). ``findings`` are the gravest first.
+    ``in_float16`` is the advice for FP16 where ``format`` is another one.
     """
 
     kind: ClassVar[str] = "ranges"
@@ -212,9 +274,16 @@ class RangeReport(RendersItself):
     loss_scale: LossScaleAdvice
     formats: tuple[FormatVerdict, ...]
     overall: tuple[LayerReport, ...] = ()
+    in_float16: LossScaleAdvice | None = None
+    verdict: Verdict = Verdict(None, "", ())
+
+    @property
+    def precision(self) -> Precision:
+        """The ledger: in which dtypes the run keeps and computes things."""
+        return self.session.precision
 
     def to_dataframe(self) -> Any:
-        """One row a layer and kind, as a pandas DataFrame.
+        """Return one row a layer and kind, as a pandas DataFrame.
 
         Raises:
             ImportError: pandas is not installed (``pip install mpinspect[pandas]``).

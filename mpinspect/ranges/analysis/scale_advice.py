@@ -145,7 +145,7 @@ def decide(
     blocks: Sequence[Block],
     rules: ScaleRules,
 ) -> Decision:
-    """The decision for these gradients.
+    """Return the decision for these gradients.
 
     Args:
         gradients: all of them; at least one is to be served.
@@ -172,7 +172,7 @@ def decide(
 
 
 def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> LossScaleAdvice:
-    """The decision as users get it; ``reason`` says it in words."""
+    """Return the decision as users get it; ``reason`` says it in words."""
     format, chosen, window = decision.rules.format, decision.log2_scale, decision.window
     worst = decision.worst.gradient.histogram
     times = tuple(_time_block(block) for block in blocks)
@@ -228,7 +228,7 @@ def _is_needed(window: ScaleWindow) -> bool | None:
 
 
 def _losses(gradients: Sequence[GradientRange], blocks: Sequence[Block], rules: ScaleRules) -> tuple[Loss, ...]:
-    """Each gradient over the run; a block where it loses more counts where the run as a whole would hide that it fails."""
+    """Return each gradient over the run; a block where it loses more counts where the run as a whole would hide that it fails."""
     losses = {gradient.key: _loss(gradient, rules) for gradient in gradients if gradient.is_served}
     for block in blocks:
         for gradient in block.gradients:

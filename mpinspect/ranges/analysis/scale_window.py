@@ -52,7 +52,7 @@ class GradientRange:
         return least_log2_scale(self.histogram, format, tolerance)
 
     def needs(self, format: FloatFormat, tolerance: float) -> ScaleNeeds:
-        """What a scale must do for it; it holds a value."""
+        """Return what a scale must do for it; it holds a value."""
         lost = _known(LostMass.of(self.histogram, format))
         hidden, floor = self.seen.hidden, self.seen.floor_exponent
         lowest = lost.least_log2_scale(tolerance)
@@ -98,7 +98,7 @@ class ScaleWindow:
         return self.log2_lowest > self.log2_highest
 
     def serving(self, others: Iterable[ScaleWindow]) -> ScaleWindow:
-        """The window whose least scales serve the layers in these windows too; its top stays."""
+        """Return the window whose least scales serve the layers in these windows too; its top stays."""
         parts = [self, *others]
         return replace(
             self,
@@ -122,7 +122,7 @@ def scale_window(
     format: FloatFormat,
     tolerance: float = LOST_L1_TOLERANCE,
 ) -> ScaleWindow | None:
-    """The window of these gradients; None where none holds a value that a scale should serve.
+    """Return the window of these gradients; None where none holds a value that a scale should serve.
 
     ``log2_highest`` is from the peaks of the steps; None takes the largest value counted.
     """
@@ -154,7 +154,7 @@ def scale_conflicts(
 def gradient_ranges(
     histograms: dict[TensorKey, Visibility], ceilings: dict[TensorKey, float], noise: frozenset[TensorKey]
 ) -> tuple[GradientRange, ...]:
-    """The gradients among these tensors, with what is known of their noise."""
+    """Return the gradients among these tensors, with what is known of their noise."""
     return tuple(
         GradientRange(key, seen, ceilings.get(key, 0.0), key in noise)
         for key, seen in histograms.items()

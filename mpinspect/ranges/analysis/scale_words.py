@@ -17,7 +17,7 @@ _WORTH_A_WORD = 1e-3
 
 
 def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str = "") -> str:
-    """Why this scale: what scale 1 would do, the window, how sure."""
+    """Return why this scale: what scale 1 would do, the window, how sure."""
     return " ".join(sentence for sentence in _reason(decision, gradients, left_out) if sentence)
 
 
@@ -33,7 +33,7 @@ def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: st
 
 
 def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None = None) -> str:
-    """Why there is no advice although the scale is known, and what to do."""
+    """Return why there is no advice although the scale is known, and what to do."""
     if any(gradient.histogram.total for gradient in gradients):
         if any(gradient.is_noise for gradient in gradients):
             return "No advice: the only gradients with a value are zero in theory and hold rounding noise."
@@ -51,7 +51,7 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
 
 
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
-    """Why there is no advice where a backward's scale is not known; what can be said of the gradients as they arrived."""
+    """Return why there is no advice where a backward's scale is not known; what can be said of the gradients as they arrived."""
     cause = (session.progress.scale_unknown_reason or "the loss scale of a backward could not be told").rstrip(".")
     ask = "Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
     if "loss_scale=" in cause:
@@ -60,7 +60,7 @@ def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: 
 
 
 def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
-    """What the format does to the gradients under the scale that they came with, where that was never known."""
+    """Return what the format does to the gradients under the scale that they came with, where that was never known."""
     if any(change.scale is not None for change in session.progress.scales):
         # Some were unscaled before they were counted, some were not.
         return ""
@@ -140,7 +140,7 @@ def _no_scale(decision: Decision) -> str:
 
 
 def _overflowed(decision: Decision) -> str:
-    """What the window's top rests on where that is not what was counted."""
+    """Return what the window's top rests on where that is not what was counted."""
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         return f"The run itself overflowed at 2^{ceiling.log2_overflowed}."
@@ -154,7 +154,7 @@ def _overflowed(decision: Decision) -> str:
 
 
 def _hidden(decision: Decision) -> str:
-    """What is to be said of values that were flushed before they could be counted."""
+    """Return what is to be said of values that were flushed before they could be counted."""
     window = decision.window
     if not decision.hides:
         return ""

@@ -28,7 +28,7 @@ NEGLIGIBLE_L1_SHARE = 2.0**-24
 
 
 def flush_exponent(format: FloatFormat) -> int:
-    """Exponent of the magnitude up to which the format flushes (-25 for FP16)."""
+    """Return exponent of the magnitude up to which the format flushes (-25 for FP16)."""
     return format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
 
 

@@ -86,7 +86,7 @@ class Visibility:
         return mass / (mass + self.histogram.shifted(-top).sum_abs().estimate)
 
     def hidden_flush(self, format: FloatFormat, log2_scale: int) -> bool:
-        """Whether every hidden value certainly flushes at this scale."""
+        """Return whether every hidden value certainly flushes at this scale."""
         if self.floor_exponent is None:
             return True
         # Where subnormals are flushed the edge itself is kept.

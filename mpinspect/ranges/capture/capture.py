@@ -16,8 +16,16 @@ from mpinspect.ranges.capture import optimizer_steps, tensor_hooks
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.budget import Budget
 from mpinspect.ranges.capture.counting import Counting
+from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
+from mpinspect.ranges.capture.diagnosing.averages import Averages
+from mpinspect.ranges.capture.diagnosing.buffers import Buffers
+from mpinspect.ranges.capture.diagnosing.equal_by_rounding import EqualByRounding
+from mpinspect.ranges.capture.diagnosing.examination import Examination
+from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
+from mpinspect.ranges.capture.diagnosing.ledger import Ledger
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter, named_parameters
+from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
@@ -26,6 +34,7 @@ from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event
+from mpinspect.runtime import backward_calls
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
 from mpinspect.runtime.guard import guarded
 from mpinspect.runtime.meter import Meter
@@ -88,13 +97,22 @@ class Capture(Dispatcher):
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
         self._updates = Updates(self._tally, self._optimizers, UPDATE in self._kinds)
-        self._observers = (self._counting, self._updates)
+        ledger = Ledger(self._parameters, self._optimizers, step_clock, recording)
+        handed_over = HandedOver(self._parameters, self._optimizers, step_clock, recording)
+        averages = Averages(self._parameters, self._optimizers, step_clock, recording)
+        accumulation = Accumulation(step_clock, recording)
+        self._observers = (self._counting, self._updates, ledger, handed_over, averages, accumulation)
         if watch:
             modules = {layer.path: layer.module for layer in self._layers}
             self._watch = Watch(
                 modules, self._optimizers, self._broken_weights, self.clock, recording, may_pause=budget is not None
             )
             self._observers += (self._watch,)
+        self._observers += (
+            Buffers(self._layers, step_clock, recording),
+            Examination(self._layers, self._parameters, step_clock, recording),
+            EqualByRounding(step_clock, recording),
+        )
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 
@@ -117,6 +135,7 @@ class Capture(Dispatcher):
         self._begin_step()
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
+        backward_calls.listen(self.backward_called)
 
     @guarded
     def _warm_up(self) -> None:
@@ -136,11 +155,17 @@ class Capture(Dispatcher):
         if self.clock.begun:
             # Broken off before an optimizer stepped, or a backward of another network passed through: no step.
             self._end_step(finished=not self.clock.waits_for_optimizer)
+        for observer in self._observers:
+            self._run_ends(observer)
         self.collect(wait=True)
         self._note_what_was_missed()
         self._record_whether_updated()
         self._hooks.forget()
         self.waiting.end()
+
+    @guarded
+    def _run_ends(self, observer: Observer) -> None:
+        observer.run_ends()
 
     def abandon(self) -> None:
         """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""
@@ -149,6 +174,7 @@ class Capture(Dispatcher):
 
     def _stop(self) -> None:
         self.attached = False
+        backward_calls.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
         self._hooks.remove()

@@ -207,7 +207,7 @@ def _in_forward(
 
 
 def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -> Culprit:
-    """Name a container: none of its inputs is known to be infinite or NaN, and an input of a module inside it is."""
+    """Return name a container: none of its inputs is known to be infinite or NaN, and an input of a module inside it is."""
     where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
     if not around.module and not around.given:
         where += " or in the data,"
@@ -267,7 +267,7 @@ def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], unti
 
 
 def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[str], unread: Sequence[str]) -> Culprit:
-    """Name the code of a container around the producer, or the loss: no module that was given the tensor made it."""
+    """Return name the code of a container around the producer, or the loss: no module that was given the tensor made it."""
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""

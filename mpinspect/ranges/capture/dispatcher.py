@@ -194,6 +194,10 @@ class Dispatcher(Guarded):
         if is_new:
             for observer in backward.observers:
                 observer.backward_begins(backward)
+        if any(observer.wants_backward_end for observer in backward.observers):
+            observers = backward.observers
+            tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_tell_of_end, observers))
+            torch.autograd.Variable._execution_engine.queue_callback(tell)
         counts = any(observer.lets_gradients_wait for observer in backward.observers)
         if counts and backward.divisor is None and not self._hooks.others_change_gradients:
             self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.looks)
@@ -207,7 +211,16 @@ class Dispatcher(Guarded):
         products = self._scale.loss_scaled(scaler, scaled)
         if self._at_work and self.clock.begun:
             for observer in self._at_work:
+                observer.scaler_used(scaler)
                 observer.loss_scaled(list(tensors_in(given)), products, self.clock.micro_batch)
+
+    @entrance
+    def backward_called(self, given: Any) -> None:
+        """Show the losses of a backward that has not begun, which may be of another model: those of a step that has begun."""
+        losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
+        if self._at_work and self.clock.in_forward and losses:
+            for observer in self._at_work:
+                observer.backward_called(losses)
 
     # -- the optimizers -------------------------------------------------------------------------------------------
 
@@ -228,6 +241,20 @@ class Dispatcher(Guarded):
             observer.step_skipped(optimizer)
         if self.clock.optimizer_done(optimizer, skipped=True):
             self._end_step()
+
+    @entrance
+    def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that a scaler is about to unscale an optimizer's gradients."""
+        if self._at_work and self._optimizers.owns(optimizer):
+            for observer in self._at_work:
+                observer.unscaling(optimizer)
+
+    @entrance
+    def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Take note that a scaler has unscaled them."""
+        if self._at_work and self._optimizers.owns(optimizer):
+            for observer in self._at_work:
+                observer.unscaled(optimizer)
 
     @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -286,6 +313,7 @@ class Dispatcher(Guarded):
 
     def _begin_step(self) -> None:
         self._sampled, watched = (False, False) if self._resting else self._pace.next_step()
+        self.clock.begin(self._sampled, watched)
         for observer in self._observers:
             observer.begin_step(self._sampled, watched)
         self._observing = () if self._resting else self._observers
@@ -296,3 +324,9 @@ class Dispatcher(Guarded):
         self._precision.begin_step()
         self._scale.forget()
         self._hooks.begin_step(self.quiet)
+
+
+def _tell_of_end(observers: Sequence[Observer]) -> None:
+    """Tell observers that a backward is over."""
+    for observer in observers:
+        observer.backward_ends()

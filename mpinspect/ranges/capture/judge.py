@@ -119,7 +119,7 @@ class Judge:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _copies(self, log: StepLog) -> list[tuple[list[int], HostCopy]]:
-        """One copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
+        """Return one copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
         groups: dict[Any, list[int]] = {}
         values: dict[int, Any] = {
             index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -51,10 +51,27 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         tensor = torch.view_as_real(tensor)
     if not tensor.numel() or tensor.element_size() == 1:
         return None
-    if tensor.is_cpu and not tensor.data_ptr() and not tensor._is_zerotensor():
-        # Its memory was given back, as sharded training does between uses.
+    if tensor.is_cpu and not has_memory(tensor) and not tensor._is_zerotensor():
         return None
     return tuple(torch.aminmax(tensor))
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor whose memory was given back, as sharded training does between uses: reading it would crash."""
+    return tensor.data_ptr() != 0
+
+
+def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Return whether torch reads it: a dense tensor or parameter in 16 bits or more, no subclass, with its memory."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and isinstance(tensor, torch.Tensor)
+        and tensor.is_floating_point()
+        and tensor.element_size() > 1
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and has_memory(tensor)
+    )
 
 
 def on_host(value: Value) -> float | None:

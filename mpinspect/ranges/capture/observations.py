@@ -151,6 +151,8 @@ class Observer:
     at_work = False
     #: Whether it takes gradients of parameters together, once their backward is over (``waited``).
     lets_gradients_wait = False
+    #: Whether it wants to be told of the end of each backward.
+    wants_backward_end = False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Decide whether to be at work in the step that begins."""
@@ -161,6 +163,9 @@ class Observer:
     def backward_begins(self, backward: Backward) -> None:
         """The first gradient of a backward has arrived."""
 
+    def backward_ends(self) -> None:
+        """The backward is over: every gradient that it brought is in ``.grad``. Called where ``wants_backward_end``."""
+
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
         """A gradient at an output has arrived."""
 
@@ -170,8 +175,23 @@ class Observer:
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """The backward of these parameters' gradients is over; each is what it was when it arrived."""
 
+    def scaler_used(self, scaler: Any) -> None:
+        """A scaler multiplies losses."""
+
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """A scaler multiplied losses; ``scaled``: those of the products that have a backward."""
+
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """A scaler is about to divide the optimizer's gradients by the scale, in ``unscale_`` or within its ``step``."""
+
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has divided them."""
+
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """``backward`` or ``torch.autograd.backward`` was called with these and has not begun."""
+
+    def run_ends(self) -> None:
+        """The inspector is being detached: the model is as the run leaves it."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the model is about to step."""

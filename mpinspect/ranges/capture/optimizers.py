@@ -114,6 +114,18 @@ class ModelOptimizers:
         self._in_step.discard(id(optimizer))
         return skipped
 
+    def states(self) -> set[int]:
+        """Return the ids of the tensors that the optimizers keep beside the parameters."""
+        return {
+            id(value)
+            for optimizer, ours in self._ours.items()
+            if ours
+            for state in optimizer.state.values()
+            if isinstance(state, dict)
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        }
+
     @property
     def any_fused(self) -> bool:
         """Whether one of them takes found_inf on the device, so that nobody on the host knows if it stepped."""

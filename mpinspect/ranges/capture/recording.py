@@ -11,6 +11,8 @@ from dataclasses import replace
 from mpinspect.ranges.capture.sinks import Sink, Sinks
 from mpinspect.ranges.session import (
     Event,
+    Measurement,
+    Precision,
     Progress,
     RunInfo,
     ScaleChange,
@@ -76,6 +78,8 @@ class WindowList:
 
 #: Events held; what follows is the same trouble again.
 EVENT_LIMIT = 1000
+#: Measurements held: observers measure a few of their kind, and this bounds them all.
+MEASUREMENT_LIMIT = 1000
 #: Changes of the loss scale held: a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
 #: Tensors that one note names.
@@ -122,6 +126,8 @@ class Recording:
     ) -> None:
         self.info = info
         self.progress = Progress()
+        self.precision = Precision()
+        self.measurements: list[Measurement] = []
         #: What the step that ends adds to the measured cost.
         self._cost: dict[str, float] = {}
         self.notes: list[str] = []
@@ -159,6 +165,18 @@ class Recording:
             self._announce(event)
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
+
+    def measured(self, measurement: Measurement) -> None:
+        """Keep a measurement; of any number the first MEASUREMENT_LIMIT."""
+        if len(self.measurements) < MEASUREMENT_LIMIT:
+            self.measurements.append(measurement)
+            self._sinks.each(lambda sink: sink.measurement(measurement))
+
+    def dtypes(self, precision: Precision) -> None:
+        """Take the run's dtypes as far as they are known now."""
+        if precision != self.precision:
+            self.precision = precision
+            self._sinks.each(lambda sink: sink.precision(precision))
 
     def unread(self, done: str, tensors: Mapping[str, Sequence[TensorKey]]) -> None:
         """Name the tensors that could not be read, in a note and, should they never be counted, in the report's coverage.
@@ -293,6 +311,8 @@ class Recording:
             tuple(self.events),
             tuple(self.notes),
             self.progress,
+            self.precision,
+            tuple(self.measurements),
         )
 
     def _write_due(self) -> bool:

@@ -25,6 +25,12 @@ class ScalerListener(Protocol):
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` has returned."""
 
+    def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.unscale_(optimizer)`` is about to run, called by the loop or by ``step``."""
+
+    def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.unscale_(optimizer)`` has returned."""
+
 
 _listeners: list[ScalerListener] = []
 _originals: list[tuple[type, str, Any]] = []
@@ -36,6 +42,7 @@ def listen(listener: ScalerListener) -> None:
         for owner in _scaler_classes(torch.amp.GradScaler):
             _wrap(owner, "scale", _wrapped_scale)
             _wrap(owner, "step", _wrapped_step)
+            _wrap(owner, "unscale_", _wrapped_unscale)
     _listeners.append(listener)
 
 
@@ -101,3 +108,22 @@ def _wrapped_step(original: Any) -> Any:
         return result
 
     return step
+
+
+def _wrapped_unscale(original: Any) -> Any:
+    @functools.wraps(original)
+    def unscale_(self: Any, optimizer: torch.optim.Optimizer) -> Any:
+        if (id(self), "unscale_") in _inside:
+            return original(self, optimizer)
+        _inside.add((id(self), "unscale_"))
+        try:
+            for listener in tuple(_listeners):
+                listener.scaler_unscales(self, optimizer)
+            result = original(self, optimizer)
+        finally:
+            _inside.discard((id(self), "unscale_"))
+        for listener in tuple(_listeners):
+            listener.scaler_unscaled(self, optimizer)
+        return result
+
+    return unscale_

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mpinspect.ranges.session import Event, Progress, TensorInfo, Window, merge_windows
+from mpinspect.ranges.session import Event, Measurement, Precision, Progress, TensorInfo, Window, merge_windows
 from mpinspect.runtime.appending import no_room
 from mpinspect.runtime.background import Background
 
@@ -27,6 +27,10 @@ class Sink(Protocol):
     def event(self, event: Event) -> None: ...
 
     def note(self, note: str) -> None: ...
+
+    def measurement(self, measurement: Measurement) -> None: ...
+
+    def precision(self, precision: Precision) -> None: ...
 
     def progress(self, progress: Progress) -> None: ...
 

@@ -21,7 +21,7 @@ _ALL_ONES = 0xFFFFFFFF
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum, 0 .. 2^32 - 1, as ``google_crc32c.value`` and TensorBoard compute it. About 10 ms for a megabyte."""
+    """Return the checksum, 0 .. 2^32 - 1, as ``google_crc32c.value`` and TensorBoard compute it. About 10 ms for a megabyte."""
     blocks = 1 << max(-(-len(data) // _BLOCK) - 1, 0).bit_length()
     padded = np.zeros(blocks * _BLOCK, dtype=np.uint8)
     # Leading zeros change no remainder that begins at zero.
@@ -43,7 +43,7 @@ def crc32c(data: bytes) -> int:
 
 @cache
 def _byte_table() -> Words:
-    """What one byte leaves of a remainder's lowest eight bits."""
+    """Return what one byte leaves of a remainder's lowest eight bits."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
@@ -51,7 +51,7 @@ def _byte_table() -> Words:
 
 
 def _shifted(remainders: Words, log2_bytes: int) -> Words:
-    """The remainders after 2^log2_bytes more zero bytes."""
+    """Return the remainders after 2^log2_bytes more zero bytes."""
     parts = _shift_tables(log2_bytes)
     shifted: Words = parts[0][remainders & 0xFF]
     for index in (1, 2, 3):

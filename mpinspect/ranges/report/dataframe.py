@@ -27,7 +27,7 @@ _LABELS = ("name", "kind", "module", "module_type", "samples")
 
 
 def render(report: RangeReport) -> Any:
-    """One row a layer and kind, in the model's order; what is not known is missing (NaN or ``<NA>``).
+    """Return one row a layer and kind, in the model's order; what is not known is missing (NaN or ``<NA>``).
 
     An estimate ``x`` has its bounds in ``x_low`` and ``x_high``; a measured one has them equal to it.
     ``flushed_fraction_scaled`` is at the recommended loss scale, the other figures are at scale 1.

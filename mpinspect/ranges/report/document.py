@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
+from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.overhead import overhead_line
-from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, LossScaleAdvice, RangeReport, TimeBlock
+from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
-from mpinspect.ranges.report.layers import badness, flushed_at_recommended, log2_recommended, range_strip, seen_layers
-from mpinspect.ranges.report.scale_line import scale_line, steps_and_samples
-from mpinspect.ranges.session import END, Event, Session
+from mpinspect.ranges.report.layers import (
+    Repeated,
+    badness,
+    flushed_at_recommended,
+    log2_recommended,
+    one_by_one,
+    range_strip,
+    repeated,
+    seen_layers,
+)
+from mpinspect.ranges.report.scale_line import scale_in_brief, scale_line, steps_and_samples
+from mpinspect.ranges.session import END, Event
 from mpinspect.reporting.document import (
     Block,
     Cell,
+    Code,
     Column,
     Document,
     Findings,
@@ -26,6 +37,7 @@ from mpinspect.reporting.document import (
     Table,
     Tables,
     bullets,
+    is_empty,
     lines,
     most,
     section,
@@ -33,48 +45,85 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, power_of_two, share
 
 #: About as many as one looks through; GitHub cuts a comment at 65,536 characters.
-LAYERS = Limit(40, 100, "more rows that lose less; to_dataframe() and JSON have all")
+LAYERS = Limit(
+    8, 100, "more rows that lose less (--all, JSON)", "more rows that lose less; to_dataframe() and JSON have all"
+)
 EVENTS = Limit(5, 10)
 #: Layers that never fired, by reason, and their names.
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
-_LEGEND = "~ an estimate, with its [bounds] where they lie far apart; ? not known"
+_LEGEND = "~ estimate, [bounds] where far apart; ? not known; {0..11}: the worst of them"
 
 
-def document(report: RangeReport) -> Document:
-    """The report as a document."""
+def title(report: RangeReport) -> str:
+    """Return what was judged against what."""
+    return f"{report.session.info.model or 'A model'} against {report.format}"
+
+
+def document(report: RangeReport, *, everything: bool = False, verdict: bool = True) -> Document:
+    """Return the report as a document.
+
+    Args:
+        everything: whether every layer has a row of its own; else repeated blocks share one, and the worst rows are shown.
+        verdict: whether it begins with its title and the verdict.
+    """
     session = report.session
+    # What the verdict says of a healthy run is all that most want to know of it.
+    is_healthy = bool(report.verdict.healthy) and not everything
     return Document(
-        f"{session.info.model or 'A model'} against {report.format}",
+        title(report) if verdict else "",
         (
-            *lines(_totals(session)),
-            *section("Infinite or NaN", *_events(report.events)),
-            *section("Loss scale", *_loss_scale(report.loss_scale)),
+            *(verdict_blocks(report.verdict) if verdict else ()),
             *section("Findings", Findings(report.findings)),
-            *_layers(report),
-            *section("Other formats", *lines(_formats(report.formats))),
-            *section("Coverage", Line(str(report.coverage)), _never_fired(report)),
+            *section("Infinite or NaN", *_events(report.events)),
+            *section("Loss scale", *_loss_scale(report), is_detail=is_healthy),
+            *_layers(report, everything),
+            *section("Other formats", *lines(_formats(report.formats)), is_detail=is_healthy),
+            *section(
+                "Coverage",
+                Line(_totals(report)),
+                Line(overhead_line(session)),
+                _never_fired(report),
+                # A run's own report has the steps in its brief.
+                is_detail=is_healthy
+                and not verdict
+                and not report.coverage.never_fired
+                and not session.info.max_overhead,
+            ),
             *section("Notes", bullets(session.notes, NOTES)),
         ),
     )
 
 
-def _totals(session: Session) -> Iterator[str]:
+def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
+    """Return the verdict's lines: what is wrong stands out, and the change to make."""
+    first, *more = verdict.sentences or ("",)
+    blocks: tuple[Block, ...] = (
+        Line(verdict.precision),
+        Line(first, "strong" if verdict.healthy is None else "good" if verdict.healthy else "error"),
+        *map(Line, more),
+        Line(f"Change: {verdict.change}" if verdict.change else ""),
+        Code(verdict.code),
+        Line(verdict.more, "dim"),
+    )
+    return tuple(block for block in blocks if not is_empty(block))
+
+
+def _totals(report: RangeReport) -> str:
+    session = report.session
     seen = session.passed_through() - {"float32"}
     # The narrow formats that values were rounded to on their way, as under autocast.
     computed_in = f"; values were rounded to {' and '.join(sorted(seen))}" if seen else ""
-    yield f"{steps_and_samples(session.progress, '' if session.progress.ended else ' so far')}{computed_in}"
-    overhead = overhead_line(session)
-    if overhead:
-        yield overhead
+    counted = steps_and_samples(session.progress, "" if session.progress.ended else " so far")
+    return f"{counted}{computed_in}; {report.coverage}"
 
 
 # -- what broke -----------------------------------------------------------------------------------------------------
 
 
 def _events(events: Sequence[Event]) -> Iterator[Block]:
-    """The first in full, some of the others in a line each."""
+    """Yield the first in full, some of the others in a line each."""
     if not events:
         return
     first = events[0]
@@ -112,7 +161,13 @@ def _where(event: Event) -> str:
 # -- the loss scale -------------------------------------------------------------------------------------------------
 
 
-def _loss_scale(advice: LossScaleAdvice) -> Iterator[Line]:
+def _loss_scale(report: RangeReport) -> Iterator[Line]:
+    advice = report.loss_scale
+    if report.in_float16 is not None and advice.needed is False:
+        yield Line(scale_in_brief(report), "strong")
+        if report.in_float16.needed is not False:
+            yield Line(f"In FP16: {report.in_float16.reason}")
+        return
     if not advice.available:
         yield Line("No loss scale can be suggested.", "strong")
         yield Line(advice.reason)
@@ -133,7 +188,7 @@ def _loss_scale(advice: LossScaleAdvice) -> Iterator[Line]:
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
-    """Whether the window moves by more than a power of two, which is noise."""
+    """Return whether the window moves by more than a power of two, which is noise."""
     if any(block.log2_lowest is None for block in blocks):
         return True
     ends = [
@@ -148,7 +203,7 @@ def _window(block: TimeBlock) -> str:
 
 
 def _block(first: TimeBlock, last: TimeBlock) -> str:
-    """The steps of neighbouring blocks, and the window that all of them have."""
+    """Return the steps of neighbouring blocks, and the window that all of them have."""
     if first.first_step == last.last_step:
         return f"step {first.first_step:,} {_window(first)}"
     return f"steps {first.first_step:,}-{last.last_step:,} {_window(first)}"
@@ -160,14 +215,17 @@ def _block(first: TimeBlock, last: TimeBlock) -> str:
 Figure = Callable[[LayerReport], str | Cell]
 
 
-def _layers(report: RangeReport) -> Iterator[Block]:
-    """A table for each kind that was seen; of many layers those that lose most."""
-    seen = seen_layers(report)
-    if not seen:
+def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
+    """Yield a table for each kind that was seen; of many layers those that lose most, of repeated blocks the worst."""
+    counted = seen_layers(report)
+    if not counted:
         yield from section("Layers", Line("No tensor was counted."))
         return
+    limit = None if everything else LAYERS
+    blocks = one_by_one(counted) if limit is None or len(counted) <= limit.terminal else repeated(counted)
+    seen = [block.worst for block in blocks]
     worst_first = sorted(range(len(seen)), key=lambda place: badness(seen[place]), reverse=True)
-    ranks = {place: rank for rank, place in enumerate(worst_first[: most(LAYERS, len(seen))])}
+    ranks = {place: rank for rank, place in enumerate(worst_first[: most(limit, len(seen))])}
     chosen = sorted(ranks, key=lambda place: (KINDS.index(seen[place].kind), place))
     tables = []
     for kind, group in groupby(chosen, lambda place: seen[place].kind):
@@ -179,10 +237,12 @@ def _layers(report: RangeReport) -> Iterator[Block]:
             if kind == UPDATE
             else f"{kind_named(kind).title} in {report.format} at scale 1"
         )
-        rows = tuple((_name(layer), *(_as_cell(figure(layer)) for _, figure in columns)) for layer in of_kind)
+        rows = tuple(
+            (_name(blocks[place]), *(_as_cell(figure(seen[place])) for _, figure in columns)) for place in places
+        )
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
-    yield Tables(tuple(tables), LAYERS, len(seen), _LEGEND)
+    yield Tables(tuple(tables), limit, len(seen), _LEGEND)
 
 
 def _as_cell(figure: str | Cell) -> Cell:
@@ -190,32 +250,35 @@ def _as_cell(figure: str | Cell) -> Cell:
 
 
 def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]]:
-    """The figures that layers of this kind are asked for. A new column is written here and nowhere else."""
+    """Return the figures that layers of this kind are asked for. A new column is written here and nowhere else."""
     columns: list[tuple[Column, Figure]] = [
         (
-            Column("offset", meaning="unused powers of two at the top of the format"),
+            Column("offset", meaning="unused powers of two at the top"),
             lambda layer: UNKNOWN if layer.range_offset is None else str(layer.range_offset),
         ),
         (
-            Column("flushed", meaning="share of the non-zero elements"),
-            lambda layer: share(layer.flushed_fraction),
+            Column("flushed", meaning="of the non-zero elements"),
+            lambda layer: _flushed(layer, layer.flushed_fraction),
         ),
     ]
     k = log2_recommended(report.loss_scale)
     # At scale 1 it would say the same again.
     if kind in GRADIENT_KINDS and k != 0:
         columns.append(
-            (Column("at ?" if k is None else f"at 2^{k}"), lambda layer: share(flushed_at_recommended(layer, report)))
+            (
+                Column("at ?" if k is None else f"at 2^{k}"),
+                lambda layer: _flushed(layer, flushed_at_recommended(layer, report)),
+            )
         )
     format = FORMATS[report.format]
     columns += [
         (
-            Column("L1 lost", meaning="share of the sum of magnitudes that is flushed"),
+            Column("L1 lost", meaning="of the sum of magnitudes"),
             lambda layer: share(layer.lost_l1_share, is_estimate=True, near=LOST_L1_TOLERANCE),
         ),
-        (Column("largest", meaning="magnitude, rounded down"), _largest),
+        (Column("largest", meaning="rounded down"), _largest),
         (
-            Column("subnormal", priority=1, meaning="share that survives with fewer bits"),
+            Column("subnormal", priority=1, meaning="survives with fewer bits"),
             lambda layer: UNKNOWN if layer.subnormal_fraction is None else percent(layer.subnormal_fraction),
         ),
         (
@@ -229,6 +292,12 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         ),
     ]
     return columns
+
+
+def _flushed(layer: LayerReport, elements: Interval | None) -> str:
+    """Return a share of elements, with its bounds only where the share of the sum, which decides, may be too large."""
+    is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE
+    return share(elements, near=1.0) if is_served else share(elements)
 
 
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
@@ -254,12 +323,16 @@ def _largest(layer: LayerReport) -> str:
     return f"2^{layer.histogram.max_exponent}" if layer.histogram.nonzero else NOT_APPLICABLE
 
 
-def _name(layer: LayerReport) -> Cell:
-    return Cell(layer.name or "(the model)", notes=() if layer.kind == UPDATE else tuple(_remarks(layer)))
+def _name(block: Repeated) -> Cell:
+    """Return the layer's name, or that of a repeated one with the worst of them, whose figures the row has."""
+    layer = block.worst
+    loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
+    of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()
+    return Cell(block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(layer))))
 
 
 def _remarks(layer: LayerReport) -> Iterator[str]:
-    """What else a reader of the row must know, each a few words."""
+    """Yield what else a reader of the row must know, each a few words."""
     histogram = layer.histogram
     if histogram is not None and histogram.infs + histogram.nans:
         yield f"{histogram.infs:,} inf, {histogram.nans:,} NaN"
@@ -275,13 +348,16 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
 
 
 def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
-    """A line a kind: the formats that would do, then those that would not and why."""
+    """Yield the formats that would do, then those that would not and why: a line for kinds of which the same is to be said."""
+    told: dict[str, list[str]] = {}
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
         yes = ", ".join(_format_name(verdict) for verdict in of_kind if verdict.fits)
         no = ", ".join(f"{_format_name(verdict)} ({_why_not(verdict)})" for verdict in of_kind if not verdict.fits)
         parts = ([f"would do: {yes}"] if yes else []) + ([f"would not: {no}"] if no else [])
-        yield f"{kind.replace('_', ' ')}s: {'; '.join(parts)}"
+        told.setdefault("; ".join(parts), []).append(f"{kind.replace('_', ' ')}s")
+    for words, kinds in told.items():
+        yield f"{', '.join(kinds)}: {words}"
 
 
 def _format_name(verdict: FormatVerdict) -> str:
@@ -294,7 +370,7 @@ def _why_not(verdict: FormatVerdict) -> str:
 
 
 def _never_fired(report: RangeReport) -> Items:
-    """The tensors that never arrived, by kind and reason."""
+    """Return the tensors that never arrived, by kind and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, kind, reason in report.coverage.never_fired:
         groups.setdefault((kind, reason or "reason unknown"), []).append(name or "(the model)")

@@ -14,7 +14,7 @@ LAYOUT = Layout(3)
 
 
 def to_plain(report: RangeReport) -> dict[str, Any]:
-    """The report as plain dicts, lists, strings, numbers, booleans and None, keys in the order of the fields."""
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None, keys in the order of the fields."""
     return headed("mpinspect.report", 1, plain(report, _SPECIAL))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat
@@ -16,12 +17,61 @@ _BELOW = 15
 
 
 def seen_layers(report: RangeReport) -> list[LayerReport]:
-    """The layers that were counted at least once, in the model's order; those that never fired stand under coverage."""
+    """Return the layers that were counted at least once, in the model's order; those that never fired stand under coverage."""
     return [layer for layer in report.layers if layer.samples and layer.histogram is not None]
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """A layer, or one that a model's blocks repeat.
+
+    Args:
+        name: of the one, or as in "h.{0..11}.attn.weight".
+        worst: the one that loses most of them.
+    """
+
+    name: str
+    worst: LayerReport
+
+
+def one_by_one(layers: Iterable[LayerReport]) -> list[Repeated]:
+    """Return each layer by itself."""
+    return [Repeated(layer.name, layer) for layer in layers]
+
+
+def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
+    """Return the layers, those as one whose names differ in the numbers of their blocks alone, in the order of the first of each.
+
+    The last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
+    """
+    groups: dict[tuple[object, ...], list[LayerReport]] = {}
+    for layer in layers:
+        parts = layer.name.split(".")
+        last = layer.module.count(".") if layer.module else len(parts)
+        pattern = tuple("" if place < last and part.isdigit() else part for place, part in enumerate(parts))
+        groups.setdefault((layer.kind, layer.module_type, *pattern), []).append(layer)
+    return [
+        Repeated(_common_name([layer.name for layer in group]), max(group, key=badness)) for group in groups.values()
+    ]
+
+
+def _common_name(names: list[str]) -> str:
+    """As in "h.{0..11}.attn.weight", or "h.{0,2,5}.attn.weight"."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(_alternatives(list(dict.fromkeys(parts))) for parts in columns)
+
+
+def _alternatives(parts: list[str]) -> str:
+    if len(parts) == 1:
+        return parts[0]
+    numbers = sorted(map(int, parts))
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
 def worst(layers: Iterable[LayerReport], limit: int) -> list[LayerReport]:
-    """The ``limit`` layers that lose most, worst first; all of them in the model's order if they are not more."""
+    """Return the ``limit`` layers that lose most, worst first; all of them in the model's order if they are not more."""
     found = list(layers)
     return found if len(found) <= limit else sorted(found, key=badness, reverse=True)[:limit]
 
@@ -42,7 +92,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
 
 
 def log2_recommended(advice: LossScaleAdvice) -> int | None:
-    """The recommended scale as a power of two, rounded down; None where there is none."""
+    """Return the recommended scale as a power of two, rounded down; None where there is none."""
     return None if advice.recommended is None else math.frexp(advice.recommended)[1] - 1
 
 
@@ -55,7 +105,7 @@ def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval 
 
 
 def range_strip(histogram: ExponentHistogram, format: FloatFormat) -> Strip:
-    """Shares of the non-zero elements by exponent: below the format's flush edge, between that and its top, and beyond."""
+    """Return shares of the non-zero elements by exponent: below the format's flush edge, between that and its top, and beyond."""
     # The exponents that survive begin at the smallest subnormal's less one: its upper half rounds up.
     edge, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
     low = edge - _BELOW

@@ -24,7 +24,7 @@ _MAX_MARGIN = 40
 
 
 def rows(report: RangeReport) -> list[LayerReport]:
-    """The layers shown: those with a gradient (with anything, if there is none), by kind, the worst of many."""
+    """Return the layers shown: those with a gradient (with anything, if there is none), by kind, the worst of many."""
     seen = [layer for layer in seen_layers(report) if layer.histogram is not None and layer.histogram.nonzero]
     gradients = [layer for layer in seen if layer.kind in GRADIENT_KINDS]
     return sorted(worst(gradients or seen, MAX_ROWS), key=lambda layer: KINDS.index(layer.kind))

@@ -48,7 +48,7 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
 
 
 def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
-    """All gradients of a kind together, rounding noise left out."""
+    """Return all gradients of a kind together, rounding noise left out."""
     layers = [layer for layer in seen_layers(report) if not layer.rounding_noise]
     found = {
         kind: merge(layer.histogram for layer in layers if layer.kind == kind and layer.histogram is not None)
@@ -134,7 +134,7 @@ def _not_shown(pooled: dict[str, ExponentHistogram]) -> str:
 
 
 def _notes(report: RangeReport, pooled: dict[str, ExponentHistogram], low: int, high: int) -> Iterator[str]:
-    """What a reader of the picture must know besides, a line each."""
+    """Yield what a reader of the picture must know besides, a line each."""
     yield _not_shown(pooled)
     if any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values()):
         yield "values beyond the picture are gathered in its outermost bars"

@@ -27,7 +27,7 @@ _LEGEND = (
 
 
 def document(report: ProbeReport) -> Document:
-    """The report as a document."""
+    """Return the report as a document."""
     batches = "1 batch" if report.batches == 1 else f"{report.batches:,} batches"
     notes = [Item("got no gradient", names=report.without_gradient, limit=NAMES)] if report.without_gradient else []
     return Document(
@@ -61,7 +61,7 @@ def _verdict(report: ProbeReport) -> str:
 
 
 def _explanation(report: ProbeReport) -> Iterator[Line]:
-    """Why measured and predicted are not the same, where that matters."""
+    """Yield why measured and predicted are not the same, where that matters."""
     telling = [layer for layer in report.layers if layer.comparable and _differs(layer)]
     more = [layer for layer in telling if layer.unscaled.difference > 0]
     fewer = [layer for layer in telling if layer.unscaled.difference < 0]
@@ -147,7 +147,7 @@ LAYOUT = Layout(9, indent=1)
 
 
 def to_plain(report: ProbeReport) -> dict[str, Any]:
-    """The report as plain dicts, lists, strings, numbers, booleans and None: every field but the reference session."""
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None: every field but the reference session."""
     body = fields(report, also=("largest_difference",), but=("layers", "reference")) | {"layers": report.layers}
     return headed("mpinspect.probe", 1, plain(body, _SPECIAL))
 

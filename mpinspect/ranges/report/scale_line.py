@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mpinspect.ranges.analysis.report import LossScaleAdvice
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.session import Progress
-from mpinspect.reporting.words import UNKNOWN, bare_power, power_of_two
+from mpinspect.reporting.words import UNKNOWN, bare_power, format_name, lower_first, power_of_two
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
@@ -26,7 +26,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def scale_line(advice: LossScaleAdvice) -> str:
-    """The scale, its window and the headroom; that there is none where none can be suggested."""
+    """Return the scale, its window and the headroom; that there is none where none can be suggested."""
     if not advice.available:
         return "No loss scale can be suggested"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
@@ -37,6 +37,13 @@ def scale_line(advice: LossScaleAdvice) -> str:
     suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
     doubt = "" if advice.needed else " (if one is needed: not known)"
     return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
+
+
+def scale_in_brief(report: RangeReport) -> str:
+    """Return the same for a whole report: of a run in BF16 that it needs none, and what FP16 would need."""
+    if report.in_float16 is None or report.loss_scale.needed is not False:
+        return scale_line(report.loss_scale)
+    return f"{format_name(report.format)} needs no loss scale. In FP16: {lower_first(scale_line(report.in_float16))}"
 
 
 def scale_window(advice: LossScaleAdvice) -> str:

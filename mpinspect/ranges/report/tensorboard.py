@@ -22,7 +22,7 @@ from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.report.tensorboard_events import EventFile
-from mpinspect.ranges.session import Event, Progress, Session, TensorInfo, TensorKey, Window
+from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Session, TensorInfo, TensorKey, Window
 from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.runtime.background import give_way
 
@@ -110,7 +110,7 @@ class TensorBoardLog:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _scalars(self, tag: str, histogram: ExponentHistogram) -> dict[str, float]:
-        """The scalars of one tensor by the first part of their tags."""
+        """Return the scalars of one tensor by the first part of their tags."""
         found: dict[str, float] = {}
         if histogram.infs + histogram.nans:
             self._broken.add(tag)
@@ -125,7 +125,7 @@ class TensorBoardLog:
         return found
 
     def _histogram(self, tag: str, histogram: ExponentHistogram) -> Any:
-        """One bucket per exponent, over a range that TensorBoard's bars divide evenly."""
+        """Return one bucket per exponent, over a range that TensorBoard's bars divide evenly."""
         low, high = _range(histogram)
         counts = np.zeros(high - low, dtype=np.int64)
         start = histogram.min_exponent - low
@@ -183,6 +183,12 @@ class TensorBoardSink:
 
     def note(self, note: str) -> None:
         """Notes stand in the report."""
+
+    def measurement(self, measurement: Measurement) -> None:
+        """Measurements stand in the report."""
+
+    def precision(self, precision: Precision) -> None:
+        """Dtypes stand in the report."""
 
     def progress(self, progress: Progress) -> None:
         """The loss scale in use, where it changed."""

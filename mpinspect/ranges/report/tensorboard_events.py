@@ -66,7 +66,7 @@ def _masked(data: bytes) -> bytes:
 
 
 def _new_file(directory: Path) -> FileIO:
-    """A file whose name TensorBoard takes for its own and that no other writer has: time, host and process are in it."""
+    """Return a file whose name TensorBoard takes for its own and that no other writer has: time, host and process are in it."""
     name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     number = 0
     while True:

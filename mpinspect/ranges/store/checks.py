@@ -46,7 +46,7 @@ def check_counts(tensors: TensorColumns) -> None:
 
 
 def _within(column: Column, low: float, high: float) -> bool:
-    """Whether every number is in there; a NaN is not."""
+    """Return whether every number is in there; a NaN is not."""
     return not column.size or bool(low <= column.min() and column.max() <= high)
 
 

@@ -131,12 +131,12 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         return cls(tuple(tensors), columns, tuple(contexts), _integers(context), lost)
 
     def times(self, weight: int) -> TensorColumns:
-        """The same tensors as if each sample had been counted ``weight`` times; peaks and lost updates stay."""
+        """Return the same tensors as if each sample had been counted ``weight`` times; peaks and lost updates stay."""
         names = (*PER_BIN, "samples", "zeros", "infs", "nans")
         return replace(self, columns={**self.columns, **{n: self.columns[n].astype(np.int64) * weight for n in names}})
 
     def only(self, kinds: Collection[str]) -> TensorColumns:
-        """The tensors of these kinds."""
+        """Return the tensors of these kinds."""
         kept = np.array([key.kind in kinds for key in self.order], dtype=bool)
         if kept.all():
             return self
@@ -157,7 +157,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         )
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
-        """The formats that these tensors' values (None: those of all) were rounded to before they could be counted."""
+        """Return the formats that these tensors' values (None: those of all) were rounded to before they could be counted."""
         numbers = self.context if keys is None else self.context[[key in keys for key in self.order]]
         return {self.contexts[number].passed_through for number in np.unique(numbers).tolist()}
 
@@ -197,7 +197,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         return dict(self.each())
 
     def _histograms(self) -> Iterator[ExponentHistogram]:
-        """One for each tensor: views into arrays that all of them share."""
+        """Yield one for each tensor: views into arrays that all of them share."""
         counts, powers, tops = (self.columns[name].astype(np.int64) for name in PER_BIN)
         scalars = ("min_exponent", "zeros", "infs", "nans", *SIGNIFICANDS)
         figures = zip(*(self.columns[name].tolist() for name in scalars), strict=True)
@@ -211,7 +211,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
 
 
 def narrowed(values: Column) -> Column:
-    """The same integers in the narrowest signed type that holds them all."""
+    """Return the same integers in the narrowest signed type that holds them all."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     for dtype in _INTEGER_TYPES:
         limits = np.iinfo(dtype)

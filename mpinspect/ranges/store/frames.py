@@ -31,6 +31,7 @@ HEADER = MAGIC + struct.pack("<I", SCHEMA_VERSION)
 
 INFO, WATCHED, KEYS, WINDOW = b"INFO", b"WTCH", b"KEYS", b"WIND"
 EVENT, NOTE, PROGRESS, DROPPED = b"EVNT", b"NOTE", b"PROG", b"DROP"
+PRECISION, MEASUREMENT = b"PREC", b"MEAS"
 
 #: Length of the payload, CRC-32 of type and payload, type.
 _FRAME = struct.Struct("<II4s")
@@ -42,7 +43,7 @@ class SessionError(ValueError):
 
 
 def frame(kind: bytes, payload: bytes) -> bytes:
-    """One record as it stands in the file."""
+    """Return one record as it stands in the file."""
     return _FRAME.pack(len(payload), zlib.crc32(kind + payload), kind) + payload
 
 
@@ -68,24 +69,24 @@ def frames(data: bytes, notes: list[str]) -> Iterator[tuple[int, bytes, bytes]]:
 
 
 def payload_of(framed: bytes) -> bytes:
-    """The payload of one record that was framed here."""
+    """Return the payload of one record that was framed here."""
     return framed[_FRAME.size :]
 
 
 def left_out(data: bytes, start: int) -> str:
-    """A sentence on what a reader that stops at ``start`` does not see."""
+    """Return a sentence on what a reader that stops at ``start`` does not see."""
     return (
         f"The last {len(data) - start:,} of its {len(data):,} bytes were left out; what stands before them is complete."
     )
 
 
 def session_path(path: str | PathLike[str]) -> Path:
-    """The session file that ``path``, a run directory or the file itself, means."""
+    """Return the session file that ``path``, a run directory or the file itself, means."""
     return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
 
 
 def reason(error: OSError) -> str:
-    """What the operating system said, in words."""
+    """Return what the operating system said, in words."""
     return os.strerror(error.errno).lower() if error.errno else str(error)
 
 

@@ -21,7 +21,7 @@ from mpinspect.ranges.store.columns import (
 
 
 def merge_columns(parts: Sequence[TensorColumns]) -> TensorColumns:
-    """Several windows' tensors as one window's: what ``merge_tensor_windows`` does, for all tensors at once.
+    """Return several windows' tensors as one window's: what ``merge_tensor_windows`` does, for all tensors at once.
 
     Raises:
         ValueError: parts is empty.
@@ -51,7 +51,7 @@ def _only(parts: Sequence[TensorColumns]) -> TensorColumns:
 
 
 def _common_order(parts: Sequence[TensorColumns]) -> tuple[tuple[TensorKey, ...], list[Column]]:
-    """All keys, in the order in which they come first, and where each part's tensors stand among them."""
+    """Return all keys, in the order in which they come first, and where each part's tensors stand among them."""
     positions: dict[TensorKey, int] = {}
     places: dict[int, Column] = {}
     for part in parts:
@@ -116,7 +116,7 @@ class _Span(NamedTuple):
 
 
 def _merged_peaks(parts: Sequence[TensorColumns], places: Sequence[Column], tensors: int) -> dict[str, Column]:
-    """The counts of equal exponents of one tensor added; exponents in rising order."""
+    """Return the counts of equal exponents of one tensor added; exponents in rising order."""
     owners = np.concatenate(
         [np.repeat(place, part.columns["peaks"]) for part, place in zip(parts, places, strict=True)]
     )

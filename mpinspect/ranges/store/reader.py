@@ -10,7 +10,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mpinspect.ranges.session import Count, Event, Progress, RunInfo, Session, TensorInfo, TensorKey, Window
+from mpinspect.ranges.session import (
+    Count,
+    Event,
+    Measurement,
+    Precision,
+    Progress,
+    RunInfo,
+    Session,
+    TensorInfo,
+    TensorKey,
+    Window,
+)
 from mpinspect.ranges.store import frames, windows
 from mpinspect.ranges.store.checks import MOST_TENSORS
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
@@ -58,6 +69,8 @@ class _Contents:
         self.events: list[Event] = []
         self.notes: list[str] = []
         self.progress = Progress()
+        self.precision = Precision()
+        self.measurements: list[Measurement] = []
         self.dropped: Mapping[str, int] = {}
         self._decoder = windows.Decoder()
         self._take: dict[bytes, Callable[[Any], None]] = {
@@ -66,6 +79,8 @@ class _Contents:
             frames.KEYS: self._keys,
             frames.EVENT: lambda value: self.events.append(typed(Event, value)),
             frames.NOTE: lambda value: self.notes.append(typed(str, value)),
+            frames.MEASUREMENT: lambda value: self.measurements.append(typed(Measurement, value)),
+            frames.PRECISION: self._precision,
             frames.PROGRESS: self._progress,
             frames.DROPPED: self._dropped,
         }
@@ -78,7 +93,7 @@ class _Contents:
             self._take[kind](parsed(payload))
 
     def session(self, notes: list[str]) -> Session:
-        """All of it; ``notes``, the reader's own, come after those of the run."""
+        """Return all of it; ``notes``, the reader's own, come after those of the run."""
         dropped = [
             f"{count:,} further {what} are not in the session file: it keeps the first of them only."
             for what, count in self.dropped.items()
@@ -90,6 +105,8 @@ class _Contents:
             tuple(self.events),
             (*self.notes, *dropped, *notes),
             self.progress,
+            self.precision,
+            tuple(self.measurements),
         )
 
     def _info(self, value: Any) -> None:
@@ -102,6 +119,9 @@ class _Contents:
     def _keys(self, value: Any) -> None:
         self.keys.extend(typed(tuple[TensorKey, ...], value))
         _no_more(len(self.keys))
+
+    def _precision(self, value: Any) -> None:
+        self.precision = typed(Precision, value)
 
     def _progress(self, value: Any) -> None:
         self.progress = typed(Progress, value)

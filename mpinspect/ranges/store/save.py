@@ -28,6 +28,8 @@ def save_session(session: Session, path: str | PathLike[str]) -> Path:
         *(frame(frames.WINDOW, windows.encode(window, key_ids)) for window in session.windows),
         *(frame(frames.EVENT, frames.json_bytes(event)) for event in session.events),
         *(frame(frames.NOTE, frames.json_bytes(note)) for note in session.notes),
+        *(frame(frames.MEASUREMENT, frames.json_bytes(each)) for each in session.measurements),
+        frame(frames.PRECISION, frames.json_bytes(session.precision)),
         frame(frames.PROGRESS, frames.json_bytes(session.progress)),
     ]
     try:
@@ -57,14 +59,14 @@ def claim(file: Path) -> FileIO:
 
 
 def cannot_write(file: Path, error: OSError) -> SessionError:
-    """The error to raise where a session file can't be made."""
+    """Return the error to raise where a session file can't be made."""
     return SessionError(
         f"{file} can't be written: {reason(error)}. Give a log_dir that you may write to and that has room."
     )
 
 
 def _describe(file: Path) -> str:
-    """A few words on the run that a session file holds."""
+    """Return a few words on the run that a session file holds."""
     try:
         session = read_session(file)
     except SessionError:

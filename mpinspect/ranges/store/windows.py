@@ -39,7 +39,7 @@ _INTEGERS, _FLOAT = ("|i1", "<i2", "<i4", "<i8"), "<f8"
 
 
 def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
-    """Bytes of a window; ``key_ids`` gives the number that stands for each tensor."""
+    """Return bytes of a window; ``key_ids`` gives the number that stands for each tensor."""
     tensors = TensorColumns.of(window.tensors)
     numbers = np.array([key_ids[key] for key in tensors.order], dtype=np.int64)
     columns = {"key": narrowed(numbers), "context": narrowed(tensors.context)}
@@ -92,7 +92,7 @@ class Decoder:
         self._limits = Limits()
 
     def decode(self, payload: bytes, keys: Sequence[TensorKey]) -> Window:
-        """The window that ``encode`` was given, as columns. ``keys``: by number; more may follow for later windows.
+        """Return the window that ``encode`` was given, as columns. ``keys``: by number; more may follow for later windows.
 
         Raises ValueError if it is none, or if it is too much together with those before it.
         """

@@ -13,6 +13,8 @@ from types import TracebackType
 
 from mpinspect.ranges.session import (
     Event,
+    Measurement,
+    Precision,
     Progress,
     RunInfo,
     TensorInfo,
@@ -106,6 +108,14 @@ class SessionWriter:
         if sentence not in self._notes:
             self._append_kept("notes", frames.NOTE, frames.json_bytes(sentence))
             self._notes.add(sentence)
+
+    def measurement(self, measurement: Measurement) -> None:
+        """Add a measurement; beyond the first 1,000 they are only counted."""
+        self._append_kept("measurements", frames.MEASUREMENT, frames.json_bytes(measurement))
+
+    def precision(self, precision: Precision) -> None:
+        """Replace what was said before on the run's dtypes."""
+        self._supersede(frames.PRECISION, frames.json_bytes(precision))
 
     def progress(self, progress: Progress) -> None:
         """Replace what was said before on how far the run has come. Writes about 150 bytes.
@@ -249,7 +259,7 @@ class SessionWriter:
             self._reopen()
 
     def _coarsened(self) -> list[tuple[bytes, int]]:
-        """The windows' records and sampled steps after merging; those that stay alone are copied as they are."""
+        """Return the windows' records and sampled steps after merging; those that stay alone are copied as they are."""
         found = self._window_records()
         keys = list(self._keys)
         decoder = windows.Decoder()
@@ -263,7 +273,7 @@ class SessionWriter:
         return result
 
     def _window_records(self) -> list[bytes]:
-        """The windows' records as they stand in the file."""
+        """Return the windows' records as they stand in the file."""
         data = self.path.read_bytes()
         notes: list[str] = []
         found = [frame(kind, payload) for _, kind, payload in frames.frames(data, notes) if kind == frames.WINDOW]

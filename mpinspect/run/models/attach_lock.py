@@ -51,7 +51,7 @@ class AttachLock:
 
 
 def is_unsafe_to_detach(frame: FrameType | None) -> bool:
-    """Whether this stack or another thread's is inside our own code, or torch is tracing, compiling or capturing a graph.
+    """Return whether this stack or another thread's is inside our own code, or torch is tracing, compiling or capturing a graph.
 
     Weakref callbacks run wherever the garbage collector does, inside any code.
 
@@ -68,7 +68,7 @@ def is_unsafe_to_detach(frame: FrameType | None) -> bool:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Whether the stack is inside code that must not be interrupted; the thread that writes files may be."""
+    """Return whether the stack is inside code that must not be interrupted; the thread that writes files may be."""
     ours = False
     while frame is not None:
         if own_code.is_of(frame, own_code.WRITING_FILES):

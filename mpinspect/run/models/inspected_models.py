@@ -40,7 +40,7 @@ class InspectedModel:
             self.optimizers.append(weakref.ref(optimizer, gone))
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Whether this optimizer steps the model; with None: whether none ever did."""
+        """Return whether this optimizer steps the model; with None: whether none ever did."""
         if optimizer is None:
             return not self.had_optimizers
         return any(known() is optimizer for known in self.optimizers)
@@ -52,7 +52,7 @@ class InspectedModel:
         return [optimizer for known in self.optimizers if (optimizer := known()) is not None]
 
     def holds(self, parameters: Collection[int]) -> bool:
-        """Whether the model has all of these parameters, given by id."""
+        """Return whether the model has all of these parameters, given by id."""
         model = self.inspector.model
         return model is not None and frozenset(parameters) <= frozenset(parameter_ids(model))
 

@@ -90,7 +90,7 @@ def _plain(name: str) -> str:
 
 
 def _is_of_torch(model: nn.Module) -> bool:
-    """Whether its class is torch's own, as Sequential, and so says nothing about the model."""
+    """Return whether its class is torch's own, as Sequential, and so says nothing about the model."""
     return type(model).__module__.startswith("torch.nn.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,9 @@ class OneStep(Guarded):
         super().__init__(seen.note)
         self.matmuls: MatmulRecording | None = None
         self.trace: Path | None = None
-        self._wants_matmuls = options.lint
+        # A profile that was asked for comes at its own step, not one later.
+        self._wants_matmuls = options.lint or (options.lint is None and not options.kernels)
+        self._is_lint_asked = bool(options.lint)
         self._wants_trace = options.kernels
         self._directory = directory
         self._models = models
@@ -105,7 +108,7 @@ class OneStep(Guarded):
         """Stop recording, since the script has ended, and note what is incomplete or missing."""
         if self._products is not None:
             self._finish_products("the script ended within the step whose matrix products were recorded")
-        elif self._wants_matmuls and self._models.all:
+        elif self._wants_matmuls and self._is_lint_asked and self._models.all:
             self._too_few("--lint", "to record one: 2 are needed")
         if self._profile is not None:
             self._finish_profile("the script ended before the profiled step did")
@@ -124,7 +127,7 @@ class OneStep(Guarded):
             products, self._products = self._products, None
             products.end("")
             self._lingering = None if products.leave() else products
-            self._seen.note("--lint recorded no step: a model was compiled within the step that was to be recorded")
+            self._note_lint("a model was compiled within the step that was to be recorded")
         if self._profile is not None:
             self._profile.leave_modules()
 
@@ -152,7 +155,7 @@ class OneStep(Guarded):
             self._begin_profile()
 
     def _ends_a_round(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether all other optimizers have stepped too, so that of a GAN a whole step is recorded and not half of one."""
+        """Return whether all other optimizers have stepped too, so that of a GAN a whole step is recorded and not half of one."""
         self._steps[id(optimizer)] += 1
         others = [each for model in self._models.all for each in model.living_optimizers]
         return all(id(each) in self._steps for each in others) or self._steps[id(optimizer)] >= _MOST_WAITED
@@ -170,18 +173,23 @@ class OneStep(Guarded):
 
         self._wants_matmuls = False
         models = self._models.attached()
-        reason = obstacle(models.values())
+        reason = obstacle(models.values()) or ("" if self._is_lint_asked else _doubt(models.values()))
         if reason:
-            self._seen.note(f"--lint recorded no step: {reason}")
+            self._note_lint(reason)
             return
         products = LiveMatmuls(models)
         products.begin()
         self._products = products
 
+    def _note_lint(self, reason: str) -> None:
+        if self._is_lint_asked:
+            self._seen.note(f"--lint recorded no step: {reason}")
+
     def _finish_products(self, stopped: str) -> None:
         products, self._products = self._products, None
         if products is not None:
-            self.matmuls = products.end(stopped)
+            matmuls = products.end(stopped)
+            self.matmuls = matmuls if self._is_lint_asked or not stopped else None
             self._lingering = None if products.leave() else products
 
     def _begin_profile(self) -> None:
@@ -210,3 +218,13 @@ class OneStep(Guarded):
         else:
             self.trace = profile.path
             self._seen.note("nothing was counted or watched in the 2 steps that --kernels took to profile one")
+
+
+def _doubt(models: Iterable[torch.nn.Module]) -> str:
+    """Return why a step is not recorded unasked: what stands below autograd there may be others' (FSDP, quantised weights)."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "the run is distributed"
+    plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
+    if any(type(parameter) not in plain for model in models for parameter in model.parameters()):
+        return "a parameter is a tensor of another class"
+    return ""

@@ -77,11 +77,11 @@ class Holders:
         return list(self._modules.values())
 
     def is_top(self, module: nn.Module) -> bool:
-        """Whether no other module holds this one."""
+        """Return whether no other module holds this one."""
         return not self._parents.get(id(module))
 
     def holds_all(self, module: nn.Module) -> bool:
-        """Whether every wanted parameter that any module holds is in this one."""
+        """Return whether every wanted parameter that any module holds is in this one."""
         return self.found() <= self.held(module)
 
     def outermost(self, module: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ import torch
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
+from mpinspect.runtime import backward_calls
 from mpinspect.runtime.hooks import ModelHook
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class TorchPatches:
     def __init__(self, listener: Watcher) -> None:
         self._listener = listener
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._backward: tuple[Any, str, Any, Any] | None = None
+        self._watches_backwards = False
 
     def install(self) -> None:
         """Wrap the functions."""
@@ -50,12 +51,12 @@ class TorchPatches:
             _put_back(self._replaced.pop())
 
     def watch_backwards(self, wanted: bool) -> None:
-        """Wrap ``backward`` or restore it; it is wrapped only while there is something to find, so as to cost nothing later."""
-        if wanted and self._backward is None:
-            self._backward = _replace(torch.autograd, "backward", self._wrapped_backward)
-        elif not wanted and self._backward is not None:
-            _put_back(self._backward)
-            self._backward = None
+        """Listen to calls of ``backward`` or stop: only while there is something to find, so as to cost nothing later."""
+        if wanted and not self._watches_backwards:
+            backward_calls.listen(self._listener.backward_begins)
+        elif not wanted and self._watches_backwards:
+            backward_calls.unlisten(self._listener.backward_begins)
+        self._watches_backwards = wanted
 
     def listen_last(self) -> None:
         """Move the listener behind the inspectors, so that it is called after them; call it when one was attached."""
@@ -84,14 +85,6 @@ class TorchPatches:
             return result
 
         return compile
-
-    def _wrapped_backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> None:
-            self._listener.backward_begins(args[0] if args else kwargs.get("tensors"))
-            return original(*args, **kwargs)
-
-        return backward
 
 
 def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:

@@ -40,7 +40,7 @@ class ModuleRow:
 
 
 def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
-    """A row for each module that shapes or kernels speak of, most FLOPs (without shapes: most time) first.
+    """Return a row for each module that shapes or kernels speak of, most FLOPs (without shapes: most time) first.
 
     Without shapes and kernels there is nothing to join, and no row.
     """
@@ -63,7 +63,7 @@ def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
 
 
 def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
-    """The gradients of each module; of several models under the model's name as well."""
+    """Return the gradients of each module; of several models under the model's name as well."""
     found: dict[str, list[LayerReport]] = {}
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else part.name

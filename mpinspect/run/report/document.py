@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpinspect.ranges.report.scale_line import scale_line, steps_and_samples
+from mpinspect.ranges.report.document import title, verdict_blocks
+from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
+    Block,
     Column,
     Document,
     Item,
     Items,
     Limit,
+    Line,
     Part,
     Parts,
     Tables,
@@ -25,34 +28,49 @@ from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.report import ModelPart, RunReport
 
 #: Modules with most FLOPs; JSON has all.
-MODULES = Limit(25, 25)
+MODULES = Limit(8, 25)
 #: Models shown in full in a terminal; of a sweep's many the others have a line each, and report.md has all.
 MAX_MODELS = 4
 
 
-def document(report: RunReport) -> Document:
-    """The report as a document, each part's own document in it."""
+def document(report: RunReport, *, everything: bool = False) -> Document:
+    """Return the report as a document, each part's own document in it. ``everything``: whether all layers are shown."""
     return Document(
         f"mpinspect run {report.command}",
-        (_models(report), Parts(tuple(_wholes(report)))),
+        (*_verdict(report), _models(report, everything), Parts(tuple(_wholes(report)))),
         alarm=report.first_line,
         summary=(
             *section("In brief", Items(tuple(_brief(report)))),
-            *section("Module by module", _modules(report)),
-            *section("What was seen, and what was not", bullets(report.saw)),
+            *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
+            *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
         ),
     )
 
 
-def _models(report: RunReport) -> Parts:
-    """The models in their order; a terminal shows those with the gravest findings."""
+def _verdict(report: RunReport) -> tuple[Block, ...]:
+    """Of a single model its verdict; of several a line each, the gravest first, whose parts begin with theirs."""
+    if len(report.parts) == 1:
+        return verdict_blocks(report.parts[0].ranges.verdict)
+    gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
+    return tuple(Line(f"{part.name}: {sentence}") for part in gravest for sentence in part.ranges.verdict.sentences[:1])
+
+
+def _models(report: RunReport, everything: bool) -> Parts:
+    """Return the models in their order; a terminal shows those with the gravest findings."""
     parts = report.parts
     gravest = sorted(range(len(parts)), key=lambda place: -_gravity(parts[place]))
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
+    is_only = len(parts) == 1
     return Parts(
-        tuple(Part(f"ranges: {part.name}", forms.document(part.ranges)) for part in parts),
-        Limit(MAX_MODELS, len(parts), rest),
+        tuple(
+            Part(
+                f"ranges: {title(part.ranges) if is_only else part.name}",
+                forms.document(part.ranges, everything=everything, verdict=not is_only),
+            )
+            for part in parts
+        ),
+        None if everything else Limit(MAX_MODELS, len(parts), rest),
         tuple(gravest.index(place) for place in range(len(parts))),
     )
 
@@ -63,7 +81,7 @@ def _gravity(part: ModelPart) -> int:
 
 def _wholes(report: RunReport) -> Iterator[Part]:
     if report.shapes is not None:
-        yield Part("shapes of one step's matrix products", forms.document(report.shapes))
+        yield Part("shapes of one step's matrix products", forms.document(report.shapes), report.is_shape_detail)
     if report.kernels is not None:
         yield Part("kernels of one profiled step", forms.document(report.kernels))
 
@@ -72,14 +90,17 @@ def _wholes(report: RunReport) -> Iterator[Part]:
 
 
 def _brief(report: RunReport) -> Iterator[Item]:
-    """What the run came to, an item a subject."""
-    yield Item(f"{report.command}: {report.outcome}", "script")
+    """Yield what the run came to, an item a subject."""
+    seen = f"; {report.saw[0]}" if len(report.saw) == 1 else ""
+    yield Item(f"{report.command}: {report.outcome}{seen}", "script")
     if report.first_line:
         # It heads the report, and has scrolled away by now.
         yield Item(report.first_line, "broke")
     for part in report.parts:
         counted = steps_and_samples(part.ranges.session.progress)
-        yield Item(f"{counted}. {scale_line(part.ranges.loss_scale)}", part.name)
+        healthy = "Healthy. " if part.ranges.verdict.healthy else ""
+        worst = () if healthy else part.ranges.verdict.sentences[:1]
+        yield Item(f"{healthy}{counted[0].upper()}{counted[1:]}. {scale_in_brief(part.ranges)}", part.name, worst)
     if report.shapes is not None:
         yield Item(_shapes(report), "shapes")
     if report.kernels is not None:
@@ -97,7 +118,8 @@ def _shapes(report: RunReport) -> str:
     if not shapes.flops:
         return "no matrix product was recorded"
     native = shapes.flops_by_verdict.get("native", 0) / shapes.flops
-    return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name} (by strides and dtype)"
+    more = " (--lint, report.md)" if report.is_shape_detail else ""
+    return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}{more}"
 
 
 def _kernels(report: RunReport) -> str:
@@ -114,7 +136,7 @@ def _kernels(report: RunReport) -> str:
 
 
 def _modules(report: RunReport) -> Tables:
-    """The modules from all sides, those columns that there is something for."""
+    """Return the modules from all sides, those columns that there is something for."""
     rows = by_module(report)
     columns = (
         Column("module", is_name=True),

@@ -15,7 +15,7 @@ LAYOUT = Layout(5)
 
 
 def to_plain(report: RunReport) -> dict[str, Any]:
-    """The report as plain dicts, lists, strings, numbers, booleans and None."""
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
     body = {
         "command": report.command,
         "outcome": report.outcome,

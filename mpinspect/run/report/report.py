@@ -33,10 +33,11 @@ class RunReport(RendersItself):
         command: the script and its arguments, as a shell would take them.
         outcome: how the script ended, in words: "ended", "exit status 3", "RuntimeError: ...", "stopped by Ctrl-C".
         parts: one a model, in the order in which they were found.
-        shapes: of the products of one step; None if they were not asked for or could not be recorded.
+        shapes: of the products of one step; None if they could not be recorded.
         kernels: of one profiled step; None likewise.
         saw: sentences: what was seen of the script, and what was not.
         log_dir: the run directory; "" where nothing is written.
+        is_shape_detail: whether nobody asked for the shapes: a terminal has them in brief.
         broke_elsewhere: the first line of another process of the run that broke before this one; "" where none did.
     """
 
@@ -49,12 +50,14 @@ class RunReport(RendersItself):
     kernels: KernelReport | None = None
     saw: tuple[str, ...] = ()
     log_dir: str = ""
+    is_shape_detail: bool = False
     broke_elsewhere: str = ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Those of all parts, the gravest first."""
-        reports = [*(part.ranges for part in self.parts), self.shapes, self.kernels]
+        """Those of all parts that were asked for, the gravest first."""
+        shapes = None if self.is_shape_detail else self.shapes
+        reports = [*(part.ranges for part in self.parts), shapes, self.kernels]
         found = [finding for report in reports if report is not None for finding in report.findings]
         return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
 

@@ -142,7 +142,7 @@ def _register() -> torch.library.Library:
 
 
 def _wanted() -> Iterator[tuple[str, Policy]]:
-    """Names that this version of torch has in CUDA's list (or in its own, for the rest), and whose policy is another."""
+    """Yield names that this version of torch has in CUDA's list (or in its own, for the rest), and whose policy is another."""
     cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     for names, policy in _LISTS:
         for name in (f"aten::{name}" for name in names.split()):

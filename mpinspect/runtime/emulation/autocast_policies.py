@@ -53,7 +53,7 @@ def widest(cast: Cast, is_eligible: Callable[[Any], bool], device: str) -> Polic
 
 
 def cast_all(args: tuple[Any, ...], dtype: torch.dtype, cast: Cast) -> Iterator[Any]:
-    """The arguments, those in lists too, cast where they are eligible."""
+    """Yield the arguments, those in lists too, cast where they are eligible."""
     for value in args:
         if isinstance(value, (list, tuple)):
             yield [cast(one, dtype) for one in value]
@@ -62,7 +62,7 @@ def cast_all(args: tuple[Any, ...], dtype: torch.dtype, cast: Cast) -> Iterator[
 
 
 def operator_named(name: str) -> Any:
-    """The operator of a name such as "norm.ScalarOpt_dim"."""
+    """Return the operator of a name such as "norm.ScalarOpt_dim"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 

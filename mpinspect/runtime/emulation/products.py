@@ -92,7 +92,7 @@ def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype:
 
 
 def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The row's log of the sum of exponentials stays FP32, as the 16-bit kernels keep it for their backward."""
+    """Attend, keeping the row's log of the sum of exponentials in FP32, as the 16-bit kernels keep it for their backward."""
     out, log_sum = func(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
     return out.to(dtype), log_sum
 
@@ -115,7 +115,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: t
 
 
 def _overloads(names: Iterable[str], *variants: str) -> Iterator[Any]:
-    """Those that this version of torch has."""
+    """Return those that this version of torch has."""
     packets = (getattr(_aten, name, None) for name in names)
     return (getattr(packet, variant) for packet in packets for variant in variants if hasattr(packet, variant))
 
@@ -134,13 +134,13 @@ _OPENED = frozenset(_overloads(_COMPOSED, "default"))
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Whether torch defines it by other operations. They arrive whole in inference mode only."""
+    """Return whether torch defines it by other operations. They arrive whole in inference mode only."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd")) and not has(func.name(), "CPU")
 
 
 def _half_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of all the operands, if it is the same 16-bit one and all are plain tensors on the CPU."""
+    """Return the dtype of all the operands, if it is the same 16-bit one and all are plain tensors on the CPU."""
     found: torch.dtype | None = None
     operands = args[: _OPERANDS[func]] if func in _OPERANDS else (*args, *kwargs.values())
     for value in operands:

@@ -101,7 +101,7 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
 
 
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether BLAS can read the last two dimensions as they are (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
+    """Return whether BLAS can read the last two dimensions as they are (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
     (rows, columns), (down, right) = shape[-2:], strides[-2:]
     if rows == 1 or columns == 1:
         # A vector: any step between its elements can be a row stride.

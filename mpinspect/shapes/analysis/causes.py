@@ -109,7 +109,7 @@ def _size_of(row: ShapeRow) -> int | None:
 
 
 def _is_converted(row: ShapeRow) -> bool:
-    """Whether cuDNN converts a convolution's NCHW image. A stem's is left out: it is the network's input, and small."""
+    """Return whether cuDNN converts a convolution's NCHW image. A stem's is left out: it is the network's input, and small."""
     convolution = row.matmul.convolution
     # Tensors of one spatial dimension have no channels-last format in torch.
     if convolution is None or is_stem(convolution) or len(convolution.kernel_size) < 2 or not is_nchw(row.matmul):
@@ -155,7 +155,7 @@ def _is_odd(elements: int, layout: Layout) -> bool:
 
 
 def is_latent(row: ShapeRow) -> bool:
-    """Whether a product is off Tensor Cores for its dtype alone, so that its sizes matter only once that is mended."""
+    """Return whether a product is off Tensor Cores for its dtype alone, so that its sizes matter only once that is mended."""
     return row.judged.cause in DTYPE_CAUSES
 
 

@@ -89,7 +89,7 @@ class Group:
         return is_worth_it(self.gain, self.share)
 
     def evidence(self) -> dict[str, Any]:
-        """The figures that every finding has."""
+        """Return the figures that every finding has."""
         talk = Counter[bool | None]()
         verdicts: Counter[str] = Counter()
         for row in self.rows:

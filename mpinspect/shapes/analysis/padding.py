@@ -163,7 +163,7 @@ def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
 
 
 def _may_be_split(size: int, recording: MatmulRecording) -> bool:
-    """Whether a size may have several equal parts: a layer's outputs that no other layer takes whole."""
+    """Return whether a size may have several equal parts: a layer's outputs that no other layer takes whole."""
     forward = [matmul for matmul in recording.matmuls if matmul.role == "forward" and matmul.attention is None]
     made = any(matmul.n == size for matmul in forward)
     divisible = size >= _LEAST_BASE and (size % 2 == 0 or size % 3 == 0)

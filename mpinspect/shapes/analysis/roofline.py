@@ -154,7 +154,7 @@ def is_worth_it(gain: Gain | None, share: float) -> bool:
 
 
 def promises_nothing(gain: Gain) -> bool:
-    """Whether a gain is below 1% of all products' time, or rounds to "x1.0 to x1"."""
+    """Return whether a gain is below 1% of all products' time, or rounds to "x1.0 to x1"."""
     return gain.saved_fraction_high < NEGLIGIBLE or float(f"{gain.speedup_high:.2g}") <= 1.0
 
 

@@ -234,7 +234,7 @@ def _mask(group: Group) -> str:
 
 
 def _sizes_of_talk(group: Group) -> dict[str, list[int]]:
-    """The sizes that break the talk's rule, by letter."""
+    """Return the sizes that break the talk's rule, by letter."""
     by_letter: dict[str, set[int]] = {}
     for row in group.rows:
         for letter, size in binding_sizes(row.matmul).items():

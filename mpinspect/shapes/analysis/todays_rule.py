@@ -69,7 +69,7 @@ def _what(layout: Layout) -> str:
 
 
 def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
-    """Whether a group's input and output channels, in bytes, are multiples of 16."""
+    """Return whether a group's input and output channels, in bytes, are multiples of 16."""
     convolution = matmul.convolution
     item = ITEM_SIZES.get(matmul.dtype)
     if convolution is None or item is None:
@@ -103,7 +103,7 @@ def is_nchw(matmul: Matmul) -> bool:
 
 
 def _is_channels_last(operand: Operand | None) -> bool:
-    """Whether channels have stride 1 and neighbouring positions are all channels apart."""
+    """Return whether channels have stride 1 and neighbouring positions are all channels apart."""
     if (
         operand is None
         or operand.strides is None
@@ -115,7 +115,7 @@ def _is_channels_last(operand: Operand | None) -> bool:
 
 
 def is_stem(convolution: Convolution) -> bool:
-    """Whether it reads an image: up to 4 input channels, one group."""
+    """Return whether it reads an image: up to 4 input channels, one group."""
     return convolution.groups == 1 and convolution.in_channels <= STEM_CHANNELS and not convolution.transposed
 
 
@@ -123,7 +123,7 @@ def is_stem(convolution: Convolution) -> bool:
 
 
 def has_flash_attention(gpu: Gpu) -> bool:
-    """Whether torch's flash attention runs on a GPU; True where its architecture is not known."""
+    """Return whether torch's flash attention runs on a GPU; True where its architecture is not known."""
     return gpu.architecture not in _WITHOUT_FLASH
 
 
@@ -136,7 +136,7 @@ def taken_on(matmul: Matmul, gpu: Gpu) -> Matmul:
 
 
 def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
-    """Whether the fused kernels take the operands as they are."""
+    """Return whether the fused kernels take the operands as they are."""
     matmul = taken_on(matmul, gpu)
     attention = matmul.attention
     item = ITEM_SIZES.get(matmul.dtype)

@@ -56,7 +56,7 @@ class Reading:
 
 
 def multiples_of_8(matmul: Matmul) -> bool | None:
-    """Whether a product keeps the talk's rule; None where the rule does not apply (FP64, FP8, depthwise)."""
+    """Return whether a product keeps the talk's rule; None where the rule does not apply (FP64, FP8, depthwise)."""
     multiple = MULTIPLES.get(matmul.dtype)
     sizes = talk_sizes(matmul)
     if multiple is None or not sizes:
@@ -65,7 +65,7 @@ def multiples_of_8(matmul: Matmul) -> bool | None:
 
 
 def talk_sizes(matmul: Matmul) -> dict[str, int]:
-    """The sizes that the talk's rule names: M, N, K, or batch and a group's channels; none of depthwise convolutions."""
+    """Return the sizes that the talk's rule names: M, N, K, or batch and a group's channels; none of depthwise convolutions."""
     convolution, attention = matmul.convolution, matmul.attention
     if convolution is not None:
         if convolution.is_depthwise:
@@ -82,6 +82,6 @@ def talk_sizes(matmul: Matmul) -> dict[str, int]:
 
 
 def binding_sizes(matmul: Matmul) -> dict[str, int]:
-    """The sizes that break the talk's rule, by name."""
+    """Return the sizes that break the talk's rule, by name."""
     multiple = MULTIPLES.get(matmul.dtype, 1)
     return {name: size for name, size in talk_sizes(matmul).items() if size % multiple}

@@ -57,7 +57,7 @@ def _span(values: list[int]) -> str:
 
 
 def some_modules(names: Iterable[str], limit: int = 3) -> str:
-    """Names the first groups of modules and says how many more there are."""
+    """Return names the first groups of modules and says how many more there are."""
     found = [name or "the model itself" for name in grouped(names)]
     return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 

@@ -207,7 +207,7 @@ def expanded(operand: Operand, batch: Sequence[int]) -> Operand:
 
 
 def is_channels_last(operand: Operand) -> bool | None:
-    """Whether an image tensor is stored NHWC or NDHWC; None where strides are unknown or both layouts are the same."""
+    """Return whether an image tensor is stored NHWC or NDHWC; None where strides are unknown or both layouts are the same."""
     strides = operand.strides
     if strides is None or len(operand.shape) < 3 or len(strides) != len(operand.shape):
         return None

@@ -232,6 +232,6 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
 
 
 def _dtype_name(value: object) -> str:
-    """A dtype of torch, by its name; "" for the numbers that the profiler writes, which differ by version."""
+    """Return a dtype of torch, by its name; "" for the numbers that the profiler writes, which differ by version."""
     name = str(value).removeprefix("torch.")
     return name if name[:1].isalpha() and any(char.isdigit() for char in name) else ""

@@ -116,7 +116,7 @@ _region = _Region()
 
 
 def lowering() -> bool:
-    """Whether a running operator was cast to 16 bits. Autocast's own flag does not tell: it is off below autograd."""
+    """Return whether a running operator was cast to 16 bits. Autocast's own flag does not tell: it is off below autograd."""
     return _region.lowering > 0
 
 

@@ -191,7 +191,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self._fault(error)
 
     def _is_beside_the_step(self) -> bool:
-        """Whether an operator is the optimizer's own arithmetic, or part of a validation."""
+        """Return whether an operator is the optimizer's own arithmetic, or part of a validation."""
         if torch._C._current_autograd_node() is not None:
             return False
         return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
@@ -254,7 +254,7 @@ class _LiveCalls(ModuleCalls):
 
 
 def _called_by_the_engine() -> bool:
-    """Whether no Python function stands between autograd's engine and the operator."""
+    """Return whether no Python function stands between autograd's engine and the operator."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_ON_THE_WAY):
         frame = frame.f_back
@@ -270,7 +270,7 @@ def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 
 def _copied_by_us() -> bool:
-    """Whether mpinspect's own counting makes a copy."""
+    """Return whether mpinspect's own counting makes a copy."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame.f_back is None:

@@ -37,7 +37,7 @@ class Pointwise:
 
 
 def is_pointwise(func: Any) -> bool:
-    """Whether an operator returns one new tensor, whose shape, strides and dtype follow from those of its arguments."""
+    """Return whether an operator returns one new tensor, whose shape, strides and dtype follow from those of its arguments."""
     schema = func._schema
     one = len(schema.returns) == 1 and schema.returns[0].alias_info is None
     return one and torch.Tag.pointwise in func.tags and not schema.is_mutable

@@ -319,7 +319,7 @@ def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether an operator is made of others; such operators reach a mode only in inference mode."""
+    """Return whether an operator is made of others; such operators reach a mode only in inference mode."""
     keys = torch._C.DispatchKey
     return bool(func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd))
 
@@ -370,7 +370,7 @@ def _within_line(one: Operand | None) -> Operand | None:
 
 
 def _with_backend(record: Matmul, args: tuple[Any, ...]) -> Matmul:
-    """Names the backend that a GPU would take, in the record of a CPU's attention kernel."""
+    """Return names the backend that a GPU would take, in the record of a CPU's attention kernel."""
     if record.attention is None or not record.op.partition("::")[2].startswith(
         "_scaled_dot_product_flash_attention_for_cpu"
     ):

@@ -134,7 +134,7 @@ def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether memory, sizes and strides determine a tensor's values."""
+    """Return whether memory, sizes and strides determine a tensor's values."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return strided and not tensor.is_conj() and not tensor.is_neg()
 
@@ -269,7 +269,7 @@ class Values:
 
 
 def _in_engine() -> bool:
-    """Whether the autograd engine runs, whose values no model reads. A recomputation within it has grad mode on."""
+    """Return whether the autograd engine runs, whose values no model reads. A recomputation within it has grad mode on."""
     return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
@@ -421,7 +421,7 @@ def _is_numbers(index: list[Any]) -> bool:
 
 
 def _is_computed(args: tuple[Any, ...]) -> bool:
-    """Whether a function's only argument is a meta tensor without values."""
+    """Return whether a function's only argument is a meta tensor without values."""
     return len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].is_meta and _lack(args[0]) is not None
 
 

@@ -43,7 +43,7 @@ _TALK = {True: "yes", False: "no", None: NOT_APPLICABLE}
 
 
 def document(report: ShapeReport) -> Document:
-    """The report as a document."""
+    """Return the report as a document."""
     return Document(
         headline(report),
         (
@@ -58,7 +58,7 @@ def document(report: ShapeReport) -> Document:
 
 
 def padding_document(report: ShapeReport) -> Document:
-    """The table of padded sizes alone; a sentence where there are none."""
+    """Return the table of padded sizes alone; a sentence where there are none."""
     return Document("", (_padding(report.padding),) if report.padding else lines(["No size needs padding."]))
 
 
@@ -107,7 +107,7 @@ def _clean(report: ShapeReport) -> Iterator[Line]:
 
 
 def clean_sentence(report: ShapeReport) -> str:
-    """What is said where no finding is more than a remark; "" where one is, or nothing was recorded."""
+    """Return what is said where no finding is more than a remark; "" where one is, or nothing was recorded."""
     if not report.flops or any(finding.severity != "info" for finding in report.findings):
         return ""
     if report.gpu.has_tensor_cores is not True:
@@ -125,7 +125,7 @@ def clean_sentence(report: ShapeReport) -> str:
 
 
 def is_clean(report: ShapeReport) -> bool:
-    """Whether no finding is more than a remark, and nearly all that is computed can take the fastest kernels."""
+    """Return whether no finding is more than a remark, and nearly all that is computed can take the fastest kernels."""
     if not report.flops or any(finding.severity != "info" for finding in report.findings):
         return False
     return report.flops_by_verdict.get("native", 0) >= _NEARLY_ALL * report.flops

@@ -1,0 +1,247 @@
+"""Runs every script of the gallery under ``mpinspect run`` and prints which faults were named, with module and step.
+
+    python examples/faults/gallery.py [--only NAME ...] [--jobs N] [--json PATH] [--page PATH] [--peers] [--check]
+
+A fault is named where a finding above "info" has its id, its module and its step. A healthy script must get nothing above "info".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers import NOTHING, PEERS
+
+from mpinspect.ranges.analysis.diagnoses import DIAGNOSES
+from mpinspect.ranges.analysis.diagnoses.case import Diagnosis
+
+HERE = Path(__file__).parent
+HEALTHY = [f"healthy/{path.name}" for path in sorted((HERE / "healthy").glob("*.py"))]
+#: Seconds that a script may take.
+LONGEST_S = 300
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a script.
+
+    Args:
+        script: its file.
+        id: the finding that names it.
+        module: begins with this; "" where the fault is the whole run's.
+        step: in which it begins; None where it belongs to no step.
+    """
+
+    script: str
+    id: str
+    module: str = ""
+    step: int | None = None
+
+
+FAULTS = (
+    Fault("bf16_moments.py", "moments-cannot-decay"),
+    Fault("bf16_finetune.py", "updates-lost"),
+    Fault("bf16_weight_decay.py", "weight-decay-lost"),
+    Fault("ema_bf16.py", "average-lost"),
+    Fault("ema_dict.py", "average-lost"),
+    Fault("bf16_accumulation.py", "accumulation-lost"),
+    Fault("fp16_adam_eps.py", "epsilon-zero"),
+    Fault("resnet_initial_scale.py", "initial-scale-too-high", step=0),
+    Fault("static_scale_high.py", "scale-too-high", step=0),
+    Fault("static_scale_low.py", "scale-too-low", "decoder", 0),
+    Fault("fp16_without_scaler.py", "scaler-missing-in-float16"),
+    Fault("bf16_with_scaler.py", "scaler-in-bfloat16"),
+    Fault("gan_shared_scaler.py", "scaler-shared", step=0),
+    Fault("two_branches.py", "scale-window-empty", "cls"),
+    Fault("outlier_batch.py", "overflow-recurs", step=5),
+    Fault("backoff_for_forward.py", "scale-falls-for-forward", "mlp", 6),
+    Fault("clip_before_unscale.py", "unscale-missing", step=0),
+    Fault("clip_fp16_norm.py", "gradients-clipped-to-zero", step=0),
+    Fault("nan_to_num.py", "gradients-replaced", step=0),
+    Fault("zero_grad_too_late.py", "gradients-zeroed", step=0),
+    Fault("stale_branch.py", "gradients-stale", "heads.segment", 1),
+    Fault("frozen_prefix.py", "gradients-missing", "blocks.10"),
+    Fault("detached_encoder.py", "gradients-missing", "encoder"),
+    Fault("never_zeroed.py", "gradients-never-zeroed", step=1),
+    Fault("late_module.py", "parameters-not-optimized", "head"),
+    Fault("nan_in_batch.py", "batch-not-finite", step=7),
+    Fault("masked_row.py", "mask-hides-whole-row", "attn", 9),
+    Fault("zero_row.py", "zero-row-normalized", "normalize", 6),
+    Fault("log_of_zero.py", "argument-out-of-range", step=5),
+    Fault("norm_at_zero.py", "argument-out-of-range", step=8),
+    Fault("learning_rate.py", "weights-exploded"),
+    Fault("mse_in_fp16.py", "loss-in-16-bits", step=0),
+    Fault("kl_in_bf16.py", "loss-in-16-bits", step=0),
+    Fault("positions_bf16.py", "positions-collapse", "0.rotary", 0),
+    Fault("router_ties.py", "router-ties", "moe", 0),
+    Fault("batchnorm_half.py", "statistics-broken", "1"),
+    Fault("batchnorm_after_skip.py", "statistics-broken", "1", 5),
+    Fault("fp16_activation.py", "non-finite-event", "layers.0", 2),
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a report told of one script."""
+
+    script: str
+    outcome: str
+    verdicts: tuple[str, ...] = ()
+    findings: tuple[dict[str, object], ...] = field(default=(), repr=False)
+
+    def above_info(self) -> list[dict[str, object]]:
+        return [finding for finding in self.findings if finding["severity"] != "info"]
+
+    def of(self, fault: Fault) -> str:
+        """ "yes", "half" where the module or the step is another one, "no"."""
+        named = [finding for finding in self.above_info() if finding["id"] == fault.id]
+        if any(
+            _in_module(finding, fault) and (fault.step is None or finding["step"] == fault.step) for finding in named
+        ):
+            return "yes"
+        return "half" if named else "no"
+
+
+def _in_module(finding: dict[str, object], fault: Fault) -> bool:
+    return str(finding["layer"]).startswith(fault.module)
+
+
+def run(script: str) -> Told:
+    """Run a script under ``mpinspect run`` and read its report."""
+    with tempfile.TemporaryDirectory() as folder:
+        log_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "mpinspect", "run", "--log-dir", str(log_dir), str(HERE / script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+        report = log_dir / "report.json"
+        if not report.exists():
+            return Told(script, f"no report: {done.stderr[-300:]}")
+        models = json.loads(report.read_text("utf-8"))["models"]
+    findings = [finding for model in models for finding in model["ranges"]["findings"]]
+    verdicts = [" ".join(model["ranges"]["verdict"]["sentences"]) for model in models]
+    return Told(script, f"exit {done.returncode}", tuple(verdicts), tuple(findings))
+
+
+def page(faults: list[Fault], told: dict[str, Told]) -> str:
+    """Return the page of the diagnoses: each with what it looks for, what it says of a script of the gallery, and its fix."""
+    parts = [_PAGE_HEAD]
+    for diagnosis in DIAGNOSES:
+        about, _, alarms = inspect.getdoc(diagnosis).partition("\n\nFalse alarms: ")
+        for id in ids_of(diagnosis):
+            parts += [f"## {id}\n", f"{' '.join(about.split())}\n"]
+            for fault in faults:
+                if fault.id == id:
+                    parts.append(_example(fault, told[fault.script]))
+            parts.append(f"**False alarms.** {' '.join(alarms.split())}\n")
+    return "\n".join(parts)
+
+
+def ids_of(diagnosis: Diagnosis) -> list[str]:
+    """Return the ids of the findings that a diagnosis makes."""
+    return list(dict.fromkeys(re.findall(r'Finding\(\s*"([a-z0-9-]+)"', inspect.getsource(diagnosis))))
+
+
+def _example(fault: Fault, told: Told) -> str:
+    """Return what is said of one script: its first line, its thread, the finding and the fix as code."""
+    text = (HERE / fault.script).read_text("utf-8")
+    thread = re.search(r"# Thread: .*?(https\S+|$)", text)[1]
+    found = next(finding for finding in told.findings if finding["id"] == fault.id)
+    code = f"\n<!-- no-run -->\n```python\n{found['code']}\n```\n" if found["code"] else ""
+    source = f"[`{fault.script}`](../examples/faults/{fault.script}) (after [this thread]({thread}))"
+    return (
+        f"{source}: {ast.get_docstring(ast.parse(text))}\n\n> {found['severity']}{_inferred(found)}: {found['message']}\n>\n"
+        f"> {found['fix'] or 'Nothing to do.'}\n{code}"
+    )
+
+
+def _inferred(finding: dict[str, object]) -> str:
+    return "" if finding["certainty"] == "measured" else " (inferred)"
+
+
+_PAGE_HEAD = """# Diagnoses
+
+Findings of the ranges that name a cause. Each is made by one function over the record of a run, and says nothing where the record
+does not show the cause. Below: what it looks for, what it says of a script in `examples/faults/`, and when it may be wrong.
+`make gallery` runs the scripts and writes this page.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="names of scripts, or parts of them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", metavar="PATH", help="write what was told here too")
+    parser.add_argument("--page", metavar="PATH", help="write the page of all diagnoses")
+    parser.add_argument("--peers", action="store_true", help="run the faults under other tools as well")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 where a fault is missed or a healthy script is not"
+    )
+    options = parser.parse_args()
+
+    def wanted(script: str) -> bool:
+        return not options.only or any(part in script for part in options.only)
+
+    faults = [fault for fault in FAULTS if wanted(fault.script)]
+    healthy = [script for script in HEALTHY if wanted(script)]
+    scripts = (*(fault.script for fault in faults), *healthy)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        told = dict(zip(scripts, pool.map(run, scripts), strict=True))
+        asked = [peer for peer in PEERS if options.peers and peer.is_installed]
+        answers = {peer.name: list(pool.map(peer.ask, [HERE / fault.script for fault in faults])) for peer in asked}
+    missed = _print_faults(faults, told) + _print_healthy(healthy, told)
+    for name, said in answers.items():
+        print(
+            f"\n{name}: something to say on {sum(answer != NOTHING for answer in said)} of {len(faults)}, a cause on none"
+        )
+        for fault, answer in zip(faults, said, strict=True):
+            print(f"  {fault.script:28} {answer}")
+    if options.json:
+        rows = {script: {"verdicts": found.verdicts, "findings": found.findings} for script, found in told.items()}
+        Path(options.json).write_text(json.dumps(rows, indent=1), "utf-8")
+    if options.page:
+        Path(options.page).write_text(page(faults, told), "utf-8")
+    return int(options.check and missed > 0)
+
+
+def _print_faults(faults: list[Fault], told: dict[str, Told]) -> int:
+    """Print a row for each fault and the score; return how many were not named."""
+    print(f"{'script':28} {'named':5}  told")
+    for fault in faults:
+        found = told[fault.script]
+        print(f"{fault.script:28} {found.of(fault):5}  {'; '.join(map(_place, found.above_info())) or found.outcome}")
+    scores = [told[fault.script].of(fault) for fault in faults]
+    print(
+        f"{scores.count('yes')} of {len(faults)} faults named with module and step, {scores.count('half')} half, "
+        f"{scores.count('no')} not\n"
+    )
+    return len(faults) - scores.count("yes")
+
+
+def _print_healthy(healthy: list[str], told: dict[str, Told]) -> int:
+    """Print a row for each healthy script; return how many were told anything above info, or nothing at all."""
+    alarms = 0
+    for script in healthy:
+        found = told[script]
+        alarms += bool(found.above_info()) or not found.verdicts
+        words = "; ".join(f"{_place(finding)}: {finding['message']}" for finding in found.above_info())
+        print(f"{script:34} {words or ('healthy' if found.verdicts else found.outcome)}")
+    print(f"{alarms} false alarms in {len(healthy)} healthy scripts")
+    return alarms
+
+
+def _place(finding: dict[str, object]) -> str:
+    step = "" if finding["step"] is None else f" {finding['step']}"
+    return f"{finding['id']} {finding['layer'] or '-'}{step}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

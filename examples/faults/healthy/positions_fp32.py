@@ -1,0 +1,32 @@
+"""Rotary positions in FP32, cast down once they are cosines and sines."""
+
+# Thread: as positions_bf16.py, done right
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, width, 2) / width), persistent=False)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[1]).float()[:, None] * self.inv_freq[None]
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k = (torch.cat([a * cos - b * sin, a * sin + b * cos], -1) for a, b in (t.chunk(2, -1) for t in (q, k)))
+        return nn.functional.scaled_dot_product_attention(q, k, v.to(q.dtype))
+
+
+model = nn.Sequential(Attention(), nn.Linear(32, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(6):
+    x = torch.randn(1, 600, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()

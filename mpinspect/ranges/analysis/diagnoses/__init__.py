@@ -1,0 +1,45 @@
+"""Diagnoses: findings that name a cause, each with its evidence, the fix as code, and how sure it is.
+
+A diagnosis is one pure function over the record of a run. It says nothing where the record does not show its cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.ranges.analysis.diagnoses import arithmetic, culprit_inputs, handed_over, scaling, stores
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.reporting.finding import Finding
+
+#: In this order among findings of one severity: what comes first explains most.
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    *culprit_inputs.DIAGNOSES,
+    *handed_over.DIAGNOSES,
+    *scaling.DIAGNOSES,
+    *stores.DIAGNOSES,
+    *arithmetic.DIAGNOSES,
+)
+
+
+#: Diagnoses that say why something was not finite: from their step on an event is a consequence, with no advice of its own.
+EXPLAIN_EVENTS = frozenset(
+    {
+        "argument-out-of-range",
+        "batch-not-finite",
+        "epsilon-zero",
+        "gradients-clipped-to-zero",
+        "loss-in-16-bits",
+        "mask-hides-whole-row",
+        "overflow-recurs",
+        "scale-falls-for-forward",
+        "scale-too-high",
+        "weights-exploded",
+        "zero-row-normalized",
+    }
+)
+
+
+def diagnose(case: Case) -> Iterator[Finding]:
+    """The findings of all diagnoses."""
+    for diagnosis in DIAGNOSES:
+        yield from diagnosis(case)

@@ -1,0 +1,146 @@
+"""What 16 bits do to losses, statistics, positions and scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
+from mpinspect.reporting.words import format_name, percent
+
+
+def statistics_broken(case: Case) -> Iterator[Finding]:
+    """Running statistics that are not finite, or that never move.
+
+    False alarms: Statistics that are frozen on purpose are not written, and not told; those of a constant input do not move.
+    """
+    found = list(case.measured("statistics"))
+    broken = [each for each in found if each.text.startswith("not finite")]
+    stuck = [each for each in found if each.text.startswith("stuck")]
+    if broken:
+        first = broken[0]
+        module, _, buffer = first.name.rpartition(".")
+        kind = format_name(first.text.rpartition(" ")[2])
+        is_wide = first.text.endswith("float32")
+        begun = any(event.step <= first.step and event.phase == "forward" for event in case.events)
+        yield Finding(
+            "statistics-broken",
+            "error",
+            module,
+            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the batch's "
+            "own statistics and goes on, evaluation uses these and gives zeros or NaN."
+            + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
+            {"buffers": [each.name for each in broken]},
+            "Look at what makes the values so large, and begin the statistics anew"
+            + ("." if is_wide else "; keep normalisations and their statistics in FP32."),
+            ("" if is_wide else f"model.get_submodule({module!r}).float()\n")
+            + f"model.get_submodule({module!r}).reset_running_stats()",
+            step=first.step,
+        )
+    if stuck:
+        first = stuck[0]
+        module, _, buffer = first.name.rpartition(".")
+        yield Finding(
+            "statistics-broken",
+            "warning",
+            module,
+            f"{buffer} of {module or 'the model'!r} was written {first.figures['writes']:.0f} times and never moved: "
+            f"{format_name(first.text.rpartition(' ')[2])} rounds its updates away, or they are zero.",
+            {"buffers": [each.name for each in stuck]},
+            "Keep the statistics of normalisations in FP32, or take a larger momentum.",
+            f"model.get_submodule({module!r}).float()",
+        )
+
+
+def loss_in_16_bits(case: Case) -> Iterator[Finding]:
+    """A loss that is computed in 16 bits: it overflows, or what is left of a sum of terms that cancel is rounding.
+
+    False alarms: A warning where the operators of the loss can cancel (differences, products, KL), which does not say that
+    they do in this run.
+    """
+    for found in case.measured("loss"):
+        value, name, bits = found.figures["value"], format_name(found.text), _SIGNIFICAND_BITS[found.text]
+        overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
+        # A cross-entropy is rounded once, behind a log-softmax; a sum of products or differences at each term.
+        cancels = any(operator in _CANCELLING for operator in found.names) and "NllLoss" not in found.names
+        yield Finding(
+            "loss-in-16-bits",
+            "error" if overflowed else "warning" if cancels else "info",
+            "",
+            f"The loss is computed in {name}"
+            + (
+                f", and in step {found.step} it is {value:g}: a square or a sum of it is beyond what {name} holds."
+                if overflowed
+                else f" ({' of '.join(found.names[:4])}): each of its terms is rounded to {bits} bits (a relative 2^-{bits}), "
+                "so that where they nearly cancel what is left is rounding."
+                if cancels
+                else f": its value and first gradient have {bits} bits."
+            ),
+            {
+                "value": value if found.figures["is_known"] else None,
+                "dtype": found.text,
+                "operators": list(found.names),
+            },
+            "Compute the loss in FP32: cast logits and predictions before it." if overflowed or cancels else "",
+            "loss = loss_fn(model(x).float(), target.float())" if overflowed or cancels else "",
+            step=found.step,
+        )
+        return
+
+
+#: Bits of the significand, the hidden one among them.
+_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
+#: Operators, as autograd names them, whose results may cancel in a sum.
+_CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
+
+
+def positions_collapse(case: Case) -> Iterator[Finding]:
+    """Positions that become equal to their neighbours when they are cast to 16 bits.
+
+    False alarms: Measured where a table of more than 264 rows (BF16; 2056 in FP16) has equal neighbours exactly where whole
+    numbers in the format have. Inferred where a module is given one whole number a row, the largest beyond these: it may be
+    a count that is meant to be rounded.
+    """
+    for found in case.measured("positions"):
+        figures = found.figures
+        yield Finding(
+            "positions-collapse",
+            "warning",
+            found.name,
+            f"In {found.name or 'the model'!r} whole numbers up to {figures['largest']:.0f} are in "
+            f"{format_name(found.text)}, which has {figures['after']:.0f} of these {figures['before']:.0f}: neighbours become "
+            "one position, timestep or index.",
+            {**figures, "dtype": found.text},
+            "Compute positions and what is made of them in FP32, and cast the cosines and sines.",
+            "angles = positions.float()[:, None] * inv_freq.float()\ncos, sin = angles.cos().to(dtype), angles.sin().to(dtype)",
+            certainty=MEASURED if figures["is_table"] else INFERRED,
+            step=found.step,
+        )
+        return
+
+
+def router_ties(case: Case) -> Iterator[Finding]:
+    """Scores in 16 bits of which several are equal at the edge of the top k.
+
+    False alarms: Ties in one row in a hundred or more; where equal experts are fine (a random tie-break is meant) it is told
+    all the same.
+    """
+    for found in case.measured("ties"):
+        share = found.figures["fraction"]
+        yield Finding(
+            "router-ties",
+            "warning",
+            found.name,
+            f"In {found.name or 'the model'!r} the top {found.figures['k']:.0f} of {found.figures['scores']:.0f} scores are "
+            f"chosen in {format_name(found.text)}: in {percent(share)} of the rows the last one chosen ties with one that is "
+            "left out, and the order in memory decides.",
+            {**found.figures, "dtype": found.text},
+            "Compute the router's scores in FP32.",
+            "with torch.autocast(device_type, enabled=False):\n    scores = router(x.float()).softmax(-1)",
+            step=found.step,
+        )
+        return
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (statistics_broken, loss_in_16_bits, positions_collapse, router_ties)

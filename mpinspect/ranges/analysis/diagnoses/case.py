@@ -1,0 +1,68 @@
+"""What every diagnosis is given: the record of a run and what its ranges tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpinspect.numeric.formats import FloatFormat
+from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.scale_advice import Advised
+from mpinspect.ranges.session import (
+    Event,
+    Measurement,
+    Precision,
+    Progress,
+    Session,
+    TensorInfo,
+    TensorKey,
+    TensorWindow,
+)
+from mpinspect.reporting.finding import Finding
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Args:
+        session: its record.
+        layers: one report a watched tensor.
+        totals: every tensor's counts over the run.
+        infos: what is known of each tensor.
+        advised: the loss scale that fits.
+        format: the format in which the run is judged.
+    """
+
+    session: Session
+    layers: Sequence[LayerReport]
+    totals: Mapping[TensorKey, TensorWindow]
+    infos: Mapping[TensorKey, TensorInfo]
+    advised: Advised
+    format: FloatFormat
+
+    @property
+    def precision(self) -> Precision:
+        return self.session.precision
+
+    @property
+    def progress(self) -> Progress:
+        return self.session.progress
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return self.session.events
+
+    def measured(self, what: str) -> Iterator[Measurement]:
+        """The measurements of one kind, in the order in which they were made."""
+        return (each for each in self.session.measurements if each.what == what)
+
+
+#: Weights and states that FP32 keeps, as code.
+FP32_WEIGHTS = (
+    "model.float()  # FP32 weights; then the optimizer's states are FP32 too\n"
+    "with torch.autocast(device_type, dtype=torch.bfloat16):\n"
+    "    loss = ..."
+)
+
+Diagnosis = Callable[[Case], Iterable[Finding]]

@@ -1,0 +1,196 @@
+"""What the operation was given in which the first infinity or NaN arose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.session import END, MOST_ROWS, Event, Measurement
+from mpinspect.reporting.finding import INFERRED, Finding
+from mpinspect.reporting.words import some
+
+
+def _event_at(case: Case, step: int) -> Event | None:
+    """The first event of a step, or of one just before it."""
+    return next((event for event in case.events if event.step == step), None)
+
+
+def _where(case: Case, found: Measurement) -> str:
+    """The module in which it arose, by the watch."""
+    event = _event_at(case, found.step)
+    if found.name or event is None or event.phase != "forward":
+        return found.name
+    return event.module
+
+
+def _rows(found: Measurement) -> str:
+    if not found.names:
+        return ""
+    more = ", ..." if len(found.names) >= MOST_ROWS else ""
+    return f" (row{'s' if len(found.names) > 1 else ''} {', '.join(found.names)}{more} of the batch)"
+
+
+def _elements(found: Measurement) -> str:
+    number = found.figures["elements"]
+    return f"{number:.0f} element{'' if number == 1 else 's'}"
+
+
+#: How to keep an argument away from the edge, by a word of what was done with it.
+_KEPT_AWAY = (
+    ("logarithm", "x.clamp_min(1e-6).log()"),
+    ("square root", "(x + 1e-12).sqrt()"),
+    ("sqrt", "(x + 1e-12).rsqrt()"),
+    ("division", "a / b.clamp_min(1e-6)"),
+    ("1 / x", "1 / x.clamp_min(1e-6)"),
+    ("power", "x.clamp_min(1e-6) ** p"),
+    ("exp", "x.clamp_max(80).exp()"),
+    ("acos", "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
+    ("asin", "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"),
+    ("atanh", "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"),
+    ("weight", "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"),
+)
+
+
+def batch_not_finite(case: Case) -> Iterator[Finding]:
+    """The batch itself held infinities or NaNs.
+
+    False alarms: The inputs of the model's outermost call are searched; a batch that the model is meant to clean (NaN for
+    missing values) is told all the same once the loss is not finite.
+    """
+    for found in case.measured("examined-batch"):
+        yield Finding(
+            "batch-not-finite",
+            "error",
+            "",
+            f"The batch of step {found.step} itself holds {found.figures['elements']:.0f} infinities or NaNs{_rows(found)}: "
+            "neither the model nor the precision made them.",
+            {"elements": found.figures["elements"], "rows": list(found.names)},
+            "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
+            "assert torch.isfinite(batch).all(), 'bad sample'",
+            step=found.step,
+        )
+        return
+
+
+def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
+    """A softmax over a row of which nothing is left.
+
+    False alarms: A softmax whose graph shows no mask just before it is left out, so that scores that were -inf for another
+    reason are not told.
+    """
+    for found in case.measured("examined-mask"):
+        module = _where(case, found)
+        yield Finding(
+            "mask-hides-whole-row",
+            "error",
+            module,
+            f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: {found.figures['elements']:.0f} rows "
+            f"were masked as a whole{_rows(found)}, and 0/0 is NaN.",
+            {"elements": found.figures["elements"], "rows": list(found.names)},
+            "Leave each row at least one key (an empty sample, a wrong padding side, a mask applied twice), or mask by a large "
+            "finite number.",
+            "mask[~mask.any(-1)] = True  # a row that sees nothing sees everything, and is ignored by the loss",
+            step=found.step,
+        )
+        return
+
+
+def zero_row_normalized(case: Case) -> Iterator[Finding]:
+    """A row of zeros divided by its own maximum or norm.
+
+    False alarms: Where nothing in a module is trained there is no graph: then rows of zeros that came out as NaN are taken
+    for a division, which is inferred.
+    """
+    for found in case.measured("examined-zero-row"):
+        module = _where(case, found)
+        yield Finding(
+            "zero-row-normalized",
+            "error",
+            module,
+            f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
+            f"magnitude or norm, which is zero{_rows(found)}: 0/0 is NaN.",
+            {"rows": list(found.names)},
+            "Add an epsilon to what is divided by, or bound it from below.",
+            "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
+            INFERRED if found.name else "measured",
+            found.step,
+        )
+        return
+
+
+def argument_out_of_range(case: Case) -> Iterator[Finding]:
+    """An operation at the edge of what it is defined for.
+
+    False alarms: The operation that was run first counts. One whose result a later torch.where discards may be harmless in
+    the forward; its gradient is not.
+    """
+    for found in case.measured("examined-argument"):
+        module, event = _where(case, found), _event_at(case, found.step)
+        if event is None:
+            continue
+        in_backward = event.phase == "backward"
+        place = f"in or before {module!r}" if module and not in_backward else "in the loss, or on the way to it"
+        effect = (
+            "the loss is finite and its gradient is not"
+            if in_backward and event.forward_finite
+            else "what follows is not finite"
+        )
+        yield Finding(
+            "argument-out-of-range",
+            "error",
+            "" if in_backward else module,
+            f"In step {found.step} {found.text} was taken of {_elements(found)} {place}{_rows(found)}: {effect}."
+            if not found.text.endswith("infinite")
+            else f"In step {found.step} {place}: {found.text} ({_elements(found)}){_rows(found)}: {effect}.",
+            {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
+            "Keep the argument away from the edge before the operation; torch.where after it does not help, for its gradient is "
+            "computed all the same.",
+            next((code for word, code in _KEPT_AWAY if word in found.text), ""),
+            step=found.step,
+        )
+        return
+
+
+def weights_exploded(case: Case) -> Iterator[Finding]:
+    """Weights that had grown out of all proportion before anything became infinite.
+
+    False alarms: A norm that is 16 times what it was is no fault where weights begin near zero (LoRA's B, a zero-initialised
+    head): it is told only if something also became infinite or the loss diverged.
+    """
+    grown = list(case.measured("weight-growth"))
+    broken = [event for event in case.events if event.phase in ("forward", END) and not event.gradients_finite]
+    if not grown or not (broken or case.advised.diverged):
+        return
+    first = min(grown, key=lambda each: each.step)
+    at_once = [each for each in grown if each.step == first.step]
+    before = min((event.step for event in broken), default=case.progress.steps)
+    ratio = max(each.figures["ratio"] for each in at_once)
+    if first.step > before:
+        return
+    rates = [optimizer.settings["lr"] for optimizer in case.precision.optimizers if "lr" in optimizer.settings]
+    kind = f"torch.optim.{case.precision.optimizers[0].type}" if rates else ""
+    rate = f" at a learning rate of {max(rates):g}" if rates else ""
+    yield Finding(
+        "weights-exploded",
+        "error",
+        first.name.rpartition(".")[0] or first.name,
+        f"The weights exploded{rate}: by step {first.step} {some([each.name for each in at_once], 3)} had grown to "
+        f"{ratio:.2g} times their norm at the start"
+        + (f", and in step {before} the forward was no longer finite." if broken else "."),
+        {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": max(rates) if rates else None},
+        "Lower the learning rate, warm it up, or clip the gradients. No precision and no loss scale mends this.",
+        f"optimizer = {kind}(model.parameters(), lr={max(rates) / 10:g})\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+        if rates
+        else "",
+        INFERRED,
+        first.step,
+    )
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    batch_not_finite,
+    mask_hides_whole_row,
+    zero_row_normalized,
+    weights_exploded,
+    argument_out_of_range,
+)

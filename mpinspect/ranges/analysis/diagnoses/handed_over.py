@@ -1,0 +1,307 @@
+"""What the backward gave, against what the optimizer was given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import Measurement
+from mpinspect.reporting.finding import INFERRED, Finding
+from mpinspect.reporting.words import power_of_two, some
+
+#: Measured steps in which gradients of the steps before were found, from which on nobody zeroes them.
+_FEWEST_LEFT_OVER = 2
+#: ... and the share of the parameters that hold some.
+_MOST_LEFT_OVER = 0.9
+#: A factor below this is no clipping: it leaves nothing to learn from.
+_NOTHING = 1e-6
+#: Ratios that differ by no more are one.
+_SAME = 0.01
+#: A gradient divided by a whole number up to this is averaged over micro-batches, which may be done before or after unscaling.
+_MOST_MICRO_BATCHES = 1024
+
+
+def unscale_missing(case: Case) -> Iterator[Finding]:
+    """Gradients that were clipped, or changed otherwise, while they were multiplied by the loss scale.
+
+    False alarms: Dividing by a whole number of micro-batches is no change. A limit that was multiplied by the scale on
+    purpose is told all the same.
+    """
+    found = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
+    scales = {change.step: change.scale for change in case.progress.scales}
+    if not found or not scales or all(scale in (1.0, None) for scale in scales.values()) or _is_average(found):
+        return
+    first = found[0]
+    factor, scale = first.figures["factor"], _scale_at(case, first.step)
+    is_by_norm = first.figures["is_uniform"]
+    clip = f"clip_grad_{'norm' if is_by_norm else 'value'}_(model.parameters(), {'max_norm' if is_by_norm else 'clip_value'})"
+    how = "clipped by their norm" if first.figures["is_uniform"] else "changed, or clipped value by value,"
+    yield Finding(
+        "unscale-missing",
+        "warning",
+        "",
+        f"In step {first.step} the gradients were {how} while they were still multiplied by the loss scale"
+        f"{f' of {power_of_two(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them. "
+        "The limit was meant for the true gradients, which are that much smaller, and moves with the scale.",
+        {
+            "factor": factor,
+            "is_uniform": bool(first.figures["is_uniform"]),
+            "loss_scale": scale,
+            "measured_steps": len(found),
+        },
+        "Unscale before clipping or reading gradients.",
+        f"scaler.unscale_(optimizer)\ntorch.nn.utils.{clip}\nscaler.step(optimizer)",
+        step=first.step,
+    )
+
+
+def _is_average(found: list[Measurement]) -> bool:
+    """Whether gradients were divided by one small whole number each time: an average over micro-batches, which is linear."""
+    factors = [each.figures["factor"] for each in found]
+    divisor = 1 / factors[0] if factors[0] > 0 else math.inf
+    is_whole = divisor <= _MOST_MICRO_BATCHES and abs(divisor - round(divisor)) < _SAME * divisor
+    is_one = all(abs(factor - factors[0]) <= _SAME * factors[0] for factor in factors)
+    return is_whole and is_one and all(each.figures["is_uniform"] for each in found)
+
+
+def _scale_at(case: Case, step: int) -> float | None:
+    before = [change.scale for change in case.progress.scales if change.step <= step]
+    return before[-1] if before else None
+
+
+def gradients_gone(case: Case) -> Iterator[Finding]:
+    """Gradients that were finite after the backward, and zero or not finite when the optimizer got them.
+
+    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are told.
+    """
+    found = [
+        each
+        for each in case.measured("changed-before-step")
+        if each.figures["zeroed"] >= _MOST_LEFT_OVER * each.figures["of"] or 0 < each.figures["factor"] < _NOTHING
+    ]
+    if not found:
+        return
+    first = found[0]
+    squares, not_finite = first.figures.get("sum_of_squares", 0.0), first.figures.get("not_finite", 0.0)
+    evidence = {**first.figures, "measured_steps": len(found)}
+    if squares > FLOAT16.max_finite or not_finite:
+        norm = math.sqrt(squares)
+        cause = (
+            f"{not_finite:.0f} of them held infinities, and so did the norm"
+            if not_finite
+            else f"the gradients are FP16, and their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond "
+            f"{FLOAT16.max_finite:g} there"
+        )
+        yield Finding(
+            "gradients-clipped-to-zero",
+            "error",
+            "",
+            f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
+            "it left nothing.",
+            evidence,
+            "Compute norms in FP32 and clip by that.",
+            "norms = [p.grad.float().norm() for p in parameters]\ntotal = torch.stack(norms).norm()  # FP32",
+            INFERRED,
+            first.step,
+        )
+        return
+    yield Finding(
+        "gradients-zeroed",
+        "error",
+        "",
+        f"In step {first.step} the backward gave gradients, and the optimizer was given "
+        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times of them")
+        + f" ({len(found)} of the measured steps): the weights learn nothing from them.",
+        evidence,
+        "Look at what stands between backward() and step(): zero_grad(), a mask, a factor.",
+        "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
+        step=first.step,
+    )
+
+
+def gradients_replaced(case: Case) -> Iterator[Finding]:
+    """Infinities and NaNs in gradients that somebody replaced before the optimizer stepped.
+
+    False alarms: torch.nan_to_num on gradients is told even where it is meant; a scaler's own skip is not.
+    """
+    found = list(case.measured("replaced-before-step"))
+    if not found:
+        return
+    first = found[0]
+    yield Finding(
+        "gradients-replaced",
+        "error",
+        first.name,
+        f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
+        "finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
+        {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
+        "Skip such a step instead (a GradScaler does), and mend what makes them.",
+        "if all(torch.isfinite(p.grad).all() for p in parameters):\n    optimizer.step()",
+        step=first.step,
+    )
+
+
+def gradients_stale(case: Case) -> Iterator[Finding]:
+    """Gradients of an earlier step that the optimizer was given again.
+
+    False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is told.
+    """
+    found = list(case.measured("stale"))
+    if not found:
+        return
+    first = max(found, key=lambda each: len(each.names))
+    yield Finding(
+        "gradients-stale",
+        "warning",
+        first.name,
+        f"In step {found[0].step} no backward reached {_grouped(first.names)}, and the optimizer stepped with the gradients "
+        "that an earlier step had left there.",
+        {"parameters": len(first.names), "names": list(first.names[:20]), "measured_steps": len(found)},
+        "Zero every gradient before each backward, also those of branches that this batch does not use.",
+        "optimizer.zero_grad(set_to_none=True)",
+        step=found[0].step,
+    )
+
+
+def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
+    """Gradients that add up over optimizer steps.
+
+    False alarms: Only where nine in ten parameters still hold gradients when the next step's backward begins; a loop that
+    accumulates over several optimizer steps on purpose is told.
+    """
+    found = [
+        each
+        for each in case.measured("left-over")
+        if each.figures["parameters"] >= _MOST_LEFT_OVER * each.figures["of"]
+    ]
+    if len(found) < _FEWEST_LEFT_OVER:
+        return
+    yield Finding(
+        "gradients-never-zeroed",
+        "error",
+        "",
+        f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
+        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far (the largest was "
+        f"{found[0].figures['largest']:.3g}, then {found[-1].figures['largest']:.3g}).",
+        {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
+        "Zero the gradients once a step, those of the model too where the optimizer steps copies of its weights.",
+        "optimizer.zero_grad()  # or model.zero_grad()",
+        step=found[0].step,
+    )
+
+
+def gradients_missing(case: Case) -> Iterator[Finding]:
+    """Trainable parameters in an optimizer that never had a gradient; parameters frozen by a prefix that caught too many.
+
+    False alarms: Modules that the run so far did not need (a head for a later phase) are told. A frozen prefix is inferred
+    from names alone.
+    """
+    never = {name for name, kind, _ in _never_fired(case) if kind == WEIGHT_GRADIENT}
+    for found in case.measured("missing"):
+        names = [name for name in found.names if name in never]
+        if names:
+            yield Finding(
+                "gradients-missing",
+                "warning",
+                names[0],
+                f"{len(names)} parameters that the optimizer is to train never got a gradient: {_grouped(names)}. Nothing of "
+                "the loss reaches them: a result is detached, taken as a number or under no_grad, or the module is not used.",
+                {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
+                "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
+                "meant to learn.",
+                certainty=INFERRED,
+            )
+    yield from _caught_by_prefix(case)
+
+
+def _never_fired(case: Case) -> Iterator[tuple[str, str, str]]:
+    for key, info in case.infos.items():
+        window = case.totals.get(key)
+        if window is None or not window.samples:
+            yield info.name, info.kind, info.note
+
+
+def _caught_by_prefix(case: Case) -> Iterator[Finding]:
+    """Frozen blocks 1, 10, 11, ... while 2..9 are trained: a name's prefix without the dot behind it."""
+    frozen: dict[tuple[str, str], set[str]] = defaultdict(set)
+    trained: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for info in case.infos.values():
+        if info.kind == WEIGHT_GRADIENT:
+            kept = frozen if info.note.startswith("frozen") else trained
+            for match in re.finditer(r"\d+", info.name):
+                if info.name[match.end() : match.end() + 1] == ".":
+                    kept[info.name[: match.start()], "block"].add(match.group())
+                    break
+    for place, numbers in frozen.items():
+        meant = min(numbers, key=lambda number: (len(number), number))
+        caught = sorted((number for number in numbers if number != meant), key=int)
+        others = trained.get(place, set()) - numbers
+        if not caught or not others or not all(number.startswith(meant) for number in caught):
+            continue
+        if any(number.startswith(meant) for number in others):
+            continue
+        prefix = f"{place[0]}{meant}"
+        yield Finding(
+            "gradients-missing",
+            "warning",
+            f"{place[0]}{caught[0]}",
+            f"{place[0]}{meant} is frozen, and with it {', '.join(f'{place[0]}{number}' for number in caught)}, while all other "
+            f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the dot behind it.",
+            {"frozen": sorted(numbers, key=int), "trained": sorted(others, key=int)},
+            f"Compare with the dot: names that begin with '{prefix}.'.",
+            f"if name.startswith({prefix + '.'!r}):\n    parameter.requires_grad_(False)",
+            INFERRED,
+        )
+
+
+def parameters_not_optimized(case: Case) -> Iterator[Finding]:
+    """Parameters that get gradients and that no optimizer steps.
+
+    False alarms: Parameters that the script steps by hand are told; where most of a model is left out it is "info", for then
+    a head is trained on a backbone.
+    """
+    for found in case.measured("not-optimized"):
+        share = found.figures["fraction"]
+        yield Finding(
+            "parameters-not-optimized",
+            # Where most of the model is left out that is mostly meant: a head is trained on a backbone that nobody froze.
+            "warning" if share < 0.5 else "info",
+            found.name,
+            f"{len(found.names)} parameters get gradients and are in no optimizer that was seen: {_grouped(found.names)}. They "
+            "stay as they are.",
+            {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
+            "Make the optimizer after the last module was added, or freeze what is not meant to learn.",
+            "optimizer.add_param_group({'params': [...]})",
+        )
+
+
+def _grouped(names: Iterable[str]) -> str:
+    """The modules of parameters, blocks that repeat as one: "'h.{0..11}.attn', 'head'"."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    groups: dict[str, list[str]] = {}
+    for module in modules:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "{}", module), []).append(module)
+    told = []
+    for pattern, members in groups.items():
+        numbers = sorted({int(number) for member in members for number in re.findall(r"(?<=\.)(\d+)(?=\.)", member)})
+        if len(members) > 1 and pattern.count("{}") == 1:
+            told.append(pattern.replace("{}", f"{{{numbers[0]}..{numbers[-1]}}}"))
+        else:
+            told += members
+    return some(told)
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    gradients_gone,
+    gradients_replaced,
+    gradients_never_zeroed,
+    unscale_missing,
+    gradients_stale,
+    gradients_missing,
+    parameters_not_optimized,
+)

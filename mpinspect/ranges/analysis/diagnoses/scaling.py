@@ -1,0 +1,315 @@
+"""Loss scales that are too high, too low, missing, shared or of no use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.session import Event, ScalerRecord
+from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
+from mpinspect.reporting.words import format_name, power_of_two
+
+#: A scaler's search at the beginning is worth a warning where it takes more than this share of the run, and three steps or more.
+_SEARCH_TOLERANCE = 0.1
+_FEWEST_STEPS = 3
+#: A scale that most of the steps overflow at never settles.
+_MOST = 0.5
+
+
+def _skips(case: Case) -> list[Event]:
+    """The first event of each step that overflowed in the backward while the forward was finite."""
+    by_step = {
+        event.step: event
+        for event in reversed(case.events)
+        if event.phase == "backward" and event.forward_finite is not False
+    }
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _enabled(case: Case) -> list[ScalerRecord]:
+    return [scaler for scaler in case.precision.scalers if scaler.enabled]
+
+
+def _opening(skips: Sequence[Event]) -> list[Event]:
+    """The skipped steps with which the run begins."""
+    return [event for place, event in enumerate(skips) if event.step == place and event.skipped]
+
+
+def _powers(scale: float) -> float:
+    return math.log2(scale) if scale > 0 else -math.inf
+
+
+def initial_scale_too_high(case: Case) -> Iterator[Finding]:
+    """A dynamic scaler whose first steps were all skipped until it had come down.
+
+    False alarms: Every dynamic scaler may skip a few steps: up to two, or a tenth of the run, it is "info".
+    """
+    opening, steps = _opening(_skips(case)), case.progress.steps
+    first = opening[0].loss_scale if opening else None
+    last = opening[-1].loss_scale if opening else None
+    if not first or not last or (len(opening) > 1 and last > first / 2):
+        return
+    # The last of them overflowed too; what came next did not.
+    after = next(
+        (change.scale for change in case.progress.scales if change.step > opening[-1].step and change.scale), None
+    )
+    settled = min(after or last / 2, last / 2)
+    too_high = round(_powers(first) - _powers(settled))
+    skipped, share = len(opening), len(opening) / steps
+    is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE
+    recommended = case.advised.advice.recommended
+    needs_one = case.advised.advice.needed is True
+    start = min(settled, recommended) if recommended and needs_one else settled
+    yield Finding(
+        "initial-scale-too-high",
+        "warning" if is_grave else "info",
+        opening[0].module,
+        f"The initial loss scale, {power_of_two(first)}, is {2**too_high} times ({too_high} powers of two) too large: the first "
+        f"{skipped} of {steps} steps were skipped until the scaler had come down to {power_of_two(settled)}.",
+        {"init_scale": first, "settled": settled, "powers_of_two": too_high, "skipped_steps": skipped, "steps": steps},
+        f"Begin at {power_of_two(start)}{' or lower: none is needed' if case.advised.advice.needed is False else ''}."
+        if is_grave
+        else "",
+        f"scaler = torch.amp.GradScaler(init_scale=2.0**{round(_powers(start))})" if is_grave else "",
+        step=opening[0].step,
+    )
+
+
+def scale_too_high(case: Case) -> Iterator[Finding]:
+    """A scale at which most steps overflow, and that does not come down.
+
+    False alarms: A short run that ends while the scaler still comes down is told only if its scale did not fall.
+    """
+    skips, steps = _skips(case), case.progress.steps
+    over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
+    if not over or len({event.step for event in skips}) < max(_MOST * steps, 1):
+        return
+    first, last = over[0].loss_scale or 0.0, over[-1].loss_scale or 0.0
+    stepped = [event for event in over if event.skipped is False]
+    if last <= first / 2 or (not stepped and len(over) < _FEWEST_STEPS):
+        return
+    outcome = (
+        f"the optimizer stepped on infinities in step {stepped[0].step}"
+        if stepped
+        else f"{len(skips)} of {steps} steps were skipped and nothing was learned in them"
+    )
+    recommended = case.advised.advice.recommended
+    wanted = recommended if recommended and recommended < first else None
+    yield Finding(
+        "scale-too-high",
+        "error",
+        over[0].module,
+        f"The loss scale stays at {power_of_two(first)}, at which the gradients overflow from step {over[0].step} on while the "
+        f"forward is finite: {outcome}.",
+        {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
+        f"Scale by {power_of_two(wanted)}, and let a scaler skip what overflows."
+        if wanted
+        else "Let a dynamic scaler find it.",
+        f"scaler = torch.amp.GradScaler({f'init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
+        step=over[0].step,
+    )
+
+
+def scale_too_low(case: Case) -> Iterator[Finding]:
+    """A run in FP16 whose own scale lies below what its gradients need in nine steps of ten.
+
+    False alarms: Judged by nine steps in ten and by the share of L1 that is lost; where small gradients were flushed before
+    they could be counted it is inferred.
+    """
+    decision, scales = case.advised.decision, case.progress.scales
+    known = [change.scale for change in scales if change.scale]
+    if run_format(case.session) != FLOAT16 or decision is None or not known or len(known) < len(scales):
+        return
+    # A script that does not scale at all is another finding's.
+    if not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
+        return
+    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    lowest, certainty = decision.window.log2_lowest, MEASURED
+    likely = max(decision.losses, key=lambda loss: loss.gradient.seen.likely_hidden_l1_share())
+    if lowest <= _powers(known[-1]) and likely.gradient.seen.likely_hidden_l1_share() > decision.rules.tolerance:
+        # What was flushed before it could be counted shows by what crowds just above.
+        needs, lowest, certainty = likely, likely.log2_certain, INFERRED
+    end = max(case.progress.steps, scales[-1].step + 1)
+    ends = [change.step for change in scales[1:]] + [end]
+    below = sum(
+        stop - change.step
+        for change, stop in zip(scales, ends, strict=True)
+        if change.scale and _powers(change.scale) < lowest
+    )
+    if below < 0.9 * (end - scales[0].step):
+        return
+    used, powers = known[-1], round(lowest - _powers(known[-1]))
+    wanted = min(max(lowest, decision.log2_scale), max(decision.window.log2_highest, lowest))
+    yield Finding(
+        "scale-too-low",
+        "warning",
+        needs.key.name,
+        f"The loss scale, {power_of_two(used)}, is {2**powers} times ({powers} powers of two) too small: FP16 flushes too much "
+        f"of the gradients of {needs.key.name!r}, which need at least {power_of_two(2.0**lowest)}.",
+        {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
+        f"Scale by {power_of_two(2.0**wanted)}, or begin with it in a dynamic scaler.",
+        f"scaler = torch.amp.GradScaler(init_scale=2.0**{wanted})",
+        certainty,
+        scales[0].step,
+    )
+
+
+def scaler_shared(case: Case) -> Iterator[Finding]:
+    """A scale that falls more often than this model's own steps overflow: what else is scaled by it drags it down.
+
+    False alarms: A script that lowers its scaler's scale by hand looks the same.
+    """
+    fell, first = 0.0, None
+    for before, after in pairwise(case.progress.scales):
+        if before.scale and after.scale and after.scale < before.scale:
+            fell += _powers(before.scale) - _powers(after.scale)
+            first = before.step if first is None else first
+    own = max(case.progress.skipped_steps, len(_skips(case)))
+    if not _enabled(case) or fell - own < 2:
+        return
+    yield Finding(
+        "scaler-shared",
+        "warning",
+        "",
+        f"The loss scale fell by {fell:.0f} powers of two, and {f'only {own}' if own else 'none'} of this model's steps "
+        "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down.",
+        {"powers_of_two": fell, "own_overflows": own},
+        "Give each network (each loss with an optimizer of its own) a scaler of its own.",
+        "scaler_g, scaler_d = torch.amp.GradScaler(), torch.amp.GradScaler()",
+        INFERRED,
+        first,
+    )
+
+
+def overflow_recurs(case: Case) -> Iterator[Finding]:
+    """Overflows that come back, and not because the scaler had grown again.
+
+    False alarms: A scaler with a growth interval as short as the gaps is left out, for it overflows as often as it grows.
+    """
+    skips = _skips(case)
+    later = skips[len(_opening(skips)) :]
+    steps = [event.step for event in later]
+    if len(later) < _FEWEST_STEPS or len(later) > _MOST * case.progress.steps:
+        return
+    gaps = {after - before for before, after in pairwise(steps)}
+    intervals = [scaler.growth_interval for scaler in _enabled(case) if scaler.growth_interval]
+    if not intervals or min(gaps) >= min(intervals):
+        # The scale may have grown in between: that is how a dynamic scaler works.
+        return
+    scales = [event.loss_scale for event in later if event.loss_scale]
+    if len(scales) < len(later) or any(after > before for before, after in pairwise(scales)):
+        return
+    period = gaps.pop() if len(gaps) == 1 else None
+    if period == 1:
+        return
+    when = (
+        f"every {period} steps"
+        if period
+        else f"in steps {', '.join(map(str, steps[:6]))}{', ...' if len(steps) > 6 else ''}"
+    )
+    modules = {event.module for event in later}
+    where = f" in {modules.pop()!r}" if len(modules) == 1 and "" not in modules else ""
+    yield Finding(
+        "overflow-recurs",
+        "warning",
+        later[0].module,
+        f"The gradients overflow{where} {when}, at a scale that falls from {power_of_two(scales[0])} to "
+        f"{power_of_two(scales[-1])} and had no time to grow in between: it is the batches of these steps, not the scale.",
+        {"steps": steps, "period": period, "scales": scales},
+        "Look at the batches of these steps: an outlier, a padded last batch, a sample that comes by once a period. Clip its "
+        "loss, or leave it out; each such step takes half of the scale away from all the others.",
+        certainty=INFERRED,
+        step=steps[0],
+    )
+
+
+def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
+    """A scaler that backs off for a forward that is broken: no scale mends it.
+
+    False alarms: Three skipped steps or more; a single bad batch is a non-finite event.
+    """
+    broken = [event for event in case.events if event.skipped and event.forward_finite is False]
+    steps = sorted({event.step for event in broken})
+    if len(steps) < _FEWEST_STEPS:
+        return
+    first = min(broken, key=lambda event: event.step)
+    yield Finding(
+        "scale-falls-for-forward",
+        "error",
+        first.module,
+        f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
+        f"loss scale is not the cause, and every such step takes half of it away.",
+        {"steps": len(steps), "first_step": steps[0]},
+        f"Mend the forward of {first.module or 'the model'!r}; then begin with a new scaler, since this one's scale is gone.",
+        step=steps[0],
+    )
+
+
+def scaler_of_no_use(case: Case) -> Iterator[Finding]:
+    """An enabled scaler in a run whose range is FP32's.
+
+    False alarms: A scaler that is kept for a switch to FP16 is told unless it is disabled.
+    """
+    format = run_format(case.session)
+    if not _enabled(case) or format not in (BFLOAT16, FLOAT32):
+        return
+    name, skipped = format_name(format.name), case.progress.skipped_steps
+    yield Finding(
+        "scaler-in-bfloat16",
+        "warning" if format == BFLOAT16 else "info",
+        "",
+        f"The run computes in {name}, whose range is FP32's, and multiplies its loss by a scale that it does not need"
+        + (
+            f"; the scaler skipped {skipped} steps, so that what was not finite went unnoticed."
+            if skipped
+            else "; should anything become infinite or NaN the scaler would skip those steps without a word."
+        ),
+        {"format": format.name, "skipped_steps": skipped},
+        "Take the scaler out, or switch it off.",
+        "scaler = torch.amp.GradScaler(enabled=False)",
+    )
+
+
+def scaler_missing(case: Case) -> Iterator[Finding]:
+    """A run in FP16 whose losses nobody was seen to scale.
+
+    False alarms: A loop that scales by hand looks the same until the inspector is given the scale.
+    """
+    if (
+        not case.precision.weights
+        or run_format(case.session) != FLOAT16
+        or not case.progress.backwards
+        or _enabled(case)
+    ):
+        return
+    if any(change.scale not in (1.0, None) for change in case.progress.scales):
+        # The loop scales by hand, and the inspector was told.
+        return
+    recommended = case.advised.advice.recommended
+    wanted = f"init_scale=2.0**{round(_powers(recommended))}" if recommended and recommended > 1 else ""
+    yield Finding(
+        "scaler-missing-in-float16",
+        "warning",
+        "",
+        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and nothing skips a "
+        "step that overflows.",
+        {"backwards": case.progress.backwards, "recommended": recommended},
+        "Scale the loss; if the loop does so by hand, give the inspector the scale (loss_scale=).",
+        f"scaler = torch.amp.GradScaler({wanted})\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+    )
+
+
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    scale_falls_for_forward,
+    scale_too_high,
+    initial_scale_too_high,
+    scaler_missing,
+    scale_too_low,
+    overflow_recurs,
+    scaler_shared,
+    scaler_of_no_use,
+)

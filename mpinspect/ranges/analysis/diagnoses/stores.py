@@ -1,0 +1,166 @@
+"""Sums that are kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges.analysis.diagnoses.case import FP32_WEIGHTS, Case, Diagnosis
+from mpinspect.reporting.finding import INFERRED, Finding
+from mpinspect.reporting.words import format_name, percent
+
+#: An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d gives
+#: the very same number back where d is below half the least relative step of the format: that of numbers just below a power of
+#: two, 2^-bits (bits of the significand, the hidden one among them: 8 of BF16, 11 of FP16), halved.
+_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
+#: The setting that says how much of a state is kept, by the state's name.
+_KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
+#: States that a denominator is made of, to which epsilon is added.
+_SQUARES = ("exp_avg_sq", "square_avg")
+#: torch's default in AdamW, which many never asked for.
+_DEFAULT_DECAY = 0.01
+#: Optimizers that shrink the weights themselves; the others add the decay to the gradient.
+_DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
+
+
+def never_decays(dtype: str, kept: float) -> bool:
+    """Whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded."""
+    bits = _SIGNIFICAND_BITS.get(dtype)
+    return bits is not None and 0 < 1 - kept < 2.0 ** -(bits + 1)
+
+
+def moments_cannot_decay(case: Case) -> Iterator[Finding]:
+    """Moments kept in 16 bits whose decay rounds away: known without any data.
+
+    False alarms: None by the arithmetic; an optimizer that rounds its states stochastically is not told apart.
+    """
+    for optimizer in case.precision.optimizers:
+        for state, dtype in optimizer.states.items():
+            kept = optimizer.settings.get(_KEPT.get(state, ""))
+            if kept is None or not never_decays(dtype, kept):
+                continue
+            name, limit = format_name(dtype), 2.0 ** -(_SIGNIFICAND_BITS[dtype] + 1)
+            yield Finding(
+                "moments-cannot-decay",
+                "warning",
+                "",
+                f"{optimizer.type} keeps {state} in {name} and multiplies it by {kept:g} a step, which {name} rounds back to "
+                f"what it was (a decay below 2^-{_SIGNIFICAND_BITS[dtype] + 1} = {limit:.2g} does nothing): it only grows, and "
+                "the steps stay as small as the largest gradients made them.",
+                {"optimizer": optimizer.type, "state": state, "dtype": dtype, "kept": kept, "least_decay": limit},
+                f"Keep the weights that {optimizer.type} steps in FP32 and compute in 16 bits by autocast.",
+                FP32_WEIGHTS,
+            )
+
+
+def weight_decay_lost(case: Case) -> Iterator[Finding]:
+    """Decoupled weight decay in 16-bit weights whose factor rounds to 1: known without any data.
+
+    False alarms: None by the arithmetic with the learning rate at the first step; "info" where the decay is the optimizer's
+    default, which few have chosen.
+    """
+    for optimizer in case.precision.optimizers:
+        decay, rate = optimizer.settings.get("weight_decay", 0.0), optimizer.settings.get("lr", 0.0)
+        dtype = max(optimizer.steps, key=lambda dtype: optimizer.steps[dtype], default="")
+        if not decay * rate > 0 or optimizer.type not in _DECOUPLED or not never_decays(dtype, 1 - decay * rate):
+            continue
+        name = format_name(dtype)
+        yield Finding(
+            "weight-decay-lost",
+            "info" if decay <= _DEFAULT_DECAY else "warning",
+            "",
+            f"{optimizer.type} shrinks the {name} weights by lr * weight_decay = {decay * rate:.2g} a step, which {name} rounds "
+            f"back to what they were: the weight decay of {decay:g} does nothing.",
+            {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
+            "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast.",
+            FP32_WEIGHTS,
+        )
+
+
+def epsilon_zero(case: Case) -> Iterator[Finding]:
+    """An epsilon that the dtype of the denominator rounds to zero, so that 0/0 is next.
+
+    False alarms: A warning without an event: it harms only elements whose squared gradients are flushed as well.
+    """
+    for optimizer in case.precision.optimizers:
+        epsilon = optimizer.settings.get("eps", 0.0)
+        dtypes = {optimizer.states.get(state, "") for state in _SQUARES} & set(_SIGNIFICAND_BITS)
+        for dtype in sorted(dtypes):
+            edge = FORMATS[dtype].flush_edge
+            if not 0 < epsilon <= edge:
+                continue
+            broke = [event for event in case.events if not event.skipped]
+            name = format_name(dtype)
+            yield Finding(
+                "epsilon-zero",
+                "error" if broke else "warning",
+                "",
+                f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (what is at most "
+                f"{edge:.2g} is flushed): an element whose squared gradients are flushed as well is divided by zero.",
+                {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
+                f"Keep the weights and states in FP32; else eps must be above {edge:.1g} for {name}.",
+                f"optimizer = torch.optim.{optimizer.type}(parameters, ..., eps={2.0 ** math.ceil(math.log2(edge) + 11):.1g})",
+                INFERRED if not broke else "measured",
+                broke[0].step if broke else None,
+            )
+
+
+def average_lost(case: Case) -> Iterator[Finding]:
+    """A 16-bit copy of the weights that is written and does not follow them.
+
+    False alarms: An average that has caught up with its weights moves little; only elements that differ from the weights
+    count.
+    """
+    for found in case.measured("average"):
+        share, writes, name = found.figures["unmoved_fraction"], found.figures["writes"], format_name(found.text)
+        yield Finding(
+            "average-lost",
+            "warning",
+            found.name,
+            f"A copy of the weights in {name} was written {writes:.0f} times since step {found.step}, and {percent(share)} of "
+            f"its elements that differ from the weights stayed what they were: each step of the average is below half of a last "
+            "place.",
+            {"dtype": found.text, "copies_of": list(found.names), **found.figures},
+            "Keep averages (EMA, SWA) of weights in FP32.",
+            "average = copy.deepcopy(model).float()",
+        )
+
+
+def accumulation_lost(case: Case) -> Iterator[Finding]:
+    """Gradients of micro-batches that addition into a 16-bit .grad rounds away.
+
+    False alarms: A micro-batch whose gradient is truly negligible beside the others' is lost likewise.
+    """
+    found = [each for each in case.measured("accumulation") if each.figures.get("nonzero", 0) > 0]
+    if not found:
+        return
+    lost = sum(each.figures["lost"] for each in found) / sum(each.figures["nonzero"] for each in found)
+    worst = max(found, key=lambda each: each.figures["lost"] / each.figures["nonzero"])
+    share = worst.figures["lost"] / worst.figures["nonzero"]
+    if share < _LOST_TOLERANCE:
+        return
+    micro_batches, name = int(max(each.figures.get("micro_batches", 0) for each in found)), format_name(worst.text)
+    yield Finding(
+        "accumulation-lost",
+        "warning",
+        worst.name,
+        f"Gradients are added up over {micro_batches} micro-batches in {name}: of the last one's non-zero elements "
+        f"{percent(lost)} are lost in .grad, {percent(share)} in {worst.name!r}.",
+        {"lost_fraction": lost, "worst_lost_fraction": share, "micro_batches": micro_batches, "dtype": worst.text},
+        "Accumulate in FP32: keep the weights (and so their .grad) in FP32 and compute in 16 bits by autocast.",
+        FP32_WEIGHTS,
+        step=worst.step,
+    )
+
+
+#: As for updates (``findings.LOST_UPDATES_TOLERANCE``): a tenth lost is worth a warning.
+_LOST_TOLERANCE = 0.1
+
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    epsilon_zero,
+    average_lost,
+    accumulation_lost,
+    moments_cannot_decay,
+    weight_decay_lost,
+)

@@ -1,0 +1,84 @@
+"""In which precision a run computes, by its ledger: one line, and the format that it is judged in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
+from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord, Session, TensorKey
+from mpinspect.reporting.words import format_name, power_of_two
+
+#: Weights of a dtype that holds a smaller share of the elements are not worth a word: a few norms kept in FP32.
+_WORTH_A_WORD = 0.001
+
+
+def run_format(session: Session) -> FloatFormat | None:
+    """Return the format in which the run computes its products; None where nothing tells.
+
+    That of autocast; without any that of most weights; without a ledger what the values had passed through. Of FP16 and BF16 the
+    narrower range counts.
+    """
+    ledger = session.precision
+    told = {dtype for dtype in ledger.autocast if dtype}
+    if not told and ledger.weights:
+        told = {max(ledger.weights, key=lambda dtype: ledger.weights[dtype])}
+        if told == {FLOAT32.name}:
+            # A model may cast by itself what it computes with.
+            told = {dtype for dtype in ledger.outputs if dtype in (FLOAT16.name, BFLOAT16.name)} or told
+    for format in (FLOAT16, BFLOAT16, FLOAT32):
+        if format.name in (told or session.passed_through() - {FLOAT32.name}):
+            return format
+    return None
+
+
+def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
+    """Why FP16's flushing these tensors, or overflowing, is no alarm: the run's own range is wider. "" where it may be one."""
+    if session.passed_through(keys) == {BFLOAT16.name}:
+        return "The run uses BF16, which holds them without."
+    format = run_format(session) if session.precision.weights else None
+    if format is None or format.max_exponent <= FLOAT16.max_exponent:
+        return ""
+    return f"The run computes in {format_name(format.name)}, which holds them without."
+
+
+def ledger_line(precision: Precision) -> str:
+    """As in "FP32 weights, BF16 autocast, AdamW with states in FP32, no scaler"; "" where nothing is known."""
+    return ", ".join(_parts(precision)) if precision.weights else ""
+
+
+def _parts(precision: Precision) -> Iterator[str]:
+    yield f"{_names(_worth_naming(precision.weights))} weights"
+    autocast = [dtype for dtype in precision.autocast if dtype]
+    if autocast:
+        yield f"{_names(autocast)} autocast"
+    elif precision.autocast:
+        yield "no autocast"
+    if len(precision.gradients) and set(precision.gradients) != set(precision.weights):
+        yield f"gradients in {_names(_worth_naming(precision.gradients))}"
+    if precision.optimizers:
+        yield from dict.fromkeys(map(_optimizer, precision.optimizers))
+    else:
+        yield "no optimizer seen"
+    scalers = [_scaler(scaler) for scaler in precision.scalers if scaler.enabled]
+    yield from dict.fromkeys(scalers) or ["no scaler"]
+
+
+def _optimizer(optimizer: OptimizerRecord) -> str:
+    masters = f" on {_names(_worth_naming(optimizer.steps))} masters" if optimizer.masters else ""
+    dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
+    states = f" with states in {_names(dtypes)}" if dtypes else ""
+    return f"{optimizer.type}{masters}{states}"
+
+
+def _scaler(scaler: ScalerRecord) -> str:
+    return scaler.type + ("" if scaler.init_scale is None else f" from {power_of_two(scaler.init_scale)}")
+
+
+def _worth_naming(elements: Mapping[str, int]) -> list[str]:
+    """Return the dtypes by their number of elements, most first, without those of next to none."""
+    most = sorted(elements, key=lambda dtype: -elements[dtype])
+    return [dtype for dtype in most if elements[dtype] >= _WORTH_A_WORD * sum(elements.values())]
+
+
+def _names(dtypes: Mapping[str, None] | list[str]) -> str:
+    return " and ".join(format_name(dtype) if dtype in FORMATS else dtype for dtype in dtypes)

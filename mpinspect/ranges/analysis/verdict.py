@@ -1,0 +1,116 @@
+"""The verdict: what stands at the top of a report, in three to six lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
+from mpinspect.ranges.analysis.precision import ledger_line, run_format
+from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
+from mpinspect.ranges.session import Session
+from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.words import bare_power, format_name, power_of_two
+
+_INFO, _WARNING, _ERROR = SEVERITIES
+
+
+def verdict(
+    session: Session, findings: Sequence[Finding], advice: LossScaleAdvice, in_float16: LossScaleAdvice | None
+) -> Verdict:
+    """Return the verdict on a run.
+
+    Args:
+        session: its record.
+        findings: the gravest first.
+        advice: for the format in which it is judged.
+        in_float16: for FP16, where that is another format.
+    """
+    grave = [finding for finding in findings if finding.severity != _INFO]
+    format = run_format(session)
+    line = ledger_line(session.precision)
+    precision = f"{_runs_in(format)}{line}." if line else ""
+    if not grave:
+        seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
+        if not session.progress.backwards or not seen:
+            return Verdict(None, precision, (_nothing_seen(session),))
+        return Verdict(True, precision, (_healthy(session), *_scale(session, format, advice, in_float16)))
+    worst, rest = grave[0], len(findings) - 1
+    opening = "In trouble" if worst.severity == _ERROR else "To be mended"
+    more = f"{rest} more {'finding' if rest == 1 else 'findings'} below." if rest else ""
+    sure = "" if worst.certainty == "measured" else " (inferred)"
+    return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
+
+
+def _runs_in(format: FloatFormat | None) -> str:
+    return f"Computes in {format_name(format.name)}: " if format is not None else ""
+
+
+def _nothing_seen(session: Session) -> str:
+    progress = session.progress
+    if progress.backwards:
+        return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."
+    if progress.steps or session.windows:
+        return "Not known whether it is healthy: no backward was seen."
+    return "Nothing is known yet: no training step was seen."
+
+
+def _healthy(session: Session) -> str:
+    progress = session.progress
+    steps = f"{progress.steps:,} {'step' if progress.steps == 1 else 'steps'}"
+    watched = progress.watched_steps
+    if not session.info.watch:
+        looked = f"; infinities and NaNs were looked for in the {progress.sampled_steps:,} sampled ones"
+    elif watched is not None:
+        looked = f", {watched:,} of them watched"
+    else:
+        looked = ""
+    skipped = f" {progress.skipped_steps:,} skipped while the scaler probed." if progress.skipped_steps else ""
+    return f"Healthy: nothing wrong was found in {steps}{looked}.{skipped}"
+
+
+def _scale(
+    session: Session, format: FloatFormat | None, advice: LossScaleAdvice, in_float16: LossScaleAdvice | None
+) -> Iterator[str]:
+    """Yield how the run stands to the loss scale, and what FP16 would need."""
+    if format == FLOAT16:
+        yield from _own_scale(session, advice)
+        return
+    told = in_float16 or advice
+    if not told.available:
+        return
+    if told.lowest is not None and told.highest is not None and told.lowest > told.highest:
+        fits = "FP16 would not fit: no one loss scale serves every layer"
+    elif told.needed:
+        fits = f"FP16 would need a loss scale: {power_of_two(told.recommended)} ({_window(told)})"
+    elif told.needed is None:
+        fits = f"whether FP16 would need a loss scale is not known (overflow above {bare_power(told.highest)})"
+    else:
+        fits = f"FP16 would fit without a loss scale ({_window(told)})"
+    if format == BFLOAT16:
+        finer = ", and round 8 times finer" if told.needed is not None and "not" not in fits else ""
+        yield f"BF16 needs no loss scale; {fits}{finer}."
+    elif format == FLOAT32:
+        yield f"For a change to 16 bits: {fits}; BF16 needs none."
+
+
+def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
+    if not advice.available:
+        yield advice.reason
+        return
+    scales = session.progress.scales
+    used = scales[-1].scale if scales else None
+    if used is None:
+        return
+    scale, highest = f"The loss scale, {power_of_two(used)},", bare_power(advice.highest)
+    if advice.needed is None or advice.lowest is None or advice.highest is None:
+        yield f"{scale} lies below the overflow at {highest}."
+    elif advice.lowest <= used <= advice.highest:
+        yield f"{scale} lies in the window {bare_power(advice.lowest)} .. {highest}."
+    elif used > advice.highest:
+        yield (
+            f"{scale} lies above {highest}, the largest with a margin for larger gradients; a dynamic scaler may stand there."
+        )
+
+
+def _window(advice: LossScaleAdvice) -> str:
+    return f"window {bare_power(advice.lowest)} .. {bare_power(advice.highest)}"

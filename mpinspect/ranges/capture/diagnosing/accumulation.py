@@ -1,0 +1,76 @@
+"""What adding up 16-bit gradients over micro-batches loses, an observer."""
+
+from __future__ import annotations
+
+import torch
+
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.session import Measurement
+
+_DTYPES = (torch.float16, torch.bfloat16)
+#: Elements of the gradients that are copied for the time of one backward.
+_MOST_COPIED = 1 << 24
+#: Measured steps that are told, and parameters of each: those that lose most.
+_MOST_STEPS, _MOST_PARAMETERS = 3, 3
+
+
+class Accumulation(Observer):
+    """Compares .grad before and after the micro-batches of measured steps: an element that a non-zero gradient left as it was
+    lost that. Of a step the last micro-batch counts, whose gradient is added to the largest sum.
+
+    Args:
+        clock: the run's.
+        recording: takes the measurements.
+    """
+
+    def __init__(self, clock: StepClock, recording: Recording) -> None:
+        self._clock, self._recording = clock, recording
+        self._steps = 0
+        #: Copies of the sums so far, by parameter: from the end of one backward to that of the next.
+        self._before: dict[int, torch.Tensor] = {}
+        #: Lost and non-zero elements on their device, by name; and the micro-batch they are of.
+        self._lost: dict[str, tuple[torch.Tensor, str]] = {}
+        self._micro_batch = 0
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Be at work in measured steps."""
+        self.at_work = self._clock.measured and self._steps < _MOST_STEPS
+        self._before.clear()
+
+    @torch.no_grad()
+    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+        """Compare the sums with what they were before this backward, and copy them for the next."""
+        before, self._before = self._before, {}
+        room = _MOST_COPIED
+        for each in gradients:
+            parameter = each.watched.parameter
+            total = parameter.grad
+            if total is None or total.dtype not in _DTYPES or not (is_plain(total) and is_plain(each.values)):
+                continue
+            earlier = before.get(id(parameter))
+            if earlier is not None and earlier.shape == total.shape and each.values.data_ptr() != total.data_ptr():
+                added = (each.values != 0) & torch.isfinite(total)
+                lost = torch.stack([(added & (earlier == total)).sum(), added.sum()])
+                self._lost[each.watched.name] = lost, dtype_name(total.dtype)
+                self._micro_batch = backward.micro_batch
+            if total.numel() <= room:
+                room -= total.numel()
+                self._before[id(parameter)] = total.clone()
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Tell of the parameters that lost most."""
+        lost, self._lost = self._lost, {}
+        self._before.clear()
+        if not self.at_work or not lost:
+            return
+        self._steps += 1
+        counts = torch.stack([each for each, _ in lost.values()]).tolist()
+        rows = [(name, dtype, *pair) for (name, (_, dtype)), pair in zip(lost.items(), counts, strict=True)]
+        rows.sort(key=lambda row: row[2] / max(row[3], 1), reverse=True)
+        for name, dtype, missed, added in rows[:_MOST_PARAMETERS]:
+            figures = {"lost": float(missed), "nonzero": float(added), "micro_batches": float(self._micro_batch + 1)}
+            self._recording.measured(Measurement("accumulation", name, step, figures, text=dtype))

@@ -1,0 +1,136 @@
+"""16-bit copies of the weights (moving averages, shadow weights) that are written and do not follow, an observer."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import Observer
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.session import Measurement
+
+#: Steps at whose end copies are looked for, a walk over all objects of some 100 ms each. A shorter run has no average to lose.
+_LOOKED_FOR = (8, 64)
+#: The copy was written so often, at least, and most of its elements that differ from the weight's stayed the same.
+_FEWEST_WRITES, _MOST_UNMOVED = 3, 0.5
+#: Elements of a tensor that are compared, evenly drawn: a copy of these is all that is held.
+_ELEMENTS = 4096
+#: What is farther from every weight of its shape, in mean magnitudes of that, is a network of its own.
+_FARTHEST = 0.5
+_DTYPES = (torch.float16, torch.bfloat16)
+_MOST_NAMES = 20
+_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class _Copy(NamedTuple):
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    values: torch.Tensor
+    weight: WatchedParameter
+
+
+class Averages(Observer):
+    """Finds tensors that look like copies of the model's weights, and compares their bits later. Holds none of them.
+
+    Args:
+        parameters: the model's.
+        optimizers: those that step them, whose states are no copies.
+        clock: the run's.
+        recording: takes the measurement.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[WatchedParameter],
+        optimizers: ModelOptimizers,
+        clock: StepClock,
+        recording: Recording,
+    ) -> None:
+        self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
+        self._copies: dict[int, _Copy] = {}
+        self._first_step = 0
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Look for copies in the steps for that."""
+        if self._clock.measured and step in _LOOKED_FOR and self._optimizers.any_stepped:
+            self._find(step)
+
+    @torch.no_grad()
+    def run_ends(self) -> None:
+        """Tell of the copies that were written while most of what they hold stayed the same, unlike the weights."""
+        counts: list[torch.Tensor] = []
+        names: dict[str, None] = {}
+        writes, dtype = 0, ""
+        for copy in self._copies.values():
+            tensor = copy.tensor()
+            if tensor is None or tensor._version - copy.version < _FEWEST_WRITES or not is_plain(tensor):
+                continue
+            if not is_plain(copy.weight.parameter):
+                continue
+            now, weight = _drawn(tensor), _drawn(copy.weight.parameter.detach()).to(tensor.dtype)
+            # Where it equals the weight there is nothing to follow.
+            lags = now != weight
+            counts.append(torch.stack([(lags & (now == copy.values)).sum(), lags.sum()]).cpu())
+            writes = max(writes, tensor._version - copy.version)
+            names[copy.weight.name] = None
+            dtype = dtype_name(tensor.dtype)
+        self._copies.clear()
+        if not counts:
+            return
+        unmoved, lagging = torch.stack(counts).sum(0).tolist()
+        if lagging and unmoved >= _MOST_UNMOVED * lagging:
+            figures = {"unmoved_fraction": unmoved / lagging, "writes": float(writes), "tensors": float(len(counts))}
+            told = tuple(names)[:_MOST_NAMES]
+            self._recording.measured(Measurement("average", told[0], self._first_step, figures, told, dtype))
+
+    @torch.no_grad()
+    def _find(self, step: int) -> None:
+        """Take note of the 16-bit tensors that have a weight's shape and are neither weights, gradients nor states."""
+        shapes: dict[tuple[int, ...], list[WatchedParameter]] = {}
+        ours: set[int] = set()
+        for watched in self._parameters:
+            if is_plain(watched.parameter):
+                shapes.setdefault(tuple(watched.parameter.shape), []).append(watched)
+            ours |= {id(watched.parameter), id(watched.parameter.grad)}
+        ours |= self._optimizers.states()
+        objects = gc.get_objects()
+        # Only the type is looked at: an attribute of a lazy proxy would wake it. Without a loop in Python: there may be millions.
+        tensors = compress(objects, map(_TYPES.__contains__, map(type, objects)))
+        found = [each for each in tensors if id(each) not in ours and id(each) not in self._copies]
+        del objects
+        if not self._copies:
+            self._first_step = step
+        for each in found:
+            if each.dtype in _DTYPES and each.grad_fn is None and each.numel() > 1:
+                alike = shapes.get(tuple(each.shape), [])
+                if alike and is_plain(each) and not each.is_inference():
+                    values = _drawn(each).clone()
+                    distance, _, nearest = min(
+                        (_distance(values, watched), place, watched) for place, watched in enumerate(alike)
+                    )
+                    if distance <= _FARTHEST:
+                        self._copies[id(each)] = _Copy(weakref.ref(each), each._version, values, nearest)
+
+
+def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Return elements evenly drawn from the whole tensor."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _ELEMENTS)]
+
+
+def _distance(values: torch.Tensor, watched: WatchedParameter) -> float:
+    """Return how far a copy is from a weight of its shape, in mean magnitudes of the weight; inf where that is zero."""
+    weight = _drawn(watched.parameter).to(values.device).float()
+    size = float(weight.abs().mean())
+    return float((values.float() - weight).abs().mean()) / size if size > 0 else math.inf

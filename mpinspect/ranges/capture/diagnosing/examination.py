@@ -1,0 +1,226 @@
+"""What was given to the operation in which the first infinity or NaN arose, an observer.
+
+When backward is called the graph of the loss still exists. If the loss is not finite the whole graph is searched for the earliest
+singular operation. If it is finite, the few nodes nearest to it are, and what they show is told only if the watch finds the
+backward of this step not finite. On a GPU, where reading would wait, it begins once something was not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from mpinspect.ranges.capture.diagnosing.singularities import Singular, graph, singular
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.observations import Call, Observer
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.session import MOST_ROWS, Measurement
+
+#: Nodes of a graph that is searched, and of one whose loss is finite.
+_MOST_NODES, _NEAREST_NODES = 20_000, 48
+#: Elements of a saved tensor that are read where the loss is finite.
+_MOST_ELEMENTS = 1 << 16
+#: Steps that are examined, and events after which a GPU's graphs are.
+_MOST_EXAMINED = 3
+#: A weight's norm that has grown by so much since the first step is worth a record.
+_GROWN = 16.0
+
+
+class Examination(Observer):
+    """Examines a step in which something is not finite, once. Comes after the watch.
+
+    Args:
+        layers: the model's modules.
+        parameters: the model's.
+        clock: the run's.
+        recording: takes the measurements, and has the events.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], parameters: Sequence[WatchedParameter], clock: StepClock, recording: Recording
+    ) -> None:
+        self._clock, self._recording = clock, recording
+        self._parameters = parameters
+        self._on_cpu = _on_cpu(parameters)
+        self._events = self._examined = 0
+        #: What the finite loss of this step may come to, and whether the loss was not finite.
+        self._candidate: Singular | None = None
+        #: The outermost calls' inputs, and calls without a graph, of this step: not held.
+        self._inputs: list[weakref.ref[torch.Tensor]] = []
+        self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
+        self._made: set[int] = set()
+        #: Norms of the weights in the first measured step, and of those that have grown.
+        self._norms: dict[str, float] | None = None
+        self._grown: set[str] = set()
+        self._told_loss = False
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Be at work in watched steps, until enough was examined; on a GPU only once something was not finite."""
+        is_wanted = self._on_cpu or bool(self._recording.events) or self._clock.measured
+        self.at_work = watched and is_wanted and self._examined < _MOST_EXAMINED
+        self._candidate = None
+        self._inputs.clear()
+        self._graphless.clear()
+        self._made.clear()
+        if self._norms is None:
+            self._norms = self._weight_norms()
+
+    def called(self, call: Call) -> None:
+        """Remember what no module made, and what has no graph."""
+        if call.recomputed or not call.outputs:
+            return
+        for tensor in call.inputs():
+            if tensor.is_floating_point() and tensor.grad_fn is None and id(tensor) not in self._made:
+                self._inputs.append(weakref.ref(tensor))
+                if call.outputs[0].grad_fn is None:
+                    self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
+        self._made.update(map(id, call.outputs))
+
+    @torch.no_grad()
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Search the graph of the losses."""
+        if self._clock.measured and not self._told_loss:
+            self._look_at_dtype(losses)
+        if not self._on_cpu and not self._recording.events:
+            return
+        starts = [loss.grad_fn for loss in losses]
+        if all(bool(loss.isfinite().all()) for loss in losses):
+            near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
+            self._candidate = _earliest(near)
+            return
+        self._examined += 1
+        step = self._clock.step
+        # The weights that made this loss: this step's update has not come yet.
+        norms = self._weight_norms()
+        if not all(map(math.isfinite, norms.values())):
+            # From weights that are NaN already everything else follows.
+            self._examined = _MOST_EXAMINED
+            return
+        batch = self._batch_not_finite()
+        if batch is not None:
+            rows, elements = batch
+            self._tell("batch", step, {"elements": float(elements)}, rows)
+            return
+        self._compare_norms(step, norms)
+        if self._tell_graphless(step):
+            return
+        found = _earliest(graph(starts, _MOST_NODES))
+        if found is not None:
+            self._tell_singular(step, found)
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Tell of a singular operation near a finite loss whose backward was not finite; compare the weights' norms."""
+        events, self._events = self._events, len(self._recording.events)
+        new = self._recording.events[events : self._events]
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None and any(event.phase == "backward" and not event.skipped for event in new):
+            self._examined += 1
+            self._tell_singular(step, candidate)
+        if self._clock.measured and not self._recording.events:
+            self._compare_norms(step, self._weight_norms())
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _batch_not_finite(self) -> tuple[tuple[str, ...], int] | None:
+        """Return the rows of the model's own inputs that are not finite, as far as these still live."""
+        for reference in self._inputs:
+            tensor = reference()
+            if tensor is None or id(tensor) in self._made or not is_plain(tensor):
+                continue
+            broken = ~tensor.isfinite()
+            elements = int(broken.sum())
+            if elements:
+                rows = (
+                    broken.reshape(broken.shape[0], -1).any(1).nonzero().flatten()
+                    if broken.dim()
+                    else broken.new_zeros(0)
+                )
+                return tuple(str(row) for row in rows[:MOST_ROWS].tolist()), elements
+        return None
+
+    def _tell_graphless(self, step: int) -> bool:
+        """Return whether there is a module without a graph, nothing in it being trained, that made NaNs of rows of zeros."""
+        for path, given, made in self._graphless:
+            tensor, output = given(), made()
+            if not (is_plain(tensor) and is_plain(output)) or tensor.dim() < 2 or not bool(tensor.isfinite().all()):
+                continue
+            broken = ~output.isfinite()
+            if broken.dim() != tensor.dim() or broken.shape[0] != tensor.shape[0] or not bool(broken.any()):
+                continue
+            rows = broken.flatten(1).any(1)
+            if bool((tensor.flatten(1)[rows] == 0).all()):
+                numbers = tuple(str(row) for row in rows.nonzero().flatten()[:MOST_ROWS].tolist())
+                self._tell("zero-row", step, {"elements": float(broken.sum())}, numbers, "a division", path)
+                return True
+        return False
+
+    def _tell_singular(self, step: int, found: Singular) -> None:
+        rows = tuple(map(str, found.rows))
+        self._tell(found.kind, step, {"elements": float(found.elements)}, rows, f"{found.operator} {found.what}")
+
+    def _tell(
+        self, kind: str, step: int, figures: dict[str, float], rows: tuple[str, ...], text: str = "", name: str = ""
+    ) -> None:
+        self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, rows, text))
+
+    def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
+        """Tell of a loss that is computed in 16 bits: its own dtype, and the operators nearest to it."""
+        for loss in losses:
+            if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
+                operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
+                value = float(loss) if self._on_cpu else float("nan")
+                figures = {"value": value, "is_known": float(self._on_cpu)}
+                self._told_loss = True
+                self._recording.measured(
+                    Measurement("loss", "", self._clock.step, figures, tuple(operators), dtype_name(loss.dtype))
+                )
+
+    @torch.no_grad()
+    def _weight_norms(self) -> dict[str, float]:
+        """Return the norms of the weights of two dimensions or more. Waits for the device."""
+        watched = [each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= 2]
+        groups: dict[tuple[torch.device, torch.dtype], list[WatchedParameter]] = {}
+        for each in watched:
+            dtype = torch.promote_types(each.parameter.dtype, torch.float32)
+            groups.setdefault((each.parameter.device, dtype), []).append(each)
+        found: dict[str, float] = {}
+        for (_, dtype), members in groups.items():
+            norms = torch._foreach_norm([each.parameter for each in members], 2, dtype=dtype)
+            values = torch.stack(norms).tolist()
+            found.update(zip((each.name for each in members), values, strict=True))
+        return found
+
+    def _compare_norms(self, step: int, norms: dict[str, float]) -> None:
+        """Tell which weights have grown far beyond what they began with, the first time."""
+        for name, norm in norms.items():
+            began = (self._norms or {}).get(name, 0.0)
+            ratio = norm / began if began > 0 else 0.0
+            if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
+                self._grown.add(name)
+                self._recording.measured(Measurement("weight-growth", name, step, {"ratio": ratio, "began": began}))
+
+
+def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:
+    """Return whether reading a value waits for nothing."""
+    return all(watched.parameter.device.type == "cpu" for watched in parameters)
+
+
+def _earliest(nodes: Sequence[object]) -> Singular | None:
+    """Return the singular operation that was run first."""
+    found = [each for node in nodes if (each := singular(node)) is not None]
+    return min(found, key=lambda each: each.order, default=None)
+
+
+def _is_small(node: object) -> bool:
+    """Return whether what a node made is small, by the gradient that it takes."""
+    shape = getattr(node, "_input_metadata", None)
+    try:
+        return not shape or torch.Size(shape[0].shape).numel() <= _MOST_ELEMENTS
+    except Exception:
+        return True

@@ -1,0 +1,276 @@
+"""What the backward gave against what the optimizer was given, an observer.
+
+It takes the largest magnitude of every parameter's gradient at four moments of a measured step: when its backward is over, before
+and after a scaler unscales, and when the optimizer steps. Each is one call of torch for all parameters, left on their device; the
+figures are read when the step ends.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.session import Measurement
+
+#: What is measured, by the names that the diagnoses ask for.
+CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
+STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
+
+#: Steps after something was not finite in which it is at work too, each time, and in all.
+_AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
+#: Records of one kind.
+_MOST_RECORDS = 10
+#: Backwards of a step before which gradients are read.
+_MOST_BACKWARDS = 4
+#: Names that one record holds.
+_MOST_NAMES = 200
+#: Ratios of two magnitudes that differ by no more are one: FP32 rounds each element by itself.
+_SAME = 1e-3
+
+
+class Magnitudes(NamedTuple):
+    """The largest magnitude of each gradient, on its device.
+
+    Args:
+        names: of the parameters.
+        values: by device and dtype, in the order of the names.
+        squares: of gradients in FP16 the sum of squares, as FP32 knows it.
+    """
+
+    names: list[str]
+    values: list[torch.Tensor]
+    squares: list[torch.Tensor]
+
+    def read(self) -> dict[str, float]:
+        """Return them by name. Waits for the device."""
+        found = [value for part in self.values for value in part.tolist()]
+        return dict(zip(self.names, found, strict=True))
+
+    def sum_of_squares(self) -> float:
+        """Return that of all gradients in FP16 together. Waits for the device."""
+        return math.fsum(value**2 for part in self.squares for value in part.tolist())
+
+
+@torch.no_grad()
+def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
+    """Return the largest magnitude of each plain gradient, NaN where it holds one. One call a dtype; waits for nothing."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
+    for watched in parameters:
+        gradient = watched.parameter.grad
+        if gradient is not None and is_plain(gradient):
+            names, tensors = groups.setdefault((gradient.device, gradient.dtype), ([], []))
+            names.append(watched.name)
+            tensors.append(gradient)
+    found = Magnitudes([], [], [])
+    for (_, dtype), (names, tensors) in groups.items():
+        found.names.extend(names)
+        found.values.append(torch.stack(torch._foreach_norm(tensors, math.inf)))
+        if dtype is torch.float16:
+            found.squares.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    return found
+
+
+class HandedOver(Observer):
+    """Compares gradients between a backward's end and the optimizer's step.
+
+    Args:
+        parameters: the model's.
+        optimizers: those that step them.
+        clock: the run's.
+        recording: takes the measurements. In a distributed run, whose gradients are averaged at a time that is not known, none.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[WatchedParameter],
+        optimizers: ModelOptimizers,
+        clock: StepClock,
+        recording: Recording,
+    ) -> None:
+        self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
+        self._told: dict[str, int] = {}
+        self._events = self._armed = self._armed_in_all = 0
+        #: By moment of the step.
+        self._moments: dict[str, Magnitudes] = {}
+        #: As the backwards of the step found them.
+        self._left: list[Magnitudes] = []
+        #: Parameters that a gradient reached, in this step and ever, and those that an optimizer steps.
+        self._arrived: set[str] = set()
+        self._ever: set[str] = set()
+        self._optimized: set[str] = set()
+        #: Those that were stepped in this step.
+        self._stepping: set[str] = set()
+        self._stepped = False
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Be at work in measured steps, and in the next ones after something was not finite."""
+        if len(self._recording.events) > self._events:
+            self._events, self._armed = len(self._recording.events), _AFTER_EVENT
+        is_armed = (sampled or watched) and self._armed > 0 and self._armed_in_all < _MOST_AFTER_EVENTS
+        self._armed -= self._armed > 0
+        self._armed_in_all += is_armed
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not distributed
+        self._moments.clear()
+        self._left.clear()
+        self._arrived.clear()
+        self._stepping.clear()
+
+    def backward_begins(self, backward: Backward) -> None:
+        """Take what earlier steps have left in the gradients."""
+        if self._stepped and len(self._left) < _MOST_BACKWARDS:
+            self._left.append(magnitudes(self._parameters))
+
+    def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
+        """Note that a gradient has arrived."""
+        self._arrived.add(gradient.watched.name)
+
+    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+        """Note that gradients have arrived."""
+        self._arrived.update(each.watched.name for each in gradients)
+
+    def backward_ends(self) -> None:
+        """Take the gradients as the backward leaves them: what was taken earlier, before a closure ran, is of others."""
+        self._moments.clear()
+        self._stepping.clear()
+        self._moments["given"] = magnitudes(self._parameters)
+
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients as a scaler finds them."""
+        self._add("scaled", optimizer)
+
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take them as it leaves them."""
+        self._add("unscaled", optimizer)
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients that the optimizer is given."""
+        if not self.at_work:
+            return
+        self._add("handed", optimizer)
+        self._stepping.update(watched.name for watched in self._optimizers.parameters(optimizer))
+        self._optimized |= self._stepping
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that what is in the gradients from now on has been used."""
+        self._stepped = True
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Compare the moments."""
+        if not self.at_work:
+            return
+        self._find_stale(step)
+        self._ever |= self._arrived
+        given = self._read("given")
+        if given:
+            self._compare(step, given)
+        self._find_left_over(step, len(given))
+        self._moments.clear()
+
+    def run_ends(self) -> None:
+        """Tell which parameters never had a gradient, and which had and are in no optimizer."""
+        if not self._optimized or not self._ever:
+            return
+        missing = [
+            watched.name
+            for watched in self._parameters
+            if watched.parameter.requires_grad and watched.name in self._optimized - self._ever
+        ]
+        if missing:
+            self._tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
+        left_out = [watched for watched in self._parameters if watched.name in self._ever - self._optimized]
+        if left_out:
+            elements = sum(watched.parameter.numel() for watched in self._parameters)
+            share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
+            self._tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], {"fraction": share})
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _add(self, moment: str, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's gradients at a moment; of several optimizers all."""
+        new = magnitudes(self._optimizers.parameters(optimizer))
+        old = self._moments.get(moment, Magnitudes([], [], []))
+        self._moments[moment] = Magnitudes(old.names + new.names, old.values + new.values, old.squares + new.squares)
+
+    def _read(self, moment: str) -> dict[str, float]:
+        found = self._moments.get(moment)
+        return found.read() if found is not None else {}
+
+    def _compare(self, step: int, given: Mapping[str, float]) -> None:
+        scaled, unscaled, handed = self._read("scaled"), self._read("unscaled"), self._read("handed")
+        # A gradient that is None by then is as good as zero.
+        handed = dict.fromkeys(self._stepping, 0.0) | handed
+        changed = _ratios(given, scaled)
+        if any(ratio != 1 for ratio in changed.values()):
+            self._tell(CHANGED_SCALED, step, _named(changed), _described(changed))
+        # What the loop did last before the step: after unscaling where there is a scaler.
+        before = unscaled or given
+        ratios = _ratios(before, handed)
+        zeroed = [name for name, ratio in ratios.items() if ratio == 0 or math.isnan(ratio)]
+        if ratios and (zeroed or any(ratio != 1 for ratio in ratios.values())):
+            squares = self._moments["unscaled" if unscaled else "given"].sum_of_squares()
+            overflowed = sum(not math.isfinite(value) for value in before.values())
+            figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
+            self._tell(CHANGED, step, zeroed or _named(ratios), {**_described(ratios), **figures})
+        broken = [name for name, value in given.items() if not math.isfinite(value)]
+        replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
+        if replaced:
+            self._tell(REPLACED, step, replaced, {"of": float(len(given))})
+
+    def _find_stale(self, step: int) -> None:
+        """Tell which gradients the optimizer was given although no backward of this step brought them."""
+        if not self._arrived:
+            return
+        handed = self._read("handed")
+        stale = [
+            name for name, value in handed.items() if value > 0 and name in self._ever and name not in self._arrived
+        ]
+        if stale:
+            self._tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
+
+    def _find_left_over(self, step: int, number: int) -> None:
+        """Tell which gradients held something when each backward of the step began: a zero_grad() between two would show."""
+        left = [found.read() for found in self._left]
+        old = [name for name, value in left[0].items() if value > 0] if left else []
+        if old and all(any(value > 0 for value in values.values()) for values in left):
+            figures = {"parameters": float(len(old)), "of": float(number), "largest": max(left[0].values())}
+            self._tell(LEFT_OVER, step, old, figures)
+
+    def _tell(self, what: str, step: int, names: Sequence[str], figures: Mapping[str, float]) -> None:
+        told = self._told.get(what, 0)
+        if told < _MOST_RECORDS:
+            self._told[what] = told + 1
+            self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+
+
+def _ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return by name how many times larger the finite gradients became; NaN where they are no longer finite."""
+    return {
+        name: (1.0 if after[name] == value else after[name] / value) if math.isfinite(after[name]) else math.nan
+        for name, value in before.items()
+        if name in after and math.isfinite(value) and value > 0
+    }
+
+
+def _named(ratios: Mapping[str, float]) -> list[str]:
+    return [name for name, ratio in ratios.items() if ratio != 1]
+
+
+def _described(ratios: Mapping[str, float]) -> dict[str, float]:
+    """Return how the gradients were changed: the median factor, and whether it is one for all."""
+    finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
+    if not finite:
+        return {"factor": math.nan, "is_uniform": 0.0, "of": float(len(ratios))}
+    factor = statistics.median(finite)
+    uniform = all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
+    return {"factor": factor, "is_uniform": float(uniform), "of": float(len(ratios))}

@@ -1,0 +1,220 @@
+"""Operations at the edge of what they are defined for, found in an autograd graph before its backward runs.
+
+A node keeps what its gradient needs: arguments (``_saved_self``) or the result. These show whether a logarithm was taken of zero,
+a row divided by its own zero, a softmax of nothing but -inf: in code between modules and in the loss, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.session import MOST_ROWS
+
+
+@dataclass(frozen=True)
+class Singular:
+    """One operation that was given what it is not defined for.
+
+    Args:
+        kind: "argument", "mask" or "zero-row".
+        operator: in words: "log", "sqrt", "a division".
+        what: of what: "of zero", "of a negative number".
+        elements: how many.
+        rows: along the first dimension.
+        order: of the node; those made earlier have lower ones.
+    """
+
+    kind: str
+    operator: str
+    what: str
+    elements: int
+    rows: tuple[int, ...]
+    order: int
+
+
+def singular(node: Any) -> Singular | None:
+    """Return what is singular about a node's arguments; None where nothing is, or where it keeps nothing. Waits for a GPU."""
+    name = node.name()
+    find = None if name in _OTHERS else next((find for prefix, find in _FINDERS if name.startswith(prefix)), None)
+    if find is None:
+        return None
+    try:
+        found = find(node, name)
+    except (AttributeError, RuntimeError, IndexError, TypeError):
+        # Saved by no name of ours, or freed by a backward that has run already.
+        return None
+    if found is None:
+        return None
+    kind, operator, what, where = found
+    return Singular(kind, operator, what, int(where.sum()), _rows(where), node._sequence_nr())
+
+
+def graph(starts: Iterable[Any], most: int) -> list[Any]:
+    """Return at most so many nodes of the graph behind these, the nearest first."""
+    found: dict[Any, None] = dict.fromkeys(start for start in starts if start is not None)
+    queue = list(found)
+    for node in queue:
+        for following, _ in node.next_functions:
+            if following is not None and following not in found and len(found) < most:
+                found[following] = None
+                queue.append(following)
+    return queue
+
+
+def saved_dim(node: Any) -> int:
+    """Return the dimension that a node works along; autograd keeps a negative one without its sign."""
+    dim: int = node._saved_dim
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
+_Found = tuple[str, str, str, torch.Tensor] | None
+
+
+def _rows(where: torch.Tensor) -> tuple[int, ...]:
+    """Return the places along the first dimension at which anything is True."""
+    if where.dim() < 2:
+        return tuple(where.nonzero().flatten()[:MOST_ROWS].tolist()) if where.dim() else ()
+    return tuple(where.flatten(1).any(1).nonzero().flatten()[:MOST_ROWS].tolist())
+
+
+def _argument(operator: str, what: str, where: torch.Tensor) -> _Found:
+    return ("argument", operator, what, where) if bool(where.any()) else None
+
+
+def _log(node: Any, name: str) -> _Found:
+    given = node._saved_self
+    edge = -1.0 if name.startswith("Log1p") else 0.0
+    below = given < edge
+    if bool(below.any()):
+        return _argument("a logarithm", "of a negative number", below)
+    return _argument("a logarithm", "of zero", given == edge)
+
+
+def _sqrt(node: Any, name: str) -> _Found:
+    result = node._saved_result
+    return _argument("a square root", "of a negative number", result.isnan()) or _argument(
+        "a square root", "of zero, where its gradient is infinite", result == 0
+    )
+
+
+def _rsqrt(node: Any, name: str) -> _Found:
+    result = node._saved_result
+    return _argument("1 / sqrt", "of zero or less", ~result.isfinite())
+
+
+def _reciprocal(node: Any, name: str) -> _Found:
+    return _argument("1 / x", "of zero", node._saved_result.isinf())
+
+
+def _divide(node: Any, name: str) -> _Found:
+    below = node._saved_other
+    if below is None:
+        return None
+    zero = below == 0
+    if not bool(zero.any()):
+        return None
+    above = node._saved_self if hasattr(node, "_saved_self") else None
+    if above is not None and below.dim() == above.dim() and below.numel() < above.numel():
+        zero_rows = zero.expand_as(above) & (above == 0)
+        if bool(zero_rows.any()):
+            return "zero-row", "a division", "of a row of zeros by its own zero", zero
+    return "argument", "a division", "by zero", zero
+
+
+def _power(node: Any, name: str) -> _Found:
+    base, exponent = node._saved_self, node._saved_exponent
+    if isinstance(exponent, torch.Tensor):
+        return None
+    if exponent < 0:
+        return _argument(f"a power of {exponent:g}", "of zero", base == 0)
+    if exponent % 1:
+        return _argument(f"a power of {exponent:g}", "of a negative number", base < 0) or (
+            _argument(f"a power of {exponent:g}", "of zero, where its gradient is infinite", base == 0)
+            if exponent < 1
+            else None
+        )
+    return None
+
+
+def _exp(node: Any, name: str) -> _Found:
+    return _argument("exp", "of a number too large for its result", node._saved_result.isinf())
+
+
+def _inverse(node: Any, name: str) -> _Found:
+    given = node._saved_self
+    edge = given.abs() >= 1
+    return _argument(name.partition("Backward")[0].lower(), "of 1 or more, where its gradient is infinite", edge)
+
+
+def _constant(node: Any, name: str) -> _Found:
+    """Find a weight of a loss, or a constant factor, that is not finite."""
+    is_loss = not name.startswith("Mul")
+    kept = getattr(node, "_saved_weight", None) if is_loss else node._saved_other
+    if not isinstance(kept, torch.Tensor) or (not is_loss and node.next_functions[1][0] is not None):
+        return None
+    return _argument(
+        "a weighted loss" if is_loss else "a product", "with a weight that is infinite or NaN", ~kept.isfinite()
+    )
+
+
+def _softmax(node: Any, name: str) -> _Found:
+    whole = node._saved_result.isnan().all(saved_dim(node))
+    if not bool(whole.any()):
+        return None
+    # What was NaN before comes from elsewhere: a row of -inf is made by a mask just before, of scores that are finite.
+    below = graph([node], 12)
+    masking = next((each for each in below[1:4] if _masks(each)), None)
+    if masking is None or not all(_is_finite(each) for each in below if each is not node):
+        return None
+    return "mask", "a softmax", "of a row of nothing but -inf", whole
+
+
+def _masks(node: Any) -> bool:
+    """Return whether a node puts something that takes no gradient in the place of scores, or adds it to them."""
+    name = node.name().partition("Backward")[0]
+    takes_none = any(following is None for following, _ in node.next_functions)
+    return name in _MASKING or (name in ("Add", "Sub") and takes_none)
+
+
+def _is_finite(node: Any) -> bool:
+    """Return whether the arguments of products that a node keeps are finite."""
+    kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
+    return all(bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
+
+
+def _attention(node: Any, name: str) -> _Found:
+    mask = node._saved_attn_mask
+    if mask is None:
+        return None
+    hidden = (~mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1)
+    return ("mask", "attention", "with a row whose every key is masked", hidden) if bool(hidden.any()) else None
+
+
+#: What puts a mask on scores.
+_MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
+#: Named like one of these, and none of them.
+_OTHERS = ("LogsumexpBackward0", "LogSigmoidBackward0", "LogicalAndBackward0")
+#: By the beginning of a node's name; the first that fits counts.
+_FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
+    ("LogSoftmax", _softmax),
+    ("Softmax", _softmax),
+    ("SafeSoftmax", _softmax),
+    ("Log", _log),
+    ("Sqrt", _sqrt),
+    ("Rsqrt", _rsqrt),
+    ("Reciprocal", _reciprocal),
+    ("Div", _divide),
+    ("Pow", _power),
+    ("Exp", _exp),
+    ("Acos", _inverse),
+    ("Asin", _inverse),
+    ("Atanh", _inverse),
+    ("ScaledDotProduct", _attention),
+    ("NllLoss", _constant),
+    ("BinaryCrossEntropy", _constant),
+    ("Mul", _constant),
+)

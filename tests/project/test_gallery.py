@@ -1,0 +1,48 @@
+"""The gallery of faults: its scripts, its table and the page that is made from it belong together."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import gallery
+import pytest
+
+from mpinspect.ranges.analysis.diagnoses import DIAGNOSES
+from mpinspect.ranges.analysis.report import FINDING_IDS
+
+SCRIPTS = sorted(path for path in gallery.HERE.rglob("*.py") if path.stem not in ("gallery", "peers"))
+PAGE = (Path(__file__).parents[2] / "docs" / "diagnoses.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_what_it_is_and_where_it_comes_from(script):
+    text = script.read_text("utf-8")
+    assert ast.get_docstring(ast.parse(text))
+    assert re.search(r"^# Thread: \S+", text, re.MULTILINE)
+    assert "mpinspect" not in text
+
+
+def test_every_script_has_its_row_and_every_row_its_script():
+    names = {path.relative_to(gallery.HERE).as_posix() for path in SCRIPTS}
+    assert names == {fault.script for fault in gallery.FAULTS} | set(gallery.HEALTHY)
+    assert len({fault.script for fault in gallery.FAULTS}) == len(gallery.FAULTS) >= 30
+    assert len(gallery.HEALTHY) >= 15
+
+
+def test_the_rows_expect_findings_that_exist():
+    assert {fault.id for fault in gallery.FAULTS} <= set(FINDING_IDS)
+
+
+@pytest.mark.parametrize("diagnosis", DIAGNOSES, ids=lambda diagnosis: diagnosis.__name__)
+def test_the_page_has_every_diagnosis_with_its_false_alarms_and_an_example(diagnosis):
+    about, _, alarms = inspect.getdoc(diagnosis).partition("\n\nFalse alarms: ")
+    assert " ".join(about.split()) in PAGE
+    assert f"**False alarms.** {' '.join(alarms.split())}" in PAGE
+    ids = gallery.ids_of(diagnosis)
+    assert ids
+    for id in ids:
+        assert f"## {id}\n" in PAGE
+        assert any(fault.id == id for fault in gallery.FAULTS), f"no script has {id}"

@@ -1,0 +1,505 @@
+"""Each diagnosis on a training loop that has its fault, and on one that lacks it and is the same otherwise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from agreeing_reports import contradictions
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.reporting.finding import Finding
+
+Loop = Callable[[bool], RangeReport]
+
+
+def mlp(dtype: torch.dtype = torch.float32, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4)).to(dtype)
+
+
+def batches(steps: int, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(2)
+    return [(torch.randn(32, 8).to(dtype), torch.randint(0, 4, (32,))) for _ in range(steps)]
+
+
+def train(
+    model,
+    optimizer,
+    steps=12,
+    scaler=None,
+    dtype=torch.float32,
+    autocast=None,
+    loss_of=None,
+    before_step=None,
+    after_step=None,
+    zero_grad=None,
+    batch_of=lambda step, x: x,
+) -> RangeReport:
+    """Train with the parts that a fault needs replaced."""
+    loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
+    with Inspector(model) as inspector:
+        for step, (x, y) in enumerate(batches(steps, dtype)):
+            with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = loss_of(model, batch_of(step, x), y, step)
+            (zero_grad or (lambda step: optimizer.zero_grad()))(step)
+            (scaler.scale(loss) if scaler else loss).backward()
+            if before_step:
+                before_step(step)
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            if after_step:
+                after_step(step)
+    return inspector.report()
+
+
+def moments(broken):
+    model = mlp(torch.bfloat16)
+    betas = (0.9, 0.999 if broken else 0.95)
+    return train(model, torch.optim.Adam(model.parameters(), lr=0.01, betas=betas), dtype=torch.bfloat16)
+
+
+def weight_decay(broken):
+    model = mlp(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 if broken else 0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    return train(model, optimizer, dtype=torch.bfloat16)
+
+
+def epsilon(broken):
+    model = mlp(torch.float16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8 if broken else 1e-4)
+    return train(model, optimizer, dtype=torch.float16)
+
+
+def average(broken):
+    model = mlp()
+    shadow = copy.deepcopy(model)
+    if broken:
+        shadow.bfloat16()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    @torch.no_grad()
+    def follow(step):
+        for mine, theirs in zip(shadow.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs.to(mine.dtype), 1e-3)
+
+    return train(model, optimizer, steps=24, after_step=follow)
+
+
+def accumulation(broken):
+    model = mlp(torch.bfloat16 if broken else torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def many(model, x, y, step):
+        (300 * nn.functional.cross_entropy(model(x[:16]).float(), y[:16])).backward()
+        return nn.functional.cross_entropy(model(x[16:]).float(), y[16:])
+
+    dtype = next(model.parameters()).dtype
+    optimizer.zero_grad()
+    return train(
+        model,
+        optimizer,
+        dtype=dtype,
+        loss_of=many,
+        zero_grad=lambda step: None,
+        after_step=lambda step: optimizer.zero_grad(),
+    )
+
+
+def initial_scale(broken):
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if broken else 10))
+    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=sums)
+
+
+def static_scale(broken):
+    model = mlp(torch.float16)
+    scale = 2.0**22 if broken else 8.0
+    with Inspector(model, loss_scale=scale) as inspector:
+        for x, y in batches(6, torch.float16):
+            model.zero_grad()
+            (nn.functional.cross_entropy(model(x).float(), y) * scale).backward()
+            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.01 / scale * parameter.grad
+    return inspector.report()
+
+
+def no_scaler(broken):
+    model = mlp()
+    scaler = None if broken else torch.amp.GradScaler("cpu", init_scale=256.0)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler, autocast=torch.float16)
+
+
+def scaler_in_bfloat16(broken):
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=broken)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler, autocast=torch.bfloat16)
+
+
+def shared_scaler(broken):
+    model, other = mlp(), mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    theirs = torch.optim.SGD(other.parameters(), lr=1e-9)
+
+    def second(step):
+        if broken:
+            scaler.unscale_(optimizer)
+            theirs.zero_grad()
+            for parameter in other.parameters():
+                parameter.grad = torch.full_like(parameter, torch.inf)
+            scaler.step(theirs)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=second)
+
+
+def recurring(broken):
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    factor = lambda step: 1e6 if broken and step % 6 == 4 else 1.0  # noqa: E731
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return train(model, optimizer, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def broken_forward(broken):
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    batch_of = lambda step, x: x * (1e6 if broken and step >= 3 else 1.0)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, batch_of=batch_of)
+
+
+def clipped_scaled(broken):
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def clip(step):
+        if not broken:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=clip)
+
+
+def clipped_to_zero(broken):
+    model = mlp(torch.float16)
+
+    def clip(step):
+        gradients = [parameter.grad if broken else parameter.grad.float() for parameter in model.parameters()]
+        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
+        for parameter in model.parameters():
+            parameter.grad /= norm
+
+    loss_of = lambda model, x, y, step: 3e3 * nn.functional.cross_entropy(model(x).float(), y)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return train(model, optimizer, dtype=torch.float16, loss_of=loss_of, before_step=clip)
+
+
+def zeroed(broken):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, optimizer, before_step=lambda step: optimizer.zero_grad() if broken else None)
+
+
+def replaced(broken):
+    model = mlp()
+
+    def replace(step):
+        if broken:
+            for parameter in model.parameters():
+                torch.nan_to_num_(parameter.grad, 0.0, 0.0, 0.0)
+
+    def loss_of(model, x, y, step):
+        loss = nn.functional.cross_entropy(model(x), y)
+        return loss + (0 * model[0].weight.sum()).sqrt() if step == 4 else loss
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of, before_step=replace)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, step):
+        return (self.right if step % 2 else self.left)(x)
+
+
+def stale(broken):
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def zero_grad(step):
+        used = model.right if step % 2 else model.left
+        (used if broken else model).zero_grad()
+
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x, step), y)  # noqa: E731
+    return train(model, optimizer, loss_of=loss_of, zero_grad=zero_grad)
+
+
+def never_zeroed(broken):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    zero_grad = lambda step: None if broken else optimizer.zero_grad()  # noqa: E731
+    return train(model, optimizer, zero_grad=zero_grad)
+
+
+def missing(broken):
+    model = mlp()
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(  # noqa: E731
+        model[2](model[1](model[0](x)).detach() if broken else model[1](model[0](x))), y
+    )
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def not_optimized(broken):
+    model = mlp(width=64)
+    trained = list(model[0].parameters()) if broken else list(model.parameters())
+    return train(model, torch.optim.SGD(trained, lr=0.1))
+
+
+def nan_in_batch(broken):
+    def batch_of(step, x):
+        if broken and step == 5:
+            x[3, 2] = torch.nan
+        return x
+
+    model = mlp()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_of=batch_of)
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        scores = self.query(x) @ x.T
+        return self.out(scores.masked_fill(mask, -torch.inf).softmax(-1) @ x)
+
+
+def masked_row(broken):
+    model = Scores()
+
+    def loss_of(model, x, y, step):
+        mask = torch.zeros(32, 32, dtype=torch.bool)
+        mask[7] = broken and step == 3
+        return nn.functional.cross_entropy(model(x, mask), y)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def zero_row(broken):
+    model = mlp()
+
+    def loss_of(model, x, y, step):
+        made = torch.relu(model[0](x)) * (0.0 if broken and step == 4 else 1.0)
+        return nn.functional.cross_entropy(model[2](made / (made.sum(-1, keepdim=True) + (0 if broken else 1e-6))), y)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_of=loss_of)
+
+
+def logarithm(broken):
+    def loss_of(model, x, y, step):
+        chosen = model(x).softmax(-1).gather(1, y[:, None])
+        if step == 6:
+            chosen = chosen * torch.arange(32)[:, None].clamp_max(1)
+        return -(chosen + (0 if broken else 1e-9)).log().mean()
+
+    model = mlp()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def exploding(broken):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    loss_of = lambda model, x, y, step: (model(x)[:, 0] - y).square().mean()  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=3.0 if broken else 1e-3)
+    return train(model, optimizer, loss_of=loss_of)
+
+
+def statistics(broken):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    dtype = torch.float16 if broken else torch.float32
+    model.to(dtype)
+    batch_of = lambda step, x: 1e3 * x  # noqa: E731
+    return train(model, torch.optim.SGD(model.parameters(), lr=1e-4), dtype=dtype, batch_of=batch_of)
+
+
+def stuck_statistics(broken):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=1e-4), nn.Tanh(), nn.Linear(16, 4))
+    dtype = torch.bfloat16 if broken else torch.float32
+    model.to(dtype)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=dtype)
+
+
+def class_weight(broken):
+    model = mlp()
+
+    def loss_of(model, x, y, step):
+        weight = torch.ones(4)
+        if step == 5:
+            weight[2] = torch.inf if broken else 2.0
+        return nn.functional.cross_entropy(model(x), y, weight=weight)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def half_loss(broken):
+    model = mlp(torch.bfloat16)
+
+    def loss_of(model, x, y, step):
+        made = model(x)
+        return (made if broken else made.float()).sub(1).square().mean()
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, loss_of=loss_of)
+
+
+class Positions(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, length):
+        return torch.arange(length, dtype=self.dtype)[:, None] / torch.tensor([1.0, 8.0], dtype=self.dtype)
+
+
+class WithPositions(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.positions, self.out = Positions(dtype), nn.Linear(2, 4)
+
+    def forward(self, x):
+        return self.out(self.positions(512).float().sin())[: len(x)]
+
+
+def positions(broken):
+    model = WithPositions(torch.bfloat16 if broken else torch.float32)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Timestep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time, self.out = nn.Linear(1, 8), nn.Linear(8, 4)
+
+    def forward(self, x, t):
+        return self.out(x + self.time(t[:, None].float() / 1000))
+
+
+def timesteps(broken):
+    model = Timestep()
+
+    def loss_of(model, x, y, step):
+        t = torch.randint(0, 1000, (len(x),))
+        return nn.functional.cross_entropy(model(x, t.bfloat16() if broken else t.float()), y)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+class Router(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.gate, self.out = nn.Linear(8, 48), nn.Linear(8, 4)
+
+    def forward(self, x):
+        weights, _ = (0.1 * self.gate(x)).sigmoid().to(self.dtype).topk(2)
+        return self.out(x * weights.float().sum(-1, keepdim=True))
+
+
+def ties(broken):
+    torch.manual_seed(5)
+    model = Router(torch.bfloat16 if broken else torch.float32)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_gradients_of_a_closure_are_compared_with_nothing():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for x, y in batches(12):
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    assert [finding for finding in inspector.report().findings if finding.severity != "info"] == []
+
+
+CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
+    ("moments-cannot-decay", "", None, moments),
+    ("weight-decay-lost", "", None, weight_decay),
+    ("epsilon-zero", "", None, epsilon),
+    ("average-lost", "", None, average),
+    ("accumulation-lost", "", None, accumulation),
+    ("initial-scale-too-high", "", 0, initial_scale),
+    ("scale-too-high", "", 0, static_scale),
+    ("scaler-missing-in-float16", "", None, no_scaler),
+    ("scaler-in-bfloat16", "", None, scaler_in_bfloat16),
+    ("scaler-shared", "", 0, shared_scaler),
+    ("overflow-recurs", "", 4, recurring),
+    ("scale-falls-for-forward", "0", 3, broken_forward),
+    ("unscale-missing", "", 0, clipped_scaled),
+    ("gradients-clipped-to-zero", "", 0, clipped_to_zero),
+    ("gradients-zeroed", "", 0, zeroed),
+    ("gradients-replaced", "0", 4, replaced),
+    ("gradients-stale", "left", 1, stale),
+    ("gradients-never-zeroed", "", 1, never_zeroed),
+    ("gradients-missing", "0", None, missing),
+    ("parameters-not-optimized", "2", None, not_optimized),
+    ("batch-not-finite", "", 5, nan_in_batch),
+    ("mask-hides-whole-row", "", 3, masked_row),
+    ("zero-row-normalized", "", 4, zero_row),
+    ("argument-out-of-range", "", 6, logarithm),
+    ("weights-exploded", "", None, exploding),
+    ("statistics-broken", "1", None, statistics),
+    ("statistics-broken", "1", None, stuck_statistics),
+    ("argument-out-of-range", "", 5, class_weight),
+    ("loss-in-16-bits", "", 0, half_loss),
+    ("positions-collapse", "positions", 0, positions),
+    ("positions-collapse", "", 0, timesteps),
+    ("router-ties", "", 0, ties),
+)
+ids = [f"{case[0]}-{case[3].__name__}" for case in CASES]
+
+
+def named(report: RangeReport, id: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.id == id and finding.severity != "info"]
+
+
+@pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
+def test_a_fault_is_named_with_its_module_and_step(id, module, step, loop):
+    report = loop(True)
+    assert contradictions(report) == []
+    assert named(report, id), [str(finding) for finding in report.findings]
+    finding = named(report, id)[0]
+    assert finding.layer.startswith(module)
+    assert step is None or finding.step == step
+    assert report.verdict.healthy is False
+    compile(finding.code, "fix", "exec")
+
+
+@pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
+def test_the_same_loop_without_the_fault_is_not_accused(id, module, step, loop):
+    report = loop(False)
+    assert contradictions(report) == []
+    assert not named(report, id), [str(finding) for finding in report.findings]

@@ -1,0 +1,188 @@
+"""The first lines of a report: the precision that a run uses, found out, and whether it is healthy in that."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mpinspect
+from mpinspect import Inspector, MixedPrecision
+from mpinspect.ranges.session import Session
+
+
+def train(
+    dtype=torch.float32, autocast=None, scaler=None, optimizer=torch.optim.AdamW, steps=8, format=None, **options
+) -> Inspector:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(dtype)
+    stepping = optimizer(model.parameters(), lr=0.01)
+    with Inspector(model, **options) as inspector:
+        for _ in range(steps):
+            x, y = torch.randn(16, 8, dtype=dtype), torch.randint(0, 4, (16,))
+            with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            stepping.zero_grad()
+            (scaler.scale(loss) if scaler else loss).backward()
+            if scaler:
+                scaler.step(stepping)
+                scaler.update()
+            else:
+                stepping.step()
+    return inspector
+
+
+def scaler(**options) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("told", "how"),
+    [
+        ("Computes in FP32: FP32 weights, no autocast, AdamW with states in FP32, no scaler.", {}),
+        (
+            "Computes in BF16: FP32 weights, BF16 autocast, AdamW with states in FP32, no scaler.",
+            {"autocast": torch.bfloat16},
+        ),
+        (
+            "Computes in FP16: FP32 weights, FP16 autocast, AdamW with states in FP32, GradScaler from 256 (2^8).",
+            {"autocast": torch.float16, "scaler": scaler(init_scale=256.0)},
+        ),
+        (
+            "Computes in BF16: BF16 weights, no autocast, SGD, no scaler.",
+            {"dtype": torch.bfloat16, "optimizer": torch.optim.SGD},
+        ),
+        (
+            "Computes in FP32: FP32 weights, no autocast, SGD, no scaler.",
+            {"optimizer": torch.optim.SGD, "scaler": scaler(enabled=False)},
+        ),
+    ],
+    ids=["fp32", "bf16 autocast", "fp16 autocast", "bf16 weights", "a scaler that is switched off"],
+)
+def test_the_precision_of_the_run_is_found_out(told, how):
+    assert train(**how).report().verdict.precision == told
+
+
+def test_masters_are_told_apart_from_the_weights_they_stand_for():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    precision = MixedPrecision(model, optimizer, precision="bf16-master")
+    with Inspector(model, optimizers=[optimizer]) as inspector:
+        for _ in range(4):
+            with precision.autocast():
+                loss = nn.functional.cross_entropy(model(torch.randn(16, 8)).float(), torch.randint(0, 4, (16,)))
+            precision.zero_grad()
+            precision.backward(loss)
+            precision.step()
+    line = inspector.report().verdict.precision
+    assert line.startswith("Computes in BF16: BF16 weights, ")
+    assert "SGD on FP32 masters with states in FP32" in line
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"autocast": torch.bfloat16},
+        {"autocast": torch.float16, "scaler": scaler(init_scale=256.0)},
+        {"watch": False},
+        {"every": 3},
+    ],
+    ids=["fp32", "bf16", "fp16", "no watch", "every third step"],
+)
+def test_a_healthy_run_is_told_so_in_three_lines(how):
+    verdict = train(**how).report().verdict
+    assert verdict.healthy is True
+    assert verdict.sentences[0].startswith("Healthy: nothing wrong was found in 8 steps")
+    assert len(verdict.lines) <= 3
+    assert not verdict.code
+    assert not verdict.change
+
+
+def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would():
+    report = train(autocast=torch.bfloat16).report()
+    assert report.format == "bfloat16"
+    assert report.loss_scale.needed is False
+    assert report.verdict.sentences[1].startswith(
+        "BF16 needs no loss scale; FP16 would fit without a loss scale (window 2^"
+    )
+    assert report.verdict.sentences[1].endswith("and round 8 times finer.")
+    assert report.in_float16.lowest <= 1 <= report.in_float16.highest
+
+
+def test_a_run_is_judged_in_the_format_that_is_asked_for():
+    inspector = train(autocast=torch.bfloat16)
+    assert inspector.report(format="float16").format == "float16"
+    assert inspector.report(format=torch.bfloat16).format == "bfloat16"
+    assert inspector.report(format=mpinspect.FLOAT16).format == "float16"
+    with pytest.raises(ValueError, match="float17"):
+        inspector.report(format="float17")
+
+
+def test_nothing_is_claimed_of_a_run_of_which_nothing_was_seen():
+    model = nn.Linear(4, 2)
+    with Inspector(model) as inspector:
+        pass
+    assert inspector.report().verdict.healthy is None
+    with Inspector(model) as inspector:
+        model(torch.randn(2, 4))
+    assert inspector.report().verdict.healthy is None
+    assert "no" in inspector.report().verdict.sentences[0]
+
+
+def test_a_run_that_breaks_in_its_first_forward_is_in_trouble():
+    model = nn.Linear(4, 2)
+    with Inspector(model) as inspector:
+        model(torch.full((2, 4), torch.nan)).sum().backward()
+    verdict = inspector.report().verdict
+    assert verdict.healthy is False
+    assert "batch" in verdict.sentences[0]
+
+
+def test_a_loss_scaled_by_hand_is_not_taken_for_a_scaler():
+    report = train(dtype=torch.bfloat16, loss_scale=4.0).report()
+    assert "no scaler" in report.verdict.precision
+
+
+def test_an_optimizer_around_another_is_named_by_what_steps():
+    class Around:
+        def __init__(self, parameters, lr):
+            self.inner = torch.optim.RMSprop(parameters, lr=lr)
+
+        def zero_grad(self):
+            self.inner.zero_grad()
+
+        def step(self):
+            self.inner.step()
+
+    assert "RMSprop with states in FP32" in train(optimizer=Around).report().verdict.precision
+
+
+def test_the_ledger_is_kept_in_the_session_file(tmp_path):
+    inspector = train(autocast=torch.bfloat16, log_dir=tmp_path)
+    loaded = Session.load(tmp_path)
+    assert loaded.precision == inspector.session().precision
+    assert loaded.precision.autocast == ("bfloat16",) or dict(loaded.precision.autocast) == {"bfloat16": 1}
+
+
+def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    shadow = copy.deepcopy(model)
+    with Inspector(model) as inspector:
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mine, theirs in zip(shadow.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(theirs, 0.001)
+    verdict = inspector.report().verdict
+    assert verdict.healthy is False
+    assert verdict.code
+    assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
+    assert verdict.more.endswith("more findings below.")
