@@ -86,7 +86,7 @@ FAULTS = (
     Fault("router_ties.py", "router-ties", "moe", 0),
     Fault("batchnorm_half.py", "statistics-broken", "1"),
     Fault("batchnorm_after_skip.py", "statistics-broken", "1", 5),
-    Fault("fp16_activation.py", "non-finite-event", "layers.0", 2),
+    Fault("fp16_activation.py", "scale-falls-for-forward", "layers.0", 2),
 )
 
 
@@ -153,10 +153,11 @@ def ids_of(diagnosis: Diagnosis) -> list[str]:
 def _example(fault: Fault, told: Told) -> str:
     """Return what is said of one script: its first line, its thread, the finding and the fix as code."""
     text = (HERE / fault.script).read_text("utf-8")
-    thread = re.search(r"# Thread: .*?(https\S+|$)", text)[1]
+    thread = re.search(r"^# Thread: (https\S+)", text, re.MULTILINE)
     found = next(finding for finding in told.findings if finding["id"] == fault.id)
     code = f"\n<!-- no-run -->\n```python\n{found['code']}\n```\n" if found["code"] else ""
-    source = f"[`{fault.script}`](../examples/faults/{fault.script}) (after [this thread]({thread}))"
+    after = f" (after [this thread]({thread[1]}))" if thread else ""
+    source = f"[`{fault.script}`](../examples/faults/{fault.script}){after}"
     return (
         f"{source}: {ast.get_docstring(ast.parse(text))}\n\n> {found['severity']}{_inferred(found)}: {found['message']}\n>\n"
         f"> {found['fix'] or 'Nothing to do.'}\n{code}"
@@ -199,9 +200,7 @@ def main() -> int:
         answers = {peer.name: list(pool.map(peer.ask, [HERE / fault.script for fault in faults])) for peer in asked}
     missed = _print_faults(faults, told) + _print_healthy(healthy, told)
     for name, said in answers.items():
-        print(
-            f"\n{name}: something to say on {sum(answer != NOTHING for answer in said)} of {len(faults)}, a cause on none"
-        )
+        print(f"\n{name}: something to say on {sum(answer != NOTHING for answer in said)} of {len(faults)}")
         for fault, answer in zip(faults, said, strict=True):
             print(f"  {fault.script:28} {answer}")
     if options.json:

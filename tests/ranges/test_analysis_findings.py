@@ -1,6 +1,7 @@
 """What the report says of a session: nothing above info of a healthy one, and the right thing of the others."""
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -212,16 +213,36 @@ def test_frequent_skips_are_a_warning():
     assert found(steps_with([event(step) for step in range(5, 100, 7)]), "non-finite-event").severity == "warning"
 
 
-def test_a_static_scale_that_never_lets_a_step_through_is_a_warning():
-    assert found(steps_with([event(step) for step in range(5)], steps=5), "non-finite-event").severity == "warning"
+def test_an_event_whose_cause_a_diagnosis_tells_has_no_alarm_and_no_advice_of_its_own():
+    session = steps_with([event(step) for step in range(5)], steps=5)
+    assert found(session, "scale-too-high").severity == "error"
+    consequence = found(session, "non-finite-event")
+    assert (consequence.severity, consequence.fix) == ("info", "")
+
+
+def test_a_scale_that_grew_beyond_its_dtype_is_told():
+    events = [event(step, loss_scale=math.inf) for step in range(5)]
+    assert "stays at inf" in found(steps_with(events, steps=5), "scale-too-high").message
 
 
 def test_forward_nan_is_an_error_and_backing_off_is_called_useless():
     events = [event(step, "forward", value="nan", loss_scale=None, forward_finite=False) for step in range(3, 43)]
+    cause = found(steps_with(events), "scale-falls-for-forward")
+    assert (cause.severity, cause.layer, cause.step) == ("error", "fc2", 3)
+    assert cause.evidence["steps"] == 40
+    assert "the loss scale is not the cause" in cause.message
     finding = found(steps_with(events), "non-finite-event")
-    assert (finding.severity, finding.layer, finding.evidence["step"]) == ("error", "fc2", 3)
+    assert (finding.severity, finding.layer, finding.evidence["step"]) == ("info", "fc2", 3)
     assert finding.evidence["skipped_steps"] == 40
     assert "can't help" in finding.message
+
+
+def test_a_forward_that_was_never_finite_is_an_error_whatever_the_scaler_did():
+    events = [
+        event(step, "forward", value="nan", loss_scale=None, forward_finite=False, skipped=None) for step in (3, 4)
+    ]
+    finding = found(steps_with(events), "non-finite-event")
+    assert finding.severity == "error"
     assert "No loss scale repairs a forward" in finding.fix
 
 

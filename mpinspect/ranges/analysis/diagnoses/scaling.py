@@ -51,7 +51,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     opening, steps = _opening(_skips(case)), case.progress.steps
     first = opening[0].loss_scale if opening else None
     last = opening[-1].loss_scale if opening else None
-    if not first or not last or (len(opening) > 1 and last > first / 2):
+    if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
     # The last of them overflowed too; what came next did not.
     after = next(
@@ -90,7 +90,8 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         return
     first, last = over[0].loss_scale or 0.0, over[-1].loss_scale or 0.0
     stepped = [event for event in over if event.skipped is False]
-    if last <= first / 2 or (not stepped and len(over) < _FEWEST_STEPS):
+    came_down = math.isfinite(first) and last <= first / 2
+    if came_down or (not stepped and len(over) < _FEWEST_STEPS):
         return
     outcome = (
         f"the optimizer stepped on infinities in step {stepped[0].step}"
@@ -135,14 +136,15 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
         needs, lowest, certainty = likely, likely.log2_certain, INFERRED
     end = max(case.progress.steps, scales[-1].step + 1)
     ends = [change.step for change in scales[1:]] + [end]
-    below = sum(
-        stop - change.step
+    below = [
+        (change.scale, stop - change.step)
         for change, stop in zip(scales, ends, strict=True)
         if change.scale and _powers(change.scale) < lowest
-    )
-    if below < 0.9 * (end - scales[0].step):
+    ]
+    if sum(steps for _, steps in below) < 0.9 * (end - scales[0].step):
         return
-    used, powers = known[-1], round(lowest - _powers(known[-1]))
+    used = below[-1][0]
+    powers = round(lowest - _powers(used))
     wanted = min(max(lowest, decision.log2_scale), max(decision.window.log2_highest, lowest))
     yield Finding(
         "scale-too-low",
@@ -165,7 +167,7 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
     """
     fell, first = 0.0, None
     for before, after in pairwise(case.progress.scales):
-        if before.scale and after.scale and after.scale < before.scale:
+        if before.scale and after.scale and after.scale < before.scale < math.inf:
             fell += _powers(before.scale) - _powers(after.scale)
             first = before.step if first is None else first
     own = max(case.progress.skipped_steps, len(_skips(case)))
