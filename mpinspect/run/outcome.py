@@ -157,7 +157,10 @@ class Seen:
                 "are not seen)"
             ]
         backwards = _count(self.backwards, "backward", "backwards")
-        return [f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"]
+        found_none = f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"
+        # The parameters of a copied or replaced model are not those that get the gradients.
+        likely = ": is the model that is trained a copy, or made after the optimizer?" if self.optimizers else ""
+        return [found_none + likely]
 
     def _of_frameworks(self) -> list[str]:
         if not self.other_frameworks:

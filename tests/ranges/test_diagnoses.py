@@ -445,6 +445,65 @@ def test_gradients_of_a_closure_are_compared_with_nothing():
     assert [finding for finding in inspector.report().findings if finding.severity != "info"] == []
 
 
+def stepped_scaled(broken):
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+    def by_hand(step):
+        if not broken:
+            for parameter in model.parameters():
+                parameter.grad /= scaler.get_scale()
+
+    with Inspector(model) as inspector:
+        for step, (x, y) in enumerate(batches(12)):
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            by_hand(step)
+            optimizer.step()
+    return inspector.report()
+
+
+def targets_of(make):
+    def loop(broken):
+        model = mlp()
+
+        def loss_of(model, x, y, step):
+            target = torch.randn(32, 4)
+            if broken and step == 5:
+                target[3, 1] = float("nan")
+            return make(model(x), target)
+
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+    return loop
+
+
+nan_targets = targets_of(nn.functional.mse_loss)
+nan_targets_by_hand = targets_of(lambda output, target: ((output - target) ** 2).mean())
+nan_targets_absolute = targets_of(nn.functional.l1_loss)
+
+
+def ignored_targets(broken):
+    model = mlp()
+
+    def loss_of(model, x, y, step):
+        ignored = torch.full_like(y, -100)
+        return nn.functional.cross_entropy(model(x), ignored if broken and step == 5 else y)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def test_an_overflow_of_the_model_is_not_blamed_on_the_targets():
+    """A product of the model overflows FP16: what the loss subtracts from it is finite."""
+    model = mlp(torch.float16)
+
+    def loss_of(model, x, y, step):
+        return ((model(x) * 60000).float() * 60000 - torch.ones(32, 4)).pow(2).mean()
+
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.0), dtype=torch.float16, loss_of=loss_of)
+    assert not [finding for finding in report.findings if finding.id == "batch-not-finite"]
+
+
 CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("moments-cannot-decay", "", None, moments),
     ("weight-decay-lost", "", None, weight_decay),
@@ -459,6 +518,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("overflow-recurs", "", 4, recurring),
     ("scale-falls-for-forward", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
+    ("unscale-missing", "", 0, stepped_scaled),
     ("gradients-clipped-to-zero", "", 0, clipped_to_zero),
     ("gradients-zeroed", "", 0, zeroed),
     ("gradients-replaced", "0", 4, replaced),
@@ -467,6 +527,10 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-missing", "0", None, missing),
     ("parameters-not-optimized", "2", None, not_optimized),
     ("batch-not-finite", "", 5, nan_in_batch),
+    ("batch-not-finite", "", 5, nan_targets),
+    ("batch-not-finite", "", 5, nan_targets_by_hand),
+    ("batch-not-finite", "", 5, nan_targets_absolute),
+    ("argument-out-of-range", "", 5, ignored_targets),
     ("mask-hides-whole-row", "", 3, masked_row),
     ("zero-row-normalized", "", 4, zero_row),
     ("argument-out-of-range", "", 6, logarithm),
@@ -479,7 +543,8 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("positions-collapse", "", 0, timesteps),
     ("router-ties", "", 0, ties),
 )
-ids = [f"{case[0]}-{case[3].__name__}" for case in CASES]
+NAMES = {loop: name for name, loop in list(globals().items()) if callable(loop)}
+ids = [f"{case[0]}-{NAMES[case[3]]}" for case in CASES]
 
 
 def named(report: RangeReport, id: str) -> list[Finding]:

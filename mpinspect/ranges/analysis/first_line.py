@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpinspect.ranges.analysis.diagnoses import EXPLAIN_EVENTS
 from mpinspect.ranges.session import END, Event
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def _scale(scale: float) -> str:
 
 def what_broke(report: RangeReport) -> Event | None:
     """Return the event that a run failed by; None where nothing did harm."""
-    alarming = any(finding.id == "non-finite-event" and finding.severity != "info" for finding in report.findings)
+    told_by = EXPLAIN_EVENTS | {"non-finite-event"}
+    alarming = any(finding.id in told_by and finding.severity != "info" for finding in report.findings)
     # A scale that never lets a step through: each skip alone looks like probing.
     return gravest(report.events) or (report.events[0] if alarming and report.events else None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
-from mpinspect.ranges.session import END, MOST_ROWS, Event, Measurement
-from mpinspect.reporting.finding import INFERRED, Finding
+from mpinspect.ranges.session import END, LOSSES, MOST_ROWS, Event, Measurement
+from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import some
 
 
@@ -16,18 +16,22 @@ def _event_at(case: Case, step: int) -> Event | None:
 
 
 def _where(case: Case, found: Measurement) -> str:
-    """The module in which it arose, by the watch."""
+    """The module in which it arose, by the watch; "" for the loss, and for what comes after the last module."""
     event = _event_at(case, found.step)
-    if found.name or event is None or event.phase != "forward":
-        return found.name
-    return event.module
+    is_after = event is None or event.after or event.what in LOSSES
+    return found.name or ("" if is_after or event is None else event.module)
 
 
 def _rows(found: Measurement) -> str:
     if not found.names:
         return ""
     more = ", ..." if len(found.names) >= MOST_ROWS else ""
-    return f" (row{'s' if len(found.names) > 1 else ''} {', '.join(found.names)}{more} of the batch)"
+    return f"row{'s' if len(found.names) > 1 else ''} {', '.join(found.names)}{more} of the batch"
+
+
+def _brackets(*parts: str) -> str:
+    told = ", ".join(part for part in parts if part)
+    return f" ({told})" if told else ""
 
 
 def _elements(found: Measurement) -> str:
@@ -35,39 +39,70 @@ def _elements(found: Measurement) -> str:
     return f"{number:.0f} element{'' if number == 1 else 's'}"
 
 
-#: How to keep an argument away from the edge, by a word of what was done with it.
-_KEPT_AWAY = (
-    ("logarithm", "x.clamp_min(1e-6).log()"),
-    ("square root", "(x + 1e-12).sqrt()"),
-    ("sqrt", "(x + 1e-12).rsqrt()"),
-    ("division", "a / b.clamp_min(1e-6)"),
-    ("1 / x", "1 / x.clamp_min(1e-6)"),
-    ("power", "x.clamp_min(1e-6) ** p"),
-    ("exp", "x.clamp_max(80).exp()"),
-    ("acos", "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
-    ("asin", "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"),
-    ("atanh", "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"),
-    ("weight", "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"),
+_EDGE = (
+    "Keep the argument away from the edge before the operation; torch.where after it does not help, for its gradient is "
+    "computed all the same."
+)
+#: What to do, in words and as code, by a word of what was done.
+_MENDS = (
+    (
+        "ignored",
+        "Divide by the number of targets that count, at least 1, or leave such a batch out.",
+        "F.cross_entropy(logits, labels, reduction='sum') / labels.ne(-100).sum().clamp_min(1)",
+    ),
+    (
+        "with a constant",
+        "Look at where the constant comes from: a mean over nothing, the deviation of one sample, a division of targets.",
+        "assert torch.isfinite(constant).all()",
+    ),
+    (
+        "with a weight",
+        "Look at how the weights are made: a class that never occurs, divided by its number.",
+        "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
+    ),
+    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()"),
+    ("square root", _EDGE, "(x + 1e-12).sqrt()"),
+    ("sqrt", _EDGE, "(x + 1e-12).rsqrt()"),
+    ("division", _EDGE, "a / b.clamp_min(1e-6)"),
+    ("1 / x", _EDGE, "1 / x.clamp_min(1e-6)"),
+    ("power", _EDGE, "x.clamp_min(1e-6) ** p"),
+    (
+        "exp",
+        "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32.",
+        "x.clamp_max(10).exp()  # FP16 ends at exp(11.09), BF16 and FP32 at exp(88.7)",
+    ),
+    ("acos", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
+    ("asin", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"),
+    ("atanh", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"),
 )
 
 
 def batch_not_finite(case: Case) -> Iterator[Finding]:
     """The batch itself held infinities or NaNs.
 
-    False alarms: The inputs of the model's outermost call are searched; a batch that the model is meant to clean (NaN for
-    missing values) is told all the same once the loss is not finite.
+    False alarms: The inputs of the model's outermost call are searched, and the targets that its loss keeps; a batch that the
+    model is meant to clean (NaN for missing values) is told all the same once the loss is not finite.
     """
-    for found in case.measured("examined-batch"):
+    for found in case.session.measurements:
+        event = _event_at(case, found.step)
+        # A difference from a target is told by the target only where the model's own output was finite.
+        of_targets = found.what == "examined-target" or (
+            found.what == "examined-difference" and (event is None or event.forward_finite is not False)
+        )
+        if not of_targets and found.what != "examined-batch":
+            continue
+        whose, name = ("targets", "targets hold") if of_targets else ("batch", "batch itself holds")
         yield Finding(
             "batch-not-finite",
-            "error",
+            "error" if event is not None else "warning",
             "",
-            f"The batch of step {found.step} itself holds {found.figures['elements']:.0f} infinities or NaNs{_rows(found)}: "
-            "neither the model nor the precision made them.",
+            f"In step {found.step} the {name} infinities or NaNs{_brackets(_elements(found), _rows(found))}: neither the model nor the "
+            "precision made them.",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
-            "assert torch.isfinite(batch).all(), 'bad sample'",
-            step=found.step,
+            f"assert torch.isfinite({whose}).all(), 'bad sample'",
+            INFERRED if found.what == "examined-difference" else MEASURED,
+            found.step,
         )
         return
 
@@ -85,7 +120,7 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             "error",
             module,
             f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: {found.figures['elements']:.0f} rows "
-            f"were masked as a whole{_rows(found)}, and 0/0 is NaN.",
+            f"were masked as a whole{_brackets(_rows(found))}, and 0/0 is NaN.",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key (an empty sample, a wrong padding side, a mask applied twice), or mask by a large "
             "finite number.",
@@ -108,11 +143,11 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
             "error",
             module,
             f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
-            f"magnitude or norm, which is zero{_rows(found)}: 0/0 is NaN.",
+            f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN.",
             {"rows": list(found.names)},
             "Add an epsilon to what is divided by, or bound it from below.",
             "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
-            INFERRED if found.name else "measured",
+            INFERRED if found.name else MEASURED,
             found.step,
         )
         return
@@ -126,26 +161,23 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
     """
     for found in case.measured("examined-argument"):
         module, event = _where(case, found), _event_at(case, found.step)
+        loss_finite = bool(found.figures.get("loss_finite", 0.0))
+        place = f"in or before {module!r}" if module else "in the loss, or on the way to it"
+        fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
         if event is None:
-            continue
-        in_backward = event.phase == "backward"
-        place = f"in or before {module!r}" if module and not in_backward else "in the loss, or on the way to it"
-        effect = (
-            "the loss is finite and its gradient is not"
-            if in_backward and event.forward_finite
-            else "what follows is not finite"
-        )
+            effect = "the loss is not finite, its gradients are: the step did no harm"
+        elif loss_finite:
+            effect = "the loss is finite and its gradient is not"
+        else:
+            effect = "what follows is not finite"
         yield Finding(
             "argument-out-of-range",
-            "error",
-            "" if in_backward else module,
-            f"In step {found.step} {found.text} was taken of {_elements(found)} {place}{_rows(found)}: {effect}."
-            if not found.text.endswith("infinite")
-            else f"In step {found.step} {place}: {found.text} ({_elements(found)}){_rows(found)}: {effect}.",
+            "error" if event is not None else "warning",
+            module,
+            f"In step {found.step}, {place}: {found.text}{_brackets(_elements(found), _rows(found))}: {effect}.",
             {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
-            "Keep the argument away from the edge before the operation; torch.where after it does not help, for its gradient is "
-            "computed all the same.",
-            next((code for word, code in _KEPT_AWAY if word in found.text), ""),
+            fix,
+            code,
             step=found.step,
         )
         return

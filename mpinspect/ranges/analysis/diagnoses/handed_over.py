@@ -22,6 +22,8 @@ _MOST_LEFT_OVER = 0.9
 _NOTHING = 1e-6
 #: Ratios that differ by no more are one.
 _SAME = 0.01
+#: A gradient that is at most this many times the true one was divided by the scale, and changed beside, by somebody else.
+_UNSCALED_BY_HAND = 2.0
 #: A gradient divided by a whole number up to this is averaged over micro-batches, which may be done before or after unscaling.
 _MOST_MICRO_BATCHES = 1024
 
@@ -58,6 +60,29 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
         f"scaler.unscale_(optimizer)\ntorch.nn.utils.{clip}\nscaler.step(optimizer)",
         step=first.step,
     )
+
+
+def stepped_while_scaled(case: Case) -> Iterator[Finding]:
+    """Steps taken on gradients that a scaler had multiplied and nobody divided.
+
+    False alarms: Gradients that became at least half as small as dividing by the scale makes them are taken for unscaled by hand.
+    """
+    for found in case.measured("stepped-while-scaled"):
+        scale, factor = _scale_at(case, found.step), found.figures["factor"]
+        if not scale or scale <= 1 or not factor * scale > _UNSCALED_BY_HAND:
+            continue
+        yield Finding(
+            "unscale-missing",
+            "error",
+            "",
+            f"In step {found.step} the optimizer stepped with gradients that were still multiplied by the loss scale of "
+            f"{power_of_two(scale)}: scaler.scale() was called, and neither scaler.step() nor scaler.unscale_().",
+            {"loss_scale": scale, "factor": factor, "parameters": len(found.names)},
+            "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed.",
+            "scaler.step(optimizer)  # instead of optimizer.step()\nscaler.update()",
+            step=found.step,
+        )
+        return
 
 
 def _is_average(found: list[Measurement]) -> bool:
@@ -301,6 +326,7 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     gradients_replaced,
     gradients_never_zeroed,
     unscale_missing,
+    stepped_while_scaled,
     gradients_stale,
     gradients_missing,
     parameters_not_optimized,

@@ -55,6 +55,8 @@ class Examination(Observer):
         self._inputs: list[weakref.ref[torch.Tensor]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self._made: set[int] = set()
+        #: The graph's nodes that modules ended with, by their order.
+        self._ends: set[int] = set()
         #: Norms of the weights in the first measured step, and of those that have grown.
         self._norms: dict[str, float] | None = None
         self._grown: set[str] = set()
@@ -68,6 +70,7 @@ class Examination(Observer):
         self._inputs.clear()
         self._graphless.clear()
         self._made.clear()
+        self._ends.clear()
         if self._norms is None:
             self._norms = self._weight_norms()
 
@@ -81,6 +84,7 @@ class Examination(Observer):
                 if call.outputs[0].grad_fn is None:
                     self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
         self._made.update(map(id, call.outputs))
+        self._ends.update(output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
@@ -92,7 +96,7 @@ class Examination(Observer):
         starts = [loss.grad_fn for loss in losses]
         if all(bool(loss.isfinite().all()) for loss in losses):
             near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
-            self._candidate = _earliest(near)
+            self._candidate = self._earliest(near)
             return
         self._examined += 1
         step = self._clock.step
@@ -110,9 +114,9 @@ class Examination(Observer):
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
             return
-        found = _earliest(graph(starts, _MOST_NODES))
+        found = self._earliest(graph(starts, _MOST_NODES))
         if found is not None:
-            self._tell_singular(step, found)
+            self._tell_singular(step, found, loss_finite=False)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Tell of a singular operation near a finite loss whose backward was not finite; compare the weights' norms."""
@@ -121,11 +125,17 @@ class Examination(Observer):
         candidate, self._candidate = self._candidate, None
         if candidate is not None and any(event.phase == "backward" and not event.skipped for event in new):
             self._examined += 1
-            self._tell_singular(step, candidate)
+            self._tell_singular(step, candidate, loss_finite=True)
         if self._clock.measured and not self._recording.events:
             self._compare_norms(step, self._weight_norms())
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _earliest(self, nodes: Sequence[object]) -> Singular | None:
+        """Return the singular operation that was run first; a difference counts where it is of what a module returned."""
+        found = [each for node in nodes if (each := singular(node)) is not None]
+        certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
+        return min(certain, key=lambda each: each.order, default=None)
 
     def _batch_not_finite(self) -> tuple[tuple[str, ...], int] | None:
         """Return the rows of the model's own inputs that are not finite, as far as these still live."""
@@ -160,9 +170,10 @@ class Examination(Observer):
                 return True
         return False
 
-    def _tell_singular(self, step: int, found: Singular) -> None:
+    def _tell_singular(self, step: int, found: Singular, *, loss_finite: bool) -> None:
         rows = tuple(map(str, found.rows))
-        self._tell(found.kind, step, {"elements": float(found.elements)}, rows, f"{found.operator} {found.what}")
+        figures = {"elements": float(found.elements), "loss_finite": float(loss_finite)}
+        self._tell(found.kind, step, figures, rows, f"{found.operator} {found.what}".strip())
 
     def _tell(
         self, kind: str, step: int, figures: dict[str, float], rows: tuple[str, ...], text: str = "", name: str = ""
@@ -209,12 +220,6 @@ class Examination(Observer):
 def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:
     """Return whether reading a value waits for nothing."""
     return all(watched.parameter.device.type == "cpu" for watched in parameters)
-
-
-def _earliest(nodes: Sequence[object]) -> Singular | None:
-    """Return the singular operation that was run first."""
-    found = [each for node in nodes if (each := singular(node)) is not None]
-    return min(found, key=lambda each: each.order, default=None)
 
 
 def _is_small(node: object) -> bool:

@@ -25,6 +25,7 @@ from mpinspect.ranges.session import Measurement
 #: What is measured, by the names that the diagnoses ask for.
 CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
 STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
+STEPPED_SCALED = "stepped-while-scaled"
 
 #: Steps after something was not finite in which it is at work too, each time, and in all.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
@@ -111,6 +112,9 @@ class HandedOver(Observer):
         #: Those that were stepped in this step.
         self._stepping: set[str] = set()
         self._stepped = False
+        #: Whether a scaler multiplied the losses of this step, and the parameters stepped before it divided their gradients.
+        self._is_scaled = False
+        self._still_scaled: set[str] = set()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Be at work in measured steps, and in the next ones after something was not finite."""
@@ -125,11 +129,17 @@ class HandedOver(Observer):
         self._left.clear()
         self._arrived.clear()
         self._stepping.clear()
+        self._still_scaled.clear()
+        self._is_scaled = False
 
     def backward_begins(self, backward: Backward) -> None:
         """Take what earlier steps have left in the gradients."""
         if self._stepped and len(self._left) < _MOST_BACKWARDS:
             self._left.append(magnitudes(self._parameters))
+
+    def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
+        """Note that a scaler is in use."""
+        self._is_scaled = True
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Note that a gradient has arrived."""
@@ -158,8 +168,13 @@ class HandedOver(Observer):
         if not self.at_work:
             return
         self._add("handed", optimizer)
-        self._stepping.update(watched.name for watched in self._optimizers.parameters(optimizer))
-        self._optimized |= self._stepping
+        names = {watched.name for watched in self._optimizers.parameters(optimizer)}
+        self._stepping |= names
+        self._optimized |= names
+        # A fused optimizer is given the scale, and divides by it within its step.
+        if self._is_scaled and getattr(optimizer, "grad_scale", None) is None:
+            unscaled = self._moments.get("unscaled")
+            self._still_scaled |= names.difference(unscaled.names if unscaled else ())
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that what is in the gradients from now on has been used."""
@@ -222,6 +237,9 @@ class HandedOver(Observer):
             overflowed = sum(not math.isfinite(value) for value in before.values())
             figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
             self._tell(CHANGED, step, zeroed or _named(ratios), {**_described(ratios), **figures})
+        still_scaled = {name: ratio for name, ratio in _ratios(given, handed).items() if name in self._still_scaled}
+        if still_scaled:
+            self._tell(STEPPED_SCALED, step, list(still_scaled), _described(still_scaled))
         broken = [name for name, value in given.items() if not math.isfinite(value)]
         replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
         if replaced:

@@ -20,12 +20,14 @@ class Singular:
     """One operation that was given what it is not defined for.
 
     Args:
-        kind: "argument", "mask" or "zero-row".
+        kind: "argument", "mask", "zero-row"; "target" for a loss that was given what is not finite, "difference" for one from a
+            constant that is not finite, where the model's output may be the cause as well.
         operator: in words: "log", "sqrt", "a division".
         what: of what: "of zero", "of a negative number".
         elements: how many.
         rows: along the first dimension.
         order: of the node; those made earlier have lower ones.
+        of: of a difference, the order of the node whose result it was taken from.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Singular:
     elements: int
     rows: tuple[int, ...]
     order: int
+    of: int | None = None
 
 
 def singular(node: Any) -> Singular | None:
@@ -50,7 +53,8 @@ def singular(node: Any) -> Singular | None:
     if found is None:
         return None
     kind, operator, what, where = found
-    return Singular(kind, operator, what, int(where.sum()), _rows(where), node._sequence_nr())
+    of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
+    return Singular(kind, operator, what, int(where.sum()), _rows(where), node._sequence_nr(), of)
 
 
 def graph(starts: Iterable[Any], most: int) -> list[Any]:
@@ -129,6 +133,8 @@ def _power(node: Any, name: str) -> _Found:
     base, exponent = node._saved_self, node._saved_exponent
     if isinstance(exponent, torch.Tensor):
         return None
+    if exponent > 1:
+        return _difference(node, name)
     if exponent < 0:
         return _argument(f"a power of {exponent:g}", "of zero", base == 0)
     if exponent % 1:
@@ -157,8 +163,46 @@ def _constant(node: Any, name: str) -> _Found:
     if not isinstance(kept, torch.Tensor) or (not is_loss and node.next_functions[1][0] is not None):
         return None
     return _argument(
-        "a weighted loss" if is_loss else "a product", "with a weight that is infinite or NaN", ~kept.isfinite()
+        "a weighted loss" if is_loss else "a product",
+        f"with a {'weight' if is_loss else 'constant'} that is infinite or NaN",
+        ~kept.isfinite(),
     )
+
+
+def _loss(node: Any, name: str) -> _Found:
+    """Find a loss whose every target is ignored, or one that was given targets or weights that are not finite."""
+    if name.startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
+        left_out = torch.ones_like(node._saved_target, dtype=torch.bool)
+        return "argument", "a mean over targets", "that are all ignored (0/0)", left_out
+    target = getattr(node, "_saved_target", None)
+    if isinstance(target, torch.Tensor) and target.is_floating_point() and _takes_no_gradient(node, 1):
+        broken = ~target.isfinite()
+        if bool(broken.any()):
+            return "target", "targets", "", broken
+    return _constant(node, name)
+
+
+def _difference(node: Any, name: str) -> _Found:
+    """Find a difference from a constant, as a target is, that is not finite: the node after it keeps the difference."""
+    kept, before = node._saved_self, node.next_functions[0][0]
+    is_difference = before is not None and before.name().startswith(("Sub", "Rsub", "Add"))
+    if not is_difference or not any(_takes_no_gradient(before, place) for place in range(len(before.next_functions))):
+        return None
+    broken = ~kept.isfinite()
+    return ("difference", "targets", "", broken) if bool(broken.any()) else None
+
+
+def _minuend(difference: Any) -> int | None:
+    """Return the order of the node whose result a constant was subtracted from, casts and views left out."""
+    node = next((following for following, _ in difference.next_functions if following is not None), None)
+    while node is not None and node.name().startswith(_SAME_VALUES):
+        node = node.next_functions[0][0]
+    return None if node is None else int(node._sequence_nr())
+
+
+def _takes_no_gradient(node: Any, place: int) -> bool:
+    edges = node.next_functions
+    return place < len(edges) and edges[place][0] is None
 
 
 def _softmax(node: Any, name: str) -> _Found:
@@ -194,6 +238,22 @@ def _attention(node: Any, name: str) -> _Found:
     return ("mask", "attention", "with a row whose every key is masked", hidden) if bool(hidden.any()) else None
 
 
+#: What hands on the values that it is given.
+_SAME_VALUES = (
+    "ToCopy",
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Permute",
+    "Transpose",
+    "T",
+    "Expand",
+    "Clone",
+)
+#: torch's number for reduction="mean".
+_MEAN = 1
 #: What puts a mask on scores.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
 #: Named like one of these, and none of them.
@@ -214,7 +274,11 @@ _FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
     ("Asin", _inverse),
     ("Atanh", _inverse),
     ("ScaledDotProduct", _attention),
-    ("NllLoss", _constant),
-    ("BinaryCrossEntropy", _constant),
+    ("NllLoss", _loss),
+    ("BinaryCrossEntropy", _loss),
+    ("MseLoss", _loss),
+    ("SmoothL1Loss", _loss),
+    ("HuberLoss", _loss),
+    ("Abs", _difference),
     ("Mul", _constant),
 )
