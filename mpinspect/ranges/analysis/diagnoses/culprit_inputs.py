@@ -96,8 +96,8 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
             "batch-not-finite",
             "error" if event is not None else "warning",
             "",
-            f"In step {found.step} the {name} infinities or NaNs{_brackets(_elements(found), _rows(found))}: neither the model nor the "
-            "precision made them.",
+            f"In step {found.step} the {name} infinities or NaNs{_brackets(_elements(found), _rows(found))}: neither the "
+            "model nor the precision made them.",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
             f"assert torch.isfinite({whose}).all(), 'bad sample'",
