@@ -7,8 +7,8 @@ first. Strings are the bare words, without marks of any form and without line en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mpinspect.reporting.finding import Finding, Lines
@@ -202,7 +202,26 @@ class Parts:
     ranks: tuple[int, ...] = ()
 
 
-Block = Line | Code | Items | Findings | Tables | Section | Parts
+@dataclass(frozen=True)
+class Widget:
+    """What a reader of a page can play with; a form that runs no scripts leaves it out. Stands in no section.
+
+    Args:
+        title: stands above it.
+        package: holds its script, an ES module with ``start()``, and its style.
+        name: of these two files, without suffix.
+        data: makes what the script is given, as base64.
+        without: stands in its place where scripts do not run.
+    """
+
+    title: str
+    package: str
+    name: str
+    data: Callable[[], str]
+    without: str
+
+
+Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
 
 
 @dataclass(frozen=True)
@@ -239,6 +258,8 @@ def is_empty(block: Block) -> bool:
         return not any(table.rows for table in block.tables)
     if isinstance(block, Section):
         return all(map(is_empty, block.blocks))
+    if isinstance(block, Widget):
+        return False
     return not block.parts if isinstance(block, Parts) else not block.text
 
 
@@ -275,6 +296,21 @@ def most(limit: Limit | None, number: int) -> int:
 
 
 # -- for the renderers ----------------------------------------------------------------------------------------------
+
+
+def static(document: Document) -> Document:
+    """Return the document without its widgets, those of documents inside it too."""
+    return replace(document, blocks=_static(document.blocks))
+
+
+def _static(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    return tuple(
+        replace(block, parts=tuple(replace(part, document=static(part.document)) for part in block.parts))
+        if isinstance(block, Parts)
+        else block
+        for block in blocks
+        if not isinstance(block, Widget)
+    )
 
 
 def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import resources
 
 from mpinspect.reporting.document import (
     Block,
@@ -19,6 +22,7 @@ from mpinspect.reporting.document import (
     Section,
     Strip,
     Tables,
+    Widget,
     allowed_on,
     item_words,
     legend_words,
@@ -26,6 +30,7 @@ from mpinspect.reporting.document import (
     shown_items,
     shown_parts,
     shown_tables,
+    static,
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
@@ -80,13 +85,13 @@ _PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'{scripts_allowed}">
 <title>{title}</title>
 <style>{style}body{{margin:0}}
 body>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-sizing:border-box}}</style>
 </head>
 <body>
-{body}
+{body}{scripts}
 </body>
 </html>
 """
@@ -105,14 +110,42 @@ def escape(text: str) -> str:
 
 
 def render(document: Document) -> str:
-    """Return a page of its own, styled, without scripts and without anything from elsewhere; every name in it is escaped."""
+    """Return a page of its own, styled, without anything from elsewhere; every name in it is escaped.
+
+    Scripts are those of the document's widgets, told to the browser by their hashes: it runs no other.
+    """
     document = escaped(document)
-    return _PAGE.format(title=escape(document.title), style=STYLE, body=_article(document))
+    body = _article(document)
+    kinds = {(widget.package, widget.name): widget for widget in _widgets(document.blocks)}
+    scripts = [_resource(*kind, "js") + "\nstart();\n" for kind in kinds]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts]
+    return _PAGE.format(
+        title=escape(document.title),
+        style=STYLE + "".join(_resource(*kind, "css") for kind in kinds),
+        body=body,
+        scripts_allowed="; script-src" + "".join(f" 'sha256-{hash}'" for hash in hashes) if hashes else "",
+        scripts="".join(f'\n<script type="module">{script}</script>' for script in scripts),
+    )
 
 
 def fragment(document: Document) -> str:
-    """Return the same for a notebook's cell: an element with its style, that styles nothing beside itself."""
-    return f"<style>{STYLE}</style>\n{_article(escaped(document))}\n"
+    """Return the same for a notebook's cell: an element with its style, that styles nothing beside itself, and no widgets."""
+    return f"<style>{STYLE}</style>\n{_article(static(escaped(document)))}\n"
+
+
+def _resource(package: str, name: str, suffix: str) -> str:
+    return resources.files(package).joinpath(f"{name}.{suffix}").read_text("utf-8")
+
+
+def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:
+    """Yield all that the blocks hold, those of documents inside them too."""
+    for block in blocks:
+        if isinstance(block, Widget):
+            yield block
+        elif isinstance(block, Parts):
+            parts, _ = shown_parts(block, allowed_on(block.limit, page=True))
+            for part in parts:
+                yield from _widgets(part.document.blocks)
 
 
 def _article(document: Document) -> str:
@@ -152,6 +185,9 @@ def _block(block: Block, level: int) -> Iterator[str]:
             yield from _finding(finding)
     elif isinstance(block, Tables):
         yield from _tables(block, level)
+    elif isinstance(block, Widget):
+        yield _heading(block.title, level + 1)
+        yield f'<div data-widget="{block.data()}">{_tagged("p", block.without, "dim")}</div>'
     else:
         yield from _parts(block, level)
 

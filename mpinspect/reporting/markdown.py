@@ -25,6 +25,7 @@ from mpinspect.reporting.document import (
     shown_items,
     shown_parts,
     shown_tables,
+    static,
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
@@ -36,7 +37,7 @@ _LEADING = re.compile(r"([-+=]|\d+(?=[.)]))")
 
 def render(document: Document) -> str:
     """Return the document as GitHub-flavoured Markdown; names in it are escaped, tables' pipes included."""
-    return "\n".join(_document(escaped(document), 1)).strip("\n") + "\n"
+    return "\n".join(_document(static(escaped(document)), 1)).strip("\n") + "\n"
 
 
 def escape(text: str) -> str:
@@ -85,7 +86,7 @@ def _block(block: Block, level: int) -> Iterator[str]:
             yield from _finding(finding)
     elif isinstance(block, Tables):
         yield from _tables(block, level)
-    else:
+    elif isinstance(block, Parts):
         yield from _parts(block, level)
 
 

@@ -36,6 +36,26 @@ class RendersItself:
 
         return fragment(document(self))
 
+    def show(self) -> None:
+        """Show the page in a notebook, in a frame of its own in which its scripts run.
+
+        Raises:
+            ModuleNotFoundError: there is no IPython.
+        """
+        try:
+            from IPython.display import HTML, display
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "show() needs a notebook (IPython is not installed); save('report.html') opens in any browser"
+            ) from error
+        from html import escape
+
+        from mpinspect.reporting.forms import render
+
+        page = escape(render(self, ".html"))
+        frame = '<iframe sandbox="allow-scripts" style="width:100%;height:56rem;border:0"'
+        display(HTML(f'{frame} srcdoc="{page}"></iframe>'))
+
     def to_json(self) -> str:
         """Return the report as JSON text (schemas: docs/report-schema.md, docs/shape-lint.md, docs/tensor-cores.md)."""
         from mpinspect.reporting.forms import render

@@ -31,6 +31,7 @@ from mpinspect.reporting.document import (
     shown_items,
     shown_parts,
     shown_tables,
+    static,
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
@@ -58,7 +59,7 @@ def render(document: Document, width: int | None = None) -> str:
 
 def print_to(document: Document, console: Console) -> None:
     """Print to a rich console, in colour if that has any."""
-    for renderable in _document(escaped(document), console.width):
+    for renderable in _document(static(escaped(document)), console.width):
         console.print(renderable, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 
@@ -120,7 +121,7 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
             yield from _finding(finding)
     elif isinstance(block, Tables):
         yield from _tables(block, width)
-    else:
+    elif isinstance(block, Parts):
         yield from _parts(block, width)
 
 

@@ -16,8 +16,8 @@ from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
 FILE_NAME = "run.json"
-#: Names of the other files beside it: the report in two forms, and with --kernels the trace.
-REPORTS = ("report.md", "report.json")
+#: Names of the other files beside it: the report in three forms, and with --kernels the trace.
+REPORTS = ("report.md", "report.json", "report.html")
 TRACE = "trace.json.gz"
 
 #: Outcomes of a process that has not written its end.

@@ -11,6 +11,7 @@ from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
+from mpinspect.ranges.report.explorer import widget
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -76,6 +77,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
         (
             *(verdict_blocks(report.verdict) if verdict else ()),
             *section("Findings", Findings(report.findings)),
+            *widget(report),
             *section("Infinite or NaN", *_events(report.events)),
             *section("Loss scale", *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),

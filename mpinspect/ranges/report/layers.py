@@ -28,15 +28,17 @@ class Repeated:
     Args:
         name: of the one, or as in "h.{0..11}.attn.weight".
         worst: the one that loses most of them.
+        members: all of them.
     """
 
     name: str
     worst: LayerReport
+    members: tuple[LayerReport, ...]
 
 
 def one_by_one(layers: Iterable[LayerReport]) -> list[Repeated]:
     """Return each layer by itself."""
-    return [Repeated(layer.name, layer) for layer in layers]
+    return [Repeated(layer.name, layer, (layer,)) for layer in layers]
 
 
 def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
@@ -51,7 +53,8 @@ def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
         pattern = tuple("" if place < last and part.isdigit() else part for place, part in enumerate(parts))
         groups.setdefault((layer.kind, layer.module_type, *pattern), []).append(layer)
     return [
-        Repeated(_common_name([layer.name for layer in group]), max(group, key=badness)) for group in groups.values()
+        Repeated(_common_name([layer.name for layer in group]), max(group, key=badness), tuple(group))
+        for group in groups.values()
     ]
 
 

@@ -109,7 +109,7 @@ def _brief(report: RunReport) -> Iterator[Item]:
     if any(counts.values()):
         yield Item(", ".join(f"{number} {name}" for name, number in counts.items() if number), "findings")
     if report.log_dir:
-        yield Item(report.log_dir, "files")
+        yield Item(f"{report.log_dir} (report.html opens in a browser)", "files")
 
 
 def _shapes(report: RunReport) -> str:
