@@ -48,7 +48,7 @@ _MENDS = (
     (
         "ignored",
         "Divide by the number of targets that count, at least 1, or leave such a batch out.",
-        "F.cross_entropy(logits, labels, reduction='sum') / labels.ne(-100).sum().clamp_min(1)",
+        'F.cross_entropy(logits, labels, reduction="sum") / labels.ne(-100).sum().clamp_min(1)',
     ),
     (
         "with a constant",
@@ -100,7 +100,7 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
             "model nor the precision made them.",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
-            f"assert torch.isfinite({whose}).all(), 'bad sample'",
+            f'assert torch.isfinite({whose}).all(), "bad sample"',
             INFERRED if found.what == "examined-difference" else MEASURED,
             found.step,
         )

@@ -279,7 +279,7 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
             f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the dot behind it.",
             {"frozen": sorted(numbers, key=int), "trained": sorted(others, key=int)},
             f"Compare with the dot: names that begin with '{prefix}.'.",
-            f"if name.startswith({prefix + '.'!r}):\n    parameter.requires_grad_(False)",
+            f'if name.startswith("{prefix}."):\n    parameter.requires_grad_(False)',
             INFERRED,
         )
 
@@ -301,7 +301,7 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
             "stay as they are.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
             "Make the optimizer after the last module was added, or freeze what is not meant to learn.",
-            "optimizer.add_param_group({'params': [...]})",
+            'optimizer.add_param_group({"params": [...]})',
         )
 
 
