@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, quoted
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent
 
@@ -34,8 +34,8 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             {"buffers": [each.name for each in broken]},
             "Look at what makes the values so large, and begin the statistics anew"
             + ("." if is_wide else "; keep normalisations and their statistics in FP32."),
-            ("" if is_wide else f"model.get_submodule({module!r}).float()\n")
-            + f"model.get_submodule({module!r}).reset_running_stats()",
+            ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
+            + f"model.get_submodule({quoted(module)}).reset_running_stats()",
             step=first.step,
         )
     if stuck:
@@ -49,7 +49,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             f"{format_name(first.text.rpartition(' ')[2])} rounds its updates away, or they are zero.",
             {"buffers": [each.name for each in stuck]},
             "Keep the statistics of normalisations in FP32, or take a larger momentum.",
-            f"model.get_submodule({module!r}).float()",
+            f"model.get_submodule({quoted(module)}).float()",
         )
 
 

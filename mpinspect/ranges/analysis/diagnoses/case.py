@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,5 +65,11 @@ FP32_WEIGHTS = (
     "with torch.autocast(device_type, dtype=torch.bfloat16):\n"
     "    loss = ..."
 )
+
+
+def quoted(name: str) -> str:
+    """A name as a literal in a fix's code, in double quotes as formatters have it."""
+    return json.dumps(name, ensure_ascii=False)
+
 
 Diagnosis = Callable[[Case], Iterable[Finding]]

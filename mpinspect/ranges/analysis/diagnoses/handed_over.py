@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, quoted
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
@@ -279,7 +279,7 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
             f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the dot behind it.",
             {"frozen": sorted(numbers, key=int), "trained": sorted(others, key=int)},
             f"Compare with the dot: names that begin with '{prefix}.'.",
-            f'if name.startswith("{prefix}."):\n    parameter.requires_grad_(False)',
+            f"if name.startswith({quoted(prefix + '.')}):\n    parameter.requires_grad_(False)",
             INFERRED,
         )
 
