@@ -230,16 +230,23 @@ class Document:
 
     Args:
         title: one line; "" within a part whose title says all.
-        blocks: what stands below it; lines of the verdict first.
+        blocks: what stands below it.
         alarm: what broke, in one line; stands at the very top.
-        summary: sections, the most important first. A page begins with them; a terminal, whose last lines are what one sees, ends
-            with them in reverse.
+        verdict: stands before all blocks.
+        summary: sections, the most important first. A page has the first below the verdict and ends with the others; a terminal,
+            whose last lines are what one sees, ends with all in reverse.
     """
 
     title: str
     blocks: tuple[Block, ...]
     alarm: str = ""
+    verdict: tuple[Block, ...] = ()
     summary: tuple[Section, ...] = ()
+
+    @property
+    def page(self) -> tuple[Block, ...]:
+        """All blocks, in the order of a page."""
+        return (*self.verdict, *self.summary[:1], *self.blocks, *self.summary[1:])
 
 
 def section(title: str, *blocks: Block | None, is_detail: bool = False) -> tuple[Section, ...]:

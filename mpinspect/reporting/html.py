@@ -158,7 +158,7 @@ def _document(document: Document, level: int) -> Iterator[str]:
         yield _heading(document.title, level)
     if document.alarm:
         yield f'<p class="alarm">{escape(document.alarm)}</p>'
-    for block in (*document.summary, *document.blocks):
+    for block in document.page:
         yield from _block(block, level)
 
 

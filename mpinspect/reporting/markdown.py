@@ -59,7 +59,7 @@ def _document(document: Document, level: int) -> Iterator[str]:
         yield _heading(document.title, level)
     if document.alarm:
         yield from ("", f"**{escape(document.alarm)}**")
-    for block in (*document.summary, *document.blocks):
+    for block in document.page:
         yield ""
         yield from _block(block, level)
 

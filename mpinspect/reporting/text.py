@@ -90,7 +90,7 @@ def _document(document: Document, width: int) -> Iterator[RenderableType]:
         yield Text(document.alarm, style=STYLES["error"])
     if document.title:
         yield Text(document.title, style="bold")
-    for block in document.blocks:
+    for block in (*document.verdict, *document.blocks):
         yield from _block(block, width)
     if document.summary:
         yield _rule(document.title)

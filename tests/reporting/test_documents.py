@@ -144,14 +144,15 @@ def test_a_strip_is_drawn_as_finely_as_there_is_room_for():
     assert "range" not in markdown.render(said)
 
 
-def test_a_summary_heads_a_page_and_ends_a_terminals_report():
+def test_the_verdict_comes_first_and_a_summary_ends_a_terminals_report():
     brief, seen = Section("In brief", lines(["brief words"])), Section("Seen", lines(["seen words"]))
-    said = Document("t", (Line("middle words"),), "alarm words", (brief, seen))
-    terminal, page = text.render(said, 80), markdown.render(said)
-    order = ("alarm words", "middle words", "seen words", "brief words")
+    said = Document("t", (Line("middle words"),), "alarm words", lines(["verdict words"]), (brief, seen))
+    terminal, pages = text.render(said, 80), [markdown.render(said), html.render(said)]
+    order = ("alarm words", "verdict words", "middle words", "seen words", "brief words")
     assert sorted(order, key=terminal.index) == list(order)
-    order = ("alarm words", "brief words", "seen words", "middle words")
-    assert sorted(order, key=page.index) == list(order)
+    for page in pages:
+        order = ("alarm words", "verdict words", "brief words", "middle words", "seen words")
+        assert sorted(order, key=page.index) == list(order)
 
 
 def test_documents_in_documents_are_one_level_deeper():

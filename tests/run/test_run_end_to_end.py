@@ -109,7 +109,7 @@ def test_a_plain_loop(tmp_path):
     assert session.progress.steps == 60
     assert session.progress.sampled_steps == 10 + 5
     assert session.totals()[TensorKey("head", ACTIVATION_GRADIENT)].samples == 15
-    for name in ("run.json", "report.md", "report.json"):
+    for name in ("run.json", "report.md", "report.json", "report.html"):
         assert (inspected.directory / "log" / name).stat().st_size > 0
     assert "DigitsMLP" in (inspected.directory / "log" / "report.md").read_text("utf-8")
     json.loads((inspected.directory / "log" / "report.json").read_text("utf-8"))

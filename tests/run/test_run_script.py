@@ -359,7 +359,7 @@ def test_the_run_directory_says_what_ran_and_how_it_ended(tmp_path):
     assert ended.err.splitlines()[0] == (
         f"mpinspect: recording into runs/{directory.name} (mpinspect report reads it back, even if the run is killed)"
     )
-    assert {path.name for path in directory.iterdir()} == {"run.json", "report.md", "report.json"}
+    assert {path.name for path in directory.iterdir()} == {"run.json", "report.md", "report.json", "report.html"}
     record = json.loads((directory / "run.json").read_text())
     assert (record["command"], record["outcome"], record["status"]) == ("train.py 'a b'", "ValueError: one", 1)
     assert record["saw"] == ["torch was never imported: there was nothing to inspect"]

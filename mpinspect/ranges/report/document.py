@@ -75,7 +75,6 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
     return Document(
         title(report) if verdict else "",
         (
-            *(verdict_blocks(report.verdict) if verdict else ()),
             *section("Findings", Findings(report.findings)),
             *widget(report),
             *section("Infinite or NaN", *_events(report.events)),
@@ -95,6 +94,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
             ),
             *section("Notes", bullets(session.notes, NOTES)),
         ),
+        verdict=verdict_blocks(report.verdict) if verdict else (),
     )
 
 

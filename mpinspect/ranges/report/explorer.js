@@ -135,7 +135,8 @@ function element(tag, fields = {}, ...children) {
 }
 
 const ROW = 22;
-const MAP_WIDTH = 360;
+const [WIDE, NARROW] = [360, 180];
+const isNarrow = () => matchMedia("(max-width: 760px)").matches;
 const SHOWN = 18;
 const SCALES = [-24, 40];
 /** Shares from 10^-5 on are told apart. */
@@ -184,7 +185,7 @@ export function render(root, data) {
     ...(data.recommended === null ? [] : [recommended]),
     ...(data.blocks.length > 1 ? [label("Steps", block, blockWords)] : []), label("Search", search));
   const said = element("p", { className: "said", role: "status", "aria-live": "polite" });
-  const axis = element("canvas", { width: MAP_WIDTH, height: ROW, "aria-hidden": "true" });
+  const axis = element("canvas", { "aria-hidden": "true" });
   const headings = [["model", "layer"], ["", "map"], ["flushed", "flushed"], ["subnormal", "subnormal"], ["overflow", "overflow"], ["largest", "largest"]];
   const heads = headings.map(([name, words]) => {
     if (!name) return element("th", { scope: "col", className: "map" }, axis);
@@ -270,6 +271,7 @@ export function render(root, data) {
     return [Math.min(...ends, wide ? f.low - 4 - k : 0) - 1, Math.max(...ends, wide ? f.top + 2 - k : 0) + 1];
   }
   let ends = span();
+  let width = WIDE;
   const colours = () => {
     const style = getComputedStyle(root);
     return (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
@@ -277,26 +279,26 @@ export function render(root, data) {
   /** @param {HTMLCanvasElement} canvas @param {number} height */
   function sharp(canvas, height) {
     const ratio = window.devicePixelRatio || 1;
-    if (canvas.width !== Math.round(MAP_WIDTH * ratio)) {
-      canvas.width = Math.round(MAP_WIDTH * ratio);
+    if (canvas.width !== Math.round(width * ratio)) {
+      canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(height * ratio);
-      canvas.style.width = `${MAP_WIDTH}px`;
+      canvas.style.width = `${width}px`;
       canvas.style.height = `${height}px`;
     }
     const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.clearRect(0, 0, MAP_WIDTH, height);
+    context.clearRect(0, 0, width, height);
     return context;
   }
   /** Exponent from which on not everything is flushed: of a subnormal the upper half of the binade below rounds up. */
   const flushEdge = () => (state.format.ftz ? state.format.normal : state.format.low - 1);
-  const place = (/** @type {number} */ exponent) => ((exponent - ends[0]) / (ends[1] - ends[0])) * MAP_WIDTH;
+  const place = (/** @type {number} */ exponent) => ((exponent - ends[0]) / (ends[1] - ends[0])) * width;
   /** Where the format flushes, holds fewer bits, and overflows: hatched, with lines at the edges. */
   function limits(/** @type {CanvasRenderingContext2D} */ context, /** @type {number} */ height, /** @type {(name: string) => string} */ colour) {
     const [k, f] = [log2Scale(), state.format];
     const zones = [[ends[0], flushEdge() - k, "warning", 1], [f.top + 1 - k, ends[1], "error", -1]];
     for (const [from, to, name, slope] of /** @type {[number, number, string, number][]} */ (zones)) {
-      const [left, right] = [Math.max(place(from), 0), Math.min(place(to), MAP_WIDTH)];
+      const [left, right] = [Math.max(place(from), 0), Math.min(place(to), width)];
       if (right <= left) continue;
       context.save();
       context.beginPath();
@@ -345,10 +347,10 @@ export function render(root, data) {
     context.fillStyle = colour("soft");
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "center";
-    const step = [2, 4, 8, 16, 32, 64].find((each) => (ends[1] - ends[0]) / each < 10) ?? 64;
+    const step = [2, 4, 8, 16, 32, 64].find((each) => (ends[1] - ends[0]) / each < width / 36) ?? 64;
     for (let exponent = Math.ceil(ends[0] / step) * step; exponent <= ends[1]; exponent += step) {
       const x = place(exponent);
-      if (x > 14 && x < MAP_WIDTH - 14) context.fillText(`2^${exponent}`, x, ROW - 6);
+      if (x > 14 && x < width - 14) context.fillText(`2^${exponent}`, x, ROW - 6);
     }
   }
   function drawRows() {
@@ -371,7 +373,7 @@ export function render(root, data) {
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title: row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name });
     if (row.members) {
       const isOpen = state.open.has(row.group);
-      const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} ${name}`);
+      const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} ${shortened(name)}`);
       button.addEventListener("click", (/** @type {Event} */ event) => {
         event.stopPropagation();
         if (isOpen) state.open.delete(row.group);
@@ -380,7 +382,7 @@ export function render(root, data) {
       });
       head.append(button);
     } else {
-      head.textContent = name;
+      head.textContent = shortened(name);
     }
     const words = found ? cellWords(layer, found) : ["-", "-", "-", "-"];
     const tones = found ? [tone(found.flushed, found.all, 0.01), "", found.high || found.h.infs || found.h.nans ? "error" : "", ""] : [];
@@ -391,6 +393,11 @@ export function render(root, data) {
     made.addEventListener("click", () => change({ layer: layer.name }));
     return made;
   }
+  /** The end of a long name: it tells layers apart. The whole stands in the title, and below once the layer is chosen. */
+  const shortened = (/** @type {string} */ name) => {
+    const most = isNarrow() ? 16 : 48;
+    return name.length > most ? `…${name.slice(1 - most)}` : name;
+  };
   const tone = (/** @type {number} */ count, /** @type {number} */ all, /** @type {number} */ limit) => (share(count, all) > limit ? "warning" : "");
   /** @param {any} layer @param {any} found */
   function cellWords(layer, found) {
@@ -423,9 +430,9 @@ export function render(root, data) {
   /** The flushed and the overflowed share at every scale. @param {any} layer */
   function curve(layer) {
     const h = counted(layer);
-    const [width, height, left, bottom] = [480, 120, 40, 18];
+    const [wide, height, left, bottom] = [480, 120, 40, 18];
     const all = nonzero(h);
-    const x = (/** @type {number} */ k) => left + ((k - SCALES[0]) / (SCALES[1] - SCALES[0])) * (width - left - 8);
+    const x = (/** @type {number} */ k) => left + ((k - SCALES[0]) / (SCALES[1] - SCALES[0])) * (wide - left - 8);
     const y = (/** @type {number} */ part) => 6 + (1 - part) * (height - bottom - 8);
     const path = (/** @type {(k: number) => number} */ value) => {
       let drawn = "";
@@ -438,7 +445,7 @@ export function render(root, data) {
       made.textContent = words;
       return made;
     };
-    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Shares flushed and overflowed against the loss scale" });
+    const picture = svg("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": "Shares flushed and overflowed against the loss scale" });
     picture.append(
       svg("path", { d: path((k) => flushed(h, state.format, k)), class: "curve flushes" }),
       svg("path", { d: path((k) => overflowed(h, state.format, k)[1]), class: "curve overflows" }),
@@ -457,6 +464,7 @@ export function render(root, data) {
     return first === last ? `step ${first}` : `steps ${first} to ${last}`;
   };
   function draw() {
+    width = isNarrow() ? NARROW : WIDE;
     shown = rows();
     ends = span();
     kind.value = state.kind ?? "";
@@ -505,7 +513,7 @@ export function render(root, data) {
     if (next * ROW < scroll.scrollTop || (next + 2) * ROW > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = next * ROW - scroll.clientHeight / 2;
     change({ layer: shown[next].layer.name });
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", draw);
   draw();
 }
 

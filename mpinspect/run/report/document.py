@@ -37,8 +37,9 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
     """Return the report as a document, each part's own document in it. ``everything``: whether all layers are shown."""
     return Document(
         f"mpinspect run {report.command}",
-        (*_verdict(report), _models(report, everything), Parts(tuple(_wholes(report)))),
+        (_models(report, everything), Parts(tuple(_wholes(report)))),
         alarm=report.first_line,
+        verdict=_verdict(report),
         summary=(
             *section("In brief", Items(tuple(_brief(report)))),
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),

@@ -239,6 +239,14 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
+    module = repr(first.module) if first.module else "the model"
+    fix, code = f"Mend the forward of {module}; then begin with a new scaler, since this one's scale is gone.", ""
+    if run_format(case.session) == FLOAT16:
+        fix = (
+            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it in FP32 or BF16; then "
+            "begin with a new scaler, since this one's scale is gone."
+        )
+        code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
     yield Finding(
         "scale-falls-for-forward",
         "error",
@@ -246,7 +254,8 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
         f"loss scale is not the cause, and every such step takes half of it away.",
         {"steps": len(steps), "first_step": steps[0]},
-        f"Mend the forward of {first.module or 'the model'!r}; then begin with a new scaler, since this one's scale is gone.",
+        fix,
+        code,
         step=steps[0],
     )
 
