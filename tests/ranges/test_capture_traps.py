@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import pickle
 import subprocess
 import sys
@@ -722,6 +723,10 @@ def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a device: of a CPU's tensors the largest magnitude is known at once.
     monkeypatch.setattr("mpinspect.ranges.capture.largest.largest_magnitude", lambda tensor: None)
     monkeypatch.setattr("mpinspect.ranges.capture.diagnosing.examination._on_cpu", lambda parameters: False)
+    monkeypatch.setattr(
+        "mpinspect.ranges.capture.diagnosing.handed_over._largest",
+        lambda tensors: torch.stack(torch._foreach_norm(tensors, math.inf)),
+    )
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, every=2):
