@@ -1,1 +1,1 @@
-"""The commands of ``mpinspect``, a file each: ``add_options`` declares its options, ``run`` returns the exit status."""
+"""The commands of ``mpinspect``, one per file: ``add_options`` declares options, ``run`` returns the exit status."""

@@ -1,4 +1,4 @@
-"""The command line: parses the arguments and calls a command, which is a file of this folder and a row of ``COMMANDS``."""
+"""The command line: parses arguments and runs a command; each is a file in this folder and a row of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage 
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    """A command of ``mpinspect``.
 
     Args:
         add_options: declares its options.
         run: runs it and returns the exit status.
-        split: of a command that runs the user's own program: separates the command's words from the program's, which become
-            ``options.rest``. Such a command leaves the streams alone, and every exception but UnusableError passes through.
+        split: only for a command that runs the user's own program: separates the command's words from the program's, which
+            become ``options.rest``. For such a command the streams are not changed, and only UnusableError is caught.
     """
 
     name: str
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status. On wrong usage argparse exits with status 2."""
     options = _options(sys.argv[1:] if argv is None else argv)
     try:
-        # A program of the user's owns the streams, and its exceptions pass through.
+        # With ``rest`` a program of the user's owns the streams, and its exceptions pass through.
         status: int = _run(options) if options.rest is None else options.run(options)
     except UnusableError as error:
         say(sys.stderr, error)
@@ -79,7 +79,7 @@ def _parsed(words: Sequence[str], rest: list[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Escapes what an error quotes of the arguments, which may hold control characters."""
+    """A parser whose errors escape control characters in the arguments that they quote."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _escape_unprintable_names() -> None:
-    """Have stdout and stderr escape characters that the terminal's encoding lacks, as in a layer's name, instead of raising."""
+    """Make stdout and stderr escape characters that the terminal's encoding lacks instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

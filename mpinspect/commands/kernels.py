@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _status(report: KernelReport, options: argparse.Namespace) -> int:
     names = [what for what in options.fail_on if isinstance(what, str)]
-    # Check every condition: one that can't be decided is an error even where another one holds.
+    # Check every condition: one that can't be decided is an error even if another one holds.
     held = [_holds(what, report) for what in options.fail_on if not isinstance(what, str)]
     return FOUND if any(held) else status(report.findings, names)
 

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    # Read the baseline first: building the model may take a while, and a broken baseline makes it useless.
+    # Read the baseline first: building the model may take a while, for nothing if the baseline is broken.
     baseline = None if options.baseline is None else read_baseline(options.baseline)
     report = _report(options)
     comparison = None if baseline is None else compare(report.findings, baseline)
@@ -101,7 +101,7 @@ def _report(options: argparse.Namespace) -> ShapeReport:
     try:
         return lint_shapes(model, args, kwargs, options.dtype, options.gpu, not options.no_backward, kind)
     except ValueError as error:
-        # lint_shapes words wrong usage as a sentence.
+        # lint_shapes raises ValueError with a sentence for wrong usage.
         hint = "" if options.inputs else f". {_NO_INPUT}"
         raise UnusableError(f"{options.target}: {str(error).rstrip('.')}{hint}") from error
     except (Exception, SystemExit) as error:
@@ -121,7 +121,7 @@ def _print(report: ShapeReport, options: argparse.Namespace) -> None:
 
 
 def _warn_of_gaps(report: ShapeReport) -> None:
-    """Say on stderr that the recording is incomplete or empty: a padding table, a comparison or a baseline does not show it."""
+    """Warn on stderr if the recording is incomplete or empty, which padding tables and baselines do not show."""
     for finding in report.findings:
         if finding.id == "recording-incomplete":
             _warn(f"the recording is incomplete: {finding.message}")
@@ -134,13 +134,13 @@ def _warn(sentence: str) -> None:
 
 
 def _print_comparison(comparison: Comparison, other: str, options: argparse.Namespace) -> None:
-    """Print which findings are new and which are gone; to stderr where stdout holds JSON."""
+    """Print which findings are new and which are gone; with --json print to stderr."""
     lines = [
         f"Against {options.baseline}: {len(comparison.new)} new, {comparison.known} known, {len(comparison.gone)} gone"
     ]
     lines += [f"  new   {finding.severity}  {key_of(finding)}" for finding in comparison.new]
     lines += [f"  gone  {key}" for key in comparison.gone]
-    # With --json the caller has said it on stderr.
+    # With --json the caller has already printed this on stderr.
     lines += [f"  {other}"] if other and not options.json else []
     print("", *map(printable, lines), sep="\n", file=sys.stderr if options.json else sys.stdout)
 
@@ -156,7 +156,7 @@ def _shape_finding(text: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Identifies a finding across runs. Its figures are left out, since they move with every change of the model."""
+    """Identifies a finding across runs, without its figures, which vary with every change of the model."""
 
     id: str
     layer: str
@@ -168,12 +168,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A report's findings against a baseline.
+    """A report's findings compared with a baseline.
 
     Args:
-        new: findings that the baseline does not hold.
+        new: findings that are not in the baseline.
         gone: the baseline's keys that no finding matches.
-        known: how many findings the baseline holds.
+        known: number of findings that are in the baseline.
     """
 
     new: tuple[Finding, ...]
@@ -183,7 +183,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The fields of a baseline file; ``gpu`` and ``dtype`` are those that it was made for, "" where it does not say."""
+    """The fields of a baseline file; ``gpu`` and ``dtype`` are those it was made for, "" if not in the file."""
 
     findings: tuple[Key, ...]
     gpu: str = ""
@@ -201,13 +201,13 @@ class Baseline:
 
 
 def key_of(finding: Finding) -> Key:
-    """Return what identifies a finding across runs."""
+    """Return the key that identifies a finding across runs."""
     size = finding.evidence.get("size")
     return Key(finding.id, finding.layer, size if isinstance(size, int) else 0)
 
 
 def compare(findings: Iterable[Finding], baseline: Baseline) -> Comparison:
-    """Return which findings are new and which of the baseline's are gone."""
+    """Return which findings are not in the baseline and which of the baseline's are gone."""
     found = [(finding, key_of(finding)) for finding in findings]
     known = frozenset(baseline.findings)
     new = tuple(finding for finding, key in found if key not in known)
@@ -218,7 +218,7 @@ def read_baseline(path: str) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        UnusableError: it is missing, damaged, or no baseline.
+        UnusableError: the file is missing, damaged, or no baseline.
     """
     try:
         document = json_of(Path(path))
@@ -241,10 +241,10 @@ def read_baseline(path: str) -> Baseline:
 
 
 def write_baseline(path: str, report: ShapeReport) -> None:
-    """Write the report's findings as a baseline, one sorted key a line, so that diffs are readable.
+    """Write the report's findings as a baseline, one key per line in sorted order, so that diffs are readable.
 
     Raises:
-        UnusableError: the report recorded nothing, so that there is nothing to compare with; or the file can't be written.
+        UnusableError: nothing was recorded, so there is nothing to compare with; or the file can't be written.
     """
     if not report.flops:
         raise UnusableError(f"{path} is not written: nothing was recorded, and a baseline of nothing says nothing")

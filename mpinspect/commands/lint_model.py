@@ -1,4 +1,4 @@
-"""The model and the inputs named on the command line of ``mpinspect lint``: "path/to/file.py:Model", "input_ids=int64:8,128"."""
+"""Makes the model and inputs named on ``mpinspect lint``'s command line: "file.py:Model", "input_ids=int64:8,128"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FORM = "give it as package.module:build_model or path/to/file.py:build_model"
 #: Names that by convention (Transformers) hold indices or masks: int64 unless a dtype is given.
 _INTEGER_NAMES = re.compile(r"(_ids|_mask|labels|positions|indices|tokens)$")
-#: Up to so many elements, integers and bools get values even with a model on "meta", since models read masks and indices.
+#: Up to this many elements, integers and bools get values even for a "meta" model: models read masks and indices.
 _MAX_VALUES = 1 << 24
 #: The largest size that torch can hold.
 _MAX_SIZE = (1 << 63) - 1
@@ -39,10 +39,10 @@ DTYPES = (
 
 
 def load_model(target: str, device: str) -> torch.nn.Module:
-    """Import what the target names; return it, or what it returns when called without arguments under ``torch.device(device)``.
+    """Import the target; return it if it is a Module, else the result of calling it under ``torch.device(device)``.
 
     Raises:
-        UnusableError: it can't be found, raises (the message says where), or gives no Module.
+        UnusableError: the target can't be found, raises (the message says where), or returns no Module.
     """
     import torch
 
@@ -71,7 +71,7 @@ def load_model(target: str, device: str) -> torch.nn.Module:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type, the first line of its message, and the innermost line of code outside installed packages."""
+    """Return an exception's type, its message's first line, and its innermost code line outside installed packages."""
     text = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
@@ -111,7 +111,7 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UnusableError(f"{path} can't be imported as Python")
-    # The file can import its neighbours, as a script can.
+    # Like a script, the file can import modules from its own folder.
     sys.path.insert(0, str(path.parent.resolve()))
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
@@ -129,7 +129,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def _near(found: Any) -> str:
-    """List what could have been meant: the module's own functions, classes and models."""
+    """Return a hint that lists the module's own functions, classes and models."""
     own = [
         name
         for name, value in vars(found).items()
@@ -143,7 +143,7 @@ def _near(found: Any) -> str:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """An input's dtype and shape; ``name`` is that of a keyword argument, "" for a positional one."""
+    """An input's dtype and shape; ``name`` is the keyword argument's name, "" for a positional one."""
 
     name: str
     dtype: str
@@ -173,7 +173,7 @@ def input_spec(text: str) -> InputSpec:
 
 
 def _torch_name(dtype: str) -> str:
-    """Return torch's name for a dtype given as a format ("fp16"); other text is returned without its "torch."."""
+    """Return torch's name for a dtype given as a format ("fp16"); return other text without its "torch." prefix."""
     try:
         name = as_format(dtype).name
     except ValueError:
@@ -182,9 +182,9 @@ def _torch_name(dtype: str) -> str:
 
 
 def build_inputs(specs: list[InputSpec], device: str) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Make positional and keyword arguments: random floats (without values on "meta"), integers of 0, a valid index, masks of 1.
+    """Return positional and keyword arguments: random floats (no values on "meta"), integers 0, a valid index, masks 1.
 
-    For a model on "meta" integers and bools are made on the CPU: the recorder serves their values to models that read them.
+    For a model on "meta", integers and bools are on the CPU, so that the recorder can supply their values to the model.
 
     Raises:
         UnusableError: a name is given twice, or no tensor can have such sizes.

@@ -1,4 +1,4 @@
-"""What the commands share: exit statuses, the options of a report's output and failure, and parsers of arguments."""
+"""Shared code of the commands: exit statuses, options for a report's output and failure, and parsers of arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_output_options(
     Args:
         fail_on: parses an argument of --fail-on, or raises argparse.ArgumentTypeError.
         png: whether to declare --png too.
-        or_else: what --fail-on accepts beside findings, for the help.
+        or_else: describes in the help what else --fail-on accepts.
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     if png:
@@ -64,8 +64,8 @@ def print_text(report: RendersItself, **options: bool) -> None:
     """Print a report as text: in colour on a terminal or with FORCE_COLOR, without colour with NO_COLOR.
 
     Args:
-        report: of any kind.
-        options: of the kind's document; ``everything``.
+        report: a report of any kind.
+        options: keyword arguments for the report's document, such as ``everything``.
     """
     from mpinspect.reporting.forms import document
     from mpinspect.reporting.text import colour_console, print_to, render
@@ -78,7 +78,7 @@ def print_text(report: RendersItself, **options: bool) -> None:
 
 
 def save_to(report: RendersItself, *paths: str | None) -> None:
-    """Write the report to these paths, skipping None. Raises UnusableError where one can't be written."""
+    """Write the report to each path that is not None. Raises UnusableError if a path can't be written."""
     for path in filter(None, paths):
         try:
             report.save(path)

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     report = _read(options.run_dir, options.format)
-    # Before printing, so that the message of a picture that can't be drawn does not stand below a report.
+    # Save before printing, so that an error from a picture does not follow a printed report.
     save_to(report, options.png, options.md, options.html)
     if options.json:
         sys.stdout.write(report.to_json())

@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the command's own words, with SCRIPT at their end, from the script's, which may look like options of ours."""
+    """Return the command's words, ending with SCRIPT, and the script's arguments, which may look like our options."""
     ours: list[str] = []
     left = list(words)
     while left:
@@ -158,7 +158,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def known_findings() -> tuple[str, ...]:
-    """Return what --fail-on accepts. Imports numpy."""
+    """Return the values that --fail-on accepts. Imports numpy."""
     from mpinspect.kernels.analysis import KERNEL_FINDING_IDS
     from mpinspect.ranges.analysis.report import FINDING_IDS
     from mpinspect.reporting.finding import SEVERITIES

@@ -1,6 +1,6 @@
-"""From a tensor to its ExponentHistogram. One file per way of counting; all fill the row of ``layout``.
+"""Computes a tensor's ExponentHistogram. Each implementation has its own file; all fill the row defined in ``layout``.
 
-torch is loaded by the ways that need it, when they are asked for: arrays are counted without.
+torch is imported only when an implementation that needs it is used; arrays are counted without torch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def __getattr__(name: str) -> object:
 
 
 def count_exponents(tensor: torch.Tensor | npt.NDArray[Any]) -> ExponentHistogram:
-    """Return the exponent histogram of a tensor's elements, exactly; of a NumPy array's too.
+    """Return the exact exponent histogram of the elements of a tensor or NumPy array.
 
-    Waits for the device that the tensor lies on; ``counting.count`` does not. An array is counted without torch.
+    Waits for the tensor's device; ``counting.count`` does not. An array is counted without torch.
 
     Args:
         tensor: any shape and layout; float64, float32, float16, bfloat16, float8 or complex (both parts are counted).
-            A sparse tensor counts with the zeros that it does not store. Arrays of ml_dtypes are known too.
+            The zeros that a sparse tensor does not store are counted too. Arrays of ml_dtypes are supported.
 
     Raises:
-        TypeError: a dtype without exponents, or neither a tensor nor an array.
+        TypeError: a dtype without exponents, or an object that is neither a tensor nor an array.
         ValueError: a tensor on the meta device.
     """
     if isinstance(tensor, (np.ndarray, np.generic)):

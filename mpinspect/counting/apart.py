@@ -1,4 +1,4 @@
-"""Running a compiler where it holds nothing of the caller's, and saying so where it takes its time."""
+"""Runs a compiler in a thread of its own, so that it keeps no caller's objects alive, and reports if it takes long."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ Result = TypeVar("Result")
 
 COMPILING = "mpinspect: compiling the counting kernels (first run on this machine; cached on disk)"
 
-#: After so long somebody may wonder what goes on.
+#: Seconds after which a line on stderr says what is running.
 _SAID_AFTER_S = 2.0
 _said: set[str] = set()
 _saying = threading.Lock()
 
 
 def apart(work: Callable[[], Result], slow: str = "") -> Result:
-    """Return the result of ``work``, run in a thread of its own. Raises what it raised.
+    """Run ``work`` in a separate thread, and return its result or raise its exception.
 
-    Compilers raise and catch exceptions by the dozen, and leave some in reference cycles with the frames that they came
-    through. Frames hold their callers, and those what they have in hand: a model and its optimizer would outlive their last
-    name until the garbage collector comes by.
+    Compilers raise and catch many exceptions, and leave some in reference cycles with stack frames. Frames keep their callers'
+    frames and local variables alive, so in the caller's thread a model and its optimizer would stay in memory until the
+    garbage collector runs.
 
     Args:
-        slow: a line for stderr, if it takes more than two seconds.
+        work: the function to run.
+        slow: a line to print on stderr if ``work`` takes more than two seconds.
     """
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="mpinspect-compile") as executor:
@@ -42,16 +43,16 @@ def apart(work: Callable[[], Result], slow: str = "") -> Result:
     except RuntimeError as error:
         if "interpreter shutdown" not in str(error):
             raise
-        # No new threads any more.
+        # At interpreter shutdown no new thread can start.
         return work()
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, once in a process."""
+    """Print a line on stderr, at most once per process."""
     with _saying:
         if line in _said:
             return
         _said.add(line)
-    # Nobody may be listening, or there may be nothing to write to.
+    # stderr may be closed or missing.
     with contextlib.suppress(Exception):
         print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Counting in NumPy alone: arrays of any other framework, on machines without torch. The same integers as the torch way.
+"""Counts arrays of any other framework in NumPy, without torch. The counts are the same as those of the torch implementation.
 
-float32 and float64 are counted by their bits, as ``bits`` explains: one key an element tells its exponent and both edge
-counters. Of the narrow encodings the codes are counted, and each code's count is added to its value's key.
+float32 and float64 are counted by their bits, as ``bits`` explains: one key per element gives its exponent and both edge
+counters. For narrow encodings the codes are counted, and each code's count is added to the counter of its value's key.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NA
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
 
-#: Elements taken at a time: the temporaries of one chunk stay in the second-level cache.
+#: Elements per chunk, so that a chunk's temporaries stay in the second-level cache.
 _CHUNK = 1 << 16
 _WIDE_NAMES = ("float32", "float64", "complex64", "complex128")
 
 
 @dataclass(frozen=True)
 class _Binary(Binary):
-    """binary32 or binary64 as NumPy holds it: the floating type and the integer type of its bits."""
+    """binary32 or binary64 with NumPy's floating type, and the integer type of its bits."""
 
     floating: type[Any]
     integer: type[Any]
@@ -39,21 +39,21 @@ _REBIAS = _BINARY64.bias - _BINARY32.bias
 
 
 def count_array(array: AnyArray, divisor: float | None = None, dtype: str = "") -> IntArray:
-    """Count the exponents of an array's elements, exactly: ``counting.count`` for arrays, by NumPy alone.
+    """Count the exponents of an array's elements exactly, like ``counting.count`` but in NumPy.
 
-    The array is not changed, and only copied where its memory has gaps or its bytes are swapped. Where memory is broadcast, an
-    element is counted once and multiplied.
+    The array is not changed, and copied only if its memory has gaps or its bytes are swapped. Broadcast elements are counted
+    once and their counts multiplied.
 
     Args:
         array: any shape, strides and byte order; float16/32/64, complex (both parts are counted), or ml_dtypes' narrow floats.
         divisor: count x / divisor instead, divided in float64; its sign is ignored.
-        dtype: name of the encoding ("bfloat16") where ``array`` holds its bare codes as integers.
+        dtype: name of the encoding (such as "bfloat16") if ``array`` holds bare codes as integers.
 
     Returns:
         int64 row, see ``layout``: WIDE for float64, complex128 and with a divisor, else NARROW.
 
     Raises:
-        TypeError: a dtype without exponents, or one that float64 can't hold.
+        TypeError: a dtype without exponents, or a format that is not supported.
         ValueError: a divisor that is zero, infinite or NaN.
     """
     name = dtype or array.dtype.name
@@ -83,13 +83,13 @@ def _checked(divisor: float) -> float:
 
 
 def _flat(array: AnyArray) -> tuple[AnyArray, int]:
-    """Return the elements in one dimension, in any order, and how often each occurs (dimensions of stride 0)."""
+    """Return the elements as a 1-d array in any order, and how often each occurs because of dimensions of stride 0."""
     if array.flags.c_contiguous or not array.size:
         return array.reshape(-1), 1
     repeated = [axis for axis in range(array.ndim) if array.strides[axis] == 0]
     times = math.prod(array.shape[axis] for axis in repeated)
     array = array[tuple(0 if axis in repeated else slice(None) for axis in range(array.ndim))]
-    # An index that is all numbers gives a scalar.
+    # Indexing with integers only gives a scalar.
     array = np.asarray(array)
     array = array[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)]
     order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
@@ -124,16 +124,16 @@ def _chunks(values: AnyArray) -> Iterator[AnyArray]:
 
 
 def _keys(bits: AnyArray, binary: _Binary) -> AnyArray:
-    """0 for zero, then power of two, other, near the top for each exponent, then infinity, NaN.
+    """Return the key of each element: 0 for zero; power of two, other, near the top per exponent; then infinity, NaN.
 
     Args:
-        bits: magnitudes, one-dimensional, of ``binary.integer``.
+        bits: one-dimensional magnitude bits of type ``binary.integer``.
     """
     m, whole = binary.mantissa_bits, binary.integer
     extended = np.minimum(bits, whole(binary.infinity + 1))
     small = extended < whole(1 << m)
     if small.any():
-        # Subnormals as if the exponent field went on below zero; zeros land far below the smallest of them.
+        # Write subnormals as if the exponent field continued below zero; zeros end up far below the smallest subnormal.
         below = extended[small].astype(binary.floating).view(whole) - whole((binary.bias + m - 1) << m)
         extended[small] = below
     keys: AnyArray = extended >> m
@@ -146,7 +146,7 @@ def _keys(bits: AnyArray, binary: _Binary) -> AnyArray:
 
 
 def _extremes(bits: AnyArray, binary: _Binary) -> tuple[int, int]:
-    """Magnitude bits of the smallest non-zero (infinity's or more where there is none) and the largest finite one (0)."""
+    """Return magnitude bits of the smallest non-zero value (infinity's if none) and the largest finite value (0 if none)."""
     # Zero minus one is the largest unsigned integer.
     low = int((bits - binary.integer(1)).view(f"u{bits.itemsize}").min()) + 1
     high = int(bits.max())
@@ -156,7 +156,7 @@ def _extremes(bits: AnyArray, binary: _Binary) -> tuple[int, int]:
 
 
 def _widened(values: AnyArray) -> npt.NDArray[np.float64]:
-    """float64 magnitudes by integers: a plain conversion takes float32's subnormals for zero in some modes."""
+    """Return float64 magnitudes by integer arithmetic; a plain conversion flushes float32 subnormals in some modes."""
     if values.dtype == np.float64:
         return np.abs(values)
     bits = values.view(np.int32).astype(np.int64) & _BINARY32.magnitude_mask
@@ -168,7 +168,7 @@ def _widened(values: AnyArray) -> npt.NDArray[np.float64]:
 
 
 def _float64_bits(magnitude: int, binary: _Binary) -> int:
-    """float64 bits of the value with these magnitude bits (infinity's included)."""
+    """Return the float64 bits of the value with these magnitude bits, which may be infinity's."""
     if binary is _BINARY64:
         return magnitude
     if magnitude >= binary.infinity:
@@ -201,10 +201,10 @@ def _count_codes(flat: AnyArray, name: str, divisor: float | None) -> IntArray:
 
 
 def _row(counts: IntArray, low: int, high: int, layout: RowLayout) -> IntArray:
-    """Lay a row out.
+    """Return the row made of counts by key and the extremes.
 
     Args:
-        counts: one for each key; of the WIDE layout's keys those beyond a NARROW ``layout`` hold nothing and are left out.
+        counts: one count per key. For WIDE keys and a NARROW ``layout``, counts beyond NARROW's exponents are 0 and left out.
         low, high: float64 bits of the extremes.
     """
     row = np.zeros(layout.length, dtype=np.int64)

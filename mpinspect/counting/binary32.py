@@ -1,11 +1,11 @@
-"""Counting float32 on a CPU at a few tenths of a nanosecond a value.
+"""Counts float32 values on a CPU at a few tenths of a nanosecond per value.
 
-What ``bits`` does to every value in some fifteen passes is done here to the rare ones only. Every chunk gets a plain
-histogram of its upper bits. Powers of two and values near the top of their exponent are then looked for together: both
-have the largest mantissa bits after one is subtracted. For uniform significands that is one value in 2048, so the
-largest of every 16 values is compared, and only groups that hold one are counted value by value. Extra groups do no
-harm, so data made of powers of two alone is merely slower. Infinities, NaNs, subnormals and zeros each cost a second
-look at the chunks that hold them.
+``bits`` computes every value's slot in about fifteen passes; here only rare values need this. Each chunk gets a plain histogram
+of its upper bits. Powers of two and values near the top of their exponent are then found together: both have the largest
+mantissa bits after one is subtracted. For uniform significands these are one value in 2048, so only the largest of every 16
+values is compared, and only groups with a match are counted value by value. Counting more groups gives the same counts, so
+data of powers of two alone is merely slower. Infinities, NaNs, subnormals and zeros each cost another pass over the chunks
+that contain them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from mpinspect.counting.bits import BINARY32, HOST_CHUNK, extremes_on_host, float64_bits, slots_of
 from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
 
-# Bits cut off for the histogram: 4 mantissa bits stay, for neighbouring values of one exponent would otherwise wait for
-# each other's addition to the same counter. 2^12 counters of 8 bytes stay in the first-level cache.
+# Bits dropped for the histogram. 4 mantissa bits are kept, since otherwise consecutive values of one exponent would wait for
+# each other's addition to the same counter. The 2^12 counters of 8 bytes fit in the first-level cache.
 _CUT = 19
 _BINS = 1 << (31 - _CUT)
 _BINS_PER_FIELD = 1 << (23 - _CUT)
@@ -30,23 +30,23 @@ _INFINITY_BIN = 255 << (23 - _CUT)
 _GROUP = 16
 _INFINITY = BINARY32.infinity
 _MASK = BINARY32.magnitude_mask
-# (value - 1) without its exponent field is from here upwards for significands >= 2 - 2^-11, and for powers of two.
+# (bits - 1) without the exponent field is at least this for significands >= 2 - 2^-11 and for powers of two.
 _EDGE = 0x7FEFFF
-# Keeps the mantissa and the sign, by which zero minus one is told from a power of two minus one.
+# Keeps the mantissa and the sign bit, which distinguishes zero minus one from a power of two minus one.
 _MANTISSA_AND_SIGN = 0x807FFFFF - (1 << 32)
-# The same question where there are no zeros: mantissa * 2^9 - 1 modulo 2^32, one fused operation; sorted by it, the
-# powers of two come last and the values near the top just before.
+# The same test for chunks without zeros, in one fused operation: _TURN + bits * 2^9 modulo 2^32 is largest for powers of two,
+# and next largest for values near the top.
 _TURN = 0x7FFFFFFF
 _TURNED_EDGE = _TURN - ((0x1000) << 9)
 
-# The slots of a row's counters: subnormals, then the normal exponents' threes, then infinity and NaN.
+# Slots: subnormals, then three for each normal exponent, then infinity and NaN.
 _SUBNORMAL = slice(1, 70)
 _NORMAL = slice(70, 832)
 _INF_SLOT = 832
 
 
 class _Buffers(threading.local):
-    """Two scratch chunks per thread, kept between calls: fresh memory costs more than the arithmetic done in it."""
+    """Scratch buffers per thread, kept between calls because allocating new memory costs more than the arithmetic."""
 
     bits: torch.Tensor | None = None
     other: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class _Buffers(threading.local):
 
     def of_length(self, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.bits is None or self.other is None or self.groups is None or len(self.bits) < length:
-            # Made under inference mode, they could not be written to outside it.
+            # Tensors created under inference mode could not be written in place outside it.
             with torch.inference_mode(False):
                 self.bits = torch.empty(length, dtype=torch.int32, device="cpu")
                 self.other = torch.empty_like(self.bits)
@@ -99,9 +99,9 @@ class _Counter:
             self._count_subnormals(bits)
 
     def row(self) -> torch.Tensor:
-        """Return the row of everything that was added."""
+        """Return the row of all added chunks."""
         self._count_waiting()
-        # NumPy: the arrays are small, and in a training step, its caches cold, a call into torch costs several times more.
+        # Uses NumPy, since for small arrays and the cold caches of a training step a call into torch costs several times more.
         fields = self.bins.numpy().reshape(-1, _BINS_PER_FIELD).sum(1)
         edges, subnormals = self.edges.numpy(), self.subnormals.numpy()[_SUBNORMAL]
         row = np.zeros(NARROW.length, dtype=np.int64)
@@ -119,20 +119,20 @@ class _Counter:
 
     @staticmethod
     def _with_zeros(bits: torch.Tensor, other: torch.Tensor, *, infinities: bool) -> tuple[int, int]:
-        """Return the extremes, and ``other`` filled for ``_collect_edges``, of a chunk that may hold zeros."""
+        """Return the extremes of a chunk that may contain zeros, and fill ``other`` for ``_collect_edges``."""
         if infinities:
             low, high = extremes_on_host(bits, BINARY32, other)
             torch.sub(bits, 1, out=other)
         else:
             high = int(bits.amax())
             torch.sub(bits, 1, out=other)
-            # Zero minus one is the largest unsigned integer; torch has no minimum of those.
+            # Zero minus one is the largest unsigned integer; torch has no minimum for unsigned integers.
             low = int(other.numpy().view(np.uint32).min()) + 1
         other.bitwise_and_(_MANTISSA_AND_SIGN)
         return low, high
 
     def _collect_edges(self, bits: torch.Tensor, other: torch.Tensor, groups: torch.Tensor, edge: int) -> None:
-        """Set aside the groups of values that hold a power of two or a value near the top: ``other`` reaches ``edge``."""
+        """Queue the groups of values with a power of two or a value near the top, where ``other`` is at least ``edge``."""
         grouped = len(groups) * _GROUP
         if grouped:
             torch.amax(other[:grouped].view(_GROUP, -1), 0, out=groups)
@@ -160,7 +160,7 @@ def count_chunks(chunks: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the NARROW row of float32 values.
 
     Args:
-        chunks: one-dimensional int32 tensors on the CPU, the values' bits; none longer than a scratch buffer should be.
+        chunks: one-dimensional int32 CPU tensors of the values' bits; scratch buffers grow to the longest chunk.
     """
     counter = _Counter()
     for chunk in chunks:

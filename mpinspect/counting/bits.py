@@ -1,13 +1,13 @@
-"""Counting by integer arithmetic on the bits of float32 or float64 values: exact, on any device, without a wait.
+"""Exact counting by integer arithmetic on the bits of float32 or float64 values, on any device.
 
-With e the magnitude bits of a value, exponent field and mantissa as one integer,
+Let e be the magnitude bits of a value (exponent field and mantissa as one integer). Then
 
     (e >> m) + ((e - 1) >> m) + ((e + near) >> m)        m mantissa bits, near = 2^(m - 11)
 
-is 3 field - 1 for a power of two, 3 field + 1 for a significand of at least 2 - 2^-11, and 3 field between: one
-number names the exponent and both edge counters. Subnormals are first written as if the exponent field went on
-below zero, by converting their mantissa, an integer, to a float. Nothing here computes with the value itself, so that
-neither its dtype's precision nor a flush-denormals mode can change a count.
+is 3 field - 1 for a power of two, 3 field + 1 for a significand of at least 2 - 2^-11, and 3 field otherwise: this one number
+determines the exponent and both edge counters. Subnormals are first written as if the exponent field continued below
+zero, by converting their mantissa, an integer, to a float. No arithmetic uses the value itself, so neither the precision
+of its dtype nor a flush-denormals mode can change a count.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 from mpinspect.counting.encodings import Binary
 from mpinspect.counting.layout import MAX_BITS, MIN_BITS, NARROW, NO_MINIMUM, WIDE
 
-#: Elements to take at a time where torch may use several threads: below the 32768 from which it splits an operation.
-#: Such a split costs more than it gains here, and stalls for milliseconds where other processes are busy.
+#: Elements per chunk if torch may use several threads: fewer than 32768, from which torch splits an operation over threads.
+#: Here such a split costs more than it gains, and it stalls for milliseconds if other processes are busy.
 HOST_CHUNK = 32512
-#: Elements at a time on a GPU: about 28 bytes of temporaries each, so some 120 MB, and few enough launches.
+#: Elements per chunk on a GPU: with about 28 bytes of temporaries each, some 120 MB, yet few kernel launches.
 DEVICE_CHUNK = 1 << 22
 
-# Histograms that the threads of a GPU write to in turn: most values share a few bins, and atomic additions to one
-# address wait for each other.
+# The number of histogram copies to which a GPU's threads write in turn, because most values share a few bins and atomic
+# additions to one address are serialised.
 _COPIES = 32
 
 
 @dataclass(frozen=True)
 class Encoding(Binary):
-    """A binary encoding as torch holds it.
+    """A binary encoding with its torch dtypes.
 
     Args:
         dtype, int_dtype: the floating dtype and the integer dtype of its bits.
@@ -49,13 +49,13 @@ _REBIAS = BINARY64.bias - BINARY32.bias
 
 
 def slots_of(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the counter of each value: 0 for zero, then power of two, other, near the top for each exponent, then inf, NaN.
+    """Return each value's slot: 0 for zero; power of two, other, near the top per exponent; then infinity, NaN.
 
     Args:
-        magnitude: bits without the sign, of ``encoding.int_dtype``, any shape.
+        magnitude: magnitude bits of dtype ``encoding.int_dtype``, any shape.
 
     Returns:
-        Same shape and dtype, 0 .. ``encoding.slots`` - 1.
+        Slots of the same shape and dtype, 0 .. ``encoding.slots`` - 1.
     """
     m = encoding.mantissa_bits
     bits = magnitude.clamp_max(encoding.infinity + 1)
@@ -65,12 +65,12 @@ def slots_of(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     slots = extended >> m
     slots += (extended - 1) >> m
     slots += extended.add_(1 << (m - 11)) >> m
-    # The smallest subnormal, field 1 - m and a power of two, gets slot 1; zero lies far below it.
+    # The smallest subnormal, a power of two with field 1 - m, gets slot 1; zero is far below it and is clamped to 0.
     return slots.add_(3 * m - 1).clamp_min_(0)
 
 
 def count_on_host(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the row of a one-dimensional CPU tensor of bits, taken as one chunk."""
+    """Return the row of a one-dimensional CPU tensor of bits, counted as one chunk."""
     if not bits.numel():
         return row_of(torch.zeros(encoding.slots, dtype=torch.int64, device="cpu"), NO_MINIMUM, 0, encoding)
     magnitude = bits & encoding.magnitude_mask
@@ -81,40 +81,40 @@ def count_on_host(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 def extremes_on_host(
     magnitude: torch.Tensor, encoding: Encoding, scratch: torch.Tensor | None = None
 ) -> tuple[int, int]:
-    """Bits of the smallest non-zero and of the largest finite magnitude.
+    """Return the bits of the smallest non-zero magnitude, and of the largest finite magnitude.
 
     Args:
-        magnitude: bits without the sign, on the CPU, at least one.
-        scratch: memory of the same shape and dtype to overwrite.
+        magnitude: a non-empty CPU tensor of magnitude bits.
+        scratch: tensor of the same shape and dtype to overwrite.
 
     Returns:
-        The first is infinity's bits or more, the second 0, where there is no such value.
+        The smallest is infinity's bits or more, and the largest 0, if no such value exists.
     """
     low, high = (int(end) for end in torch.aminmax(magnitude))
     if high >= encoding.infinity:
-        # The sign of (bits - infinity), spread over the word, keeps the finite values and clears the rest.
+        # The sign bit of (bits - infinity), extended to a mask, keeps the finite values and clears the others.
         below = torch.sub(magnitude, encoding.infinity, out=scratch)
         high = int((below.bitwise_right_shift_(8 * below.itemsize - 1).bitwise_and_(magnitude)).amax())
     if low == 0:
-        # Zero minus one has every bit set: without the sign, the largest integer, beyond every other value.
+        # Zero minus one has every bit set; without the sign bit it is the largest integer, above every other value.
         less = torch.sub(magnitude, 1, out=scratch)
         low = int(less.bitwise_and_(encoding.magnitude_mask).amin()) + 1
     return low, high
 
 
 def row_of(counts: torch.Tensor, low: int, high: int, encoding: Encoding) -> torch.Tensor:
-    """Lay a row out on the CPU.
+    """Return the row, on the CPU, made of counts and extremes.
 
     Args:
         counts: int64, shape (encoding.slots,).
-        low, high: as from ``extremes_on_host``.
+        low, high: results of ``extremes_on_host``.
     """
     ends = (float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM, float64_bits(high, encoding))
     return torch.cat((counts[:1], counts[-2:], torch.tensor(ends, device="cpu"), counts[1:-2]))
 
 
 def float64_bits(magnitude: int, encoding: Encoding) -> int:
-    """float64 bits of the value with these magnitude bits (finite)."""
+    """Return the float64 bits of the finite value with these magnitude bits."""
     if encoding is BINARY64:
         return magnitude
     if magnitude >= BINARY32.min_normal:
@@ -124,7 +124,7 @@ def float64_bits(magnitude: int, encoding: Encoding) -> int:
 
 
 def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the row of a one-dimensional tensor of bits, on its device, without a host synchronisation."""
+    """Return the row of a one-dimensional tensor of bits on the tensor's device, without host synchronisation."""
     rows = []
     for part in torch.split(bits, DEVICE_CHUNK) if bits.numel() else ():
         magnitude = part & encoding.magnitude_mask
@@ -135,14 +135,14 @@ def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def empty_row(encoding: Encoding, device: torch.device) -> torch.Tensor:
-    """Return the row of no elements."""
+    """Return the row of an empty tensor."""
     row = torch.zeros(encoding.layout.length, dtype=torch.int64, device=device)
     row[MIN_BITS].fill_(NO_MINIMUM)
     return row
 
 
 def histogram_on_device(slots: torch.Tensor, length: int) -> torch.Tensor:
-    """Return what ``torch.bincount(slots, minlength=length)`` gives, which reads the largest slot back from the GPU first."""
+    """Return ``torch.bincount(slots, minlength=length)`` without bincount's synchronisation with the GPU."""
     copies = torch.zeros(_COPIES * length, dtype=torch.int64, device=slots.device)
     copy = torch.arange(slots.numel(), device=slots.device, dtype=torch.int64) % _COPIES
     one = torch.ones(1, dtype=torch.int64, device=slots.device)
@@ -151,11 +151,11 @@ def histogram_on_device(slots: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _extremes_on_device(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """MIN_BITS and MAX_BITS, shape (2,), int64."""
+    """Return MIN_BITS and MAX_BITS as an int64 tensor of shape (2,), without host synchronisation."""
     below_low = ((magnitude - 1) & encoding.magnitude_mask).amin()
     high = magnitude.masked_fill(magnitude >= encoding.infinity, 0).amax()
     none = below_low >= encoding.infinity - 1
-    # One is added where it cannot overflow.
+    # One is added back only where this cannot overflow.
     ends = torch.stack((torch.where(none, below_low, below_low + 1), high)).to(torch.int64)
     if encoding is BINARY32:
         ends = widened(ends).view(torch.int64)
@@ -163,10 +163,10 @@ def _extremes_on_device(magnitude: torch.Tensor, encoding: Encoding) -> torch.Te
 
 
 def widened(magnitude: torch.Tensor) -> torch.Tensor:
-    """float64 values of float32 magnitude bits, exactly; a plain conversion takes subnormals for zero in some modes.
+    """Return the exact float64 values of float32 magnitude bits; a plain conversion flushes subnormals in some modes.
 
     Args:
-        magnitude: integers without a sign bit, any shape.
+        magnitude: integers without the sign bit, any shape.
 
     Returns:
         float64, same shape.
@@ -180,7 +180,7 @@ def widened(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def merge_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Return one row for several of one length on one device: counts add, extremes are kept. No host synchronisation."""
+    """Merge rows of one layout on one device: add counts, take minimum and maximum of extremes. No host synchronisation."""
     if len(rows) == 1:
         return rows[0]
     stacked = torch.stack(rows)

@@ -1,8 +1,8 @@
 """The narrow floating-point encodings as data: what each code of a 16-bit, 8-bit, 6-bit or 4-bit format means.
 
-NumPy has one of them, ml_dtypes most others, and some libraries hand over bare integers: so the values are worked out
-here from the name alone, without any cast. Every value here is a normal number of float64, so that a flush-denormals mode
-can't change one.
+NumPy has one of these formats, ml_dtypes has most others, and some libraries return bare integers; therefore the values are
+computed here from the format's name alone, without any cast. All non-zero finite values are normal in float64, so a
+flush-denormals mode can't change them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy.typing as npt
 
 from mpinspect.counting.layout import RowLayout
 
-#: What the codes beyond the numbers mean: infinities and NaNs as IEEE 754 has them; a NaN with every bit set and no infinity; a
-#: NaN in the place of the negative zero; neither.
+#: Which codes are special: infinities and NaNs as in IEEE 754 (IEEE); no infinity, and NaN with every bit but the sign set
+#: (ONE_NAN); NaN in place of negative zero (UNSIGNED_ZERO); no special codes (FINITE).
 IEEE, ONE_NAN, UNSIGNED_ZERO, FINITE = "ieee", "fn", "fnuz", "finite"
 
 
 @dataclass(frozen=True)
 class NarrowEncoding:
-    """One sign bit (none for a bare power of two), then the exponent, then the mantissa.
+    """A narrow format: one sign bit (none in e8m0), then the exponent field, then the mantissa.
 
     Args:
-        exponent_bits, mantissa_bits, bias: as IEEE 754 has them.
+        exponent_bits, mantissa_bits, bias: as defined in IEEE 754.
         special: IEEE, ONE_NAN, UNSIGNED_ZERO or FINITE.
         signed: False for e8m0, which has no sign and no zero.
     """
@@ -38,16 +38,16 @@ class NarrowEncoding:
 
     @property
     def bits(self) -> int:
-        """Bits of a code; those above them in a byte mean nothing."""
+        """The number of bits in a code; higher bits of its byte are ignored."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def item_size(self) -> int:
-        """Bytes that an element takes."""
+        """The size of an element in bytes."""
         return 1 if self.bits <= 8 else 2
 
 
-#: By the names that NumPy, ml_dtypes and torch give them.
+#: Encodings by their names in NumPy, ml_dtypes and torch.
 NARROW_ENCODINGS = {
     "float16": NarrowEncoding(5, 10, 15, IEEE),
     "bfloat16": NarrowEncoding(8, 7, 127, IEEE),
@@ -67,13 +67,13 @@ NARROW_ENCODINGS = {
 
 @cache
 def magnitudes(name: str) -> npt.NDArray[np.float64]:
-    """Return the magnitude of every code that the format's bytes can hold, infinities and NaNs among them.
+    """Return the magnitude of every code of the format's byte size, including infinities and NaNs.
 
     Args:
         name: one of NARROW_ENCODINGS.
 
     Returns:
-        float64, one for each code: 256 or 65536.
+        float64 array indexed by code, of length 256 or 65536.
     """
     encoding = NARROW_ENCODINGS[name]
     codes = np.arange(1 << 8 * encoding.item_size, dtype=np.int64) & ((1 << encoding.bits) - 1)
@@ -115,8 +115,8 @@ class Binary:
     """An encoding with a sign, an exponent field and a mantissa.
 
     Args:
-        mantissa_bits, bias: as the standard has them.
-        layout: the row that holds its exponents.
+        mantissa_bits, bias: as defined in IEEE 754.
+        layout: the layout of the row that holds its exponents.
     """
 
     mantissa_bits: int
@@ -125,20 +125,20 @@ class Binary:
 
     @property
     def infinity(self) -> int:
-        """Magnitude bits of infinity; everything above is NaN."""
+        """The magnitude bits of infinity; larger magnitude bits are NaNs."""
         return (2 * self.bias + 1) << self.mantissa_bits
 
     @property
     def magnitude_mask(self) -> int:
-        """All bits but the sign; also the largest integer of as many bits."""
+        """A mask of all bits except the sign; also the largest signed integer of the same width."""
         return self.infinity | (self.min_normal - 1)
 
     @property
     def min_normal(self) -> int:
-        """Magnitude bits of the smallest normal value."""
+        """The magnitude bits of the smallest normal value."""
         return 1 << self.mantissa_bits
 
     @property
     def slots(self) -> int:
-        """Counters: zero, three per exponent, infinity, NaN."""
+        """The number of counters: zero, three per exponent, infinity, NaN."""
         return self.layout.length - 2

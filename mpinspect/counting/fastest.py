@@ -1,7 +1,7 @@
-"""Counting by the fastest way that this machine has for a tensor; every way fills the same row with the same integers.
+"""Counts with the fastest implementation available for a tensor; every implementation fills the same row with the same counts.
 
-``reference`` is the way that needs nothing but torch; it is taken where the others are missing or do not apply. On a
-CPU the loops compiled by numba are several times faster (the extra mpinspect[cpu]), on a CUDA device Triton's kernels.
+``reference`` needs only torch, and is used if no other implementation is available or applies. Several times faster are the
+loops compiled by numba on a CPU (the extra mpinspect[cpu]), and Triton's kernels on a CUDA device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpinspect.counting.pieces import plain_values
 
 @torch.no_grad()
 def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
-    """Count the exponents of a tensor's elements: arguments, row and errors are those of ``reference.count``."""
+    """Count the exponents of a tensor's elements; arguments, result and errors are those of ``reference.count``."""
     if divisor is None and isinstance(tensor, torch.Tensor):
         way = _WAYS.get(tensor.device.type)
         if way is not None:
@@ -35,16 +35,17 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
 
 
 def warm_up(devices: Iterable[torch.device] = (), *, compile_here: bool = False) -> list[str]:
-    """Load what will count, so that no training step waits for it.
+    """Load the counting implementations in advance, so that no training step waits for loading or compiling.
 
-    Once on a machine, Triton's kernels take seconds to compile. Numba's are compiled by another process; torch counts until then.
+    Triton's kernels take seconds to compile, once per machine. Numba's loops are compiled by another process, and torch counts
+    until they are ready.
 
     Args:
-        devices: those on which tensors will lie; the CPU is always prepared for.
-        compile_here: compile numba's in this process, and wait for it (a minute, once on a machine): for tests and benchmarks.
+        devices: the devices of the tensors to count; the CPU is always included.
+        compile_here: compile numba's loops in this process and wait (a minute, once per machine); for tests and benchmarks.
 
     Returns:
-        A sentence on each way that does not work though it should; the next slower one counts instead.
+        A sentence for each implementation that should work but does not; the next slower one counts instead.
     """
     if compile_here:
         on_cpu.AVAILABLE.compile_here()
@@ -56,7 +57,7 @@ def warm_up(devices: Iterable[torch.device] = (), *, compile_here: bool = False)
 
 
 def _count_on_cpu(values: torch.Tensor) -> torch.Tensor | None:
-    """Return the row of a strided CPU tensor; None where the compiled loops can't be used, or are none for its dtype."""
+    """Return the row of a strided CPU tensor; None if there are no usable compiled loops for its dtype."""
     counter = cpu_counter()
     if counter is None or values.dtype not in counter.WORK:
         return None
@@ -64,11 +65,11 @@ def _count_on_cpu(values: torch.Tensor) -> torch.Tensor | None:
     return row
 
 
-#: By type of device: the row of a strided tensor, or None where this way does not apply.
+#: By device type: functions that return a strided tensor's row, or None if the implementation does not apply.
 _WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {"cpu": _count_on_cpu, "cuda": on_gpu.count}
 
 
 def cpu_counter() -> Any:
-    """``counting.cpu.counter``; None where torch is to count, which may change in a training's first minutes on a machine."""
+    """Return ``counting.cpu.counter``; None while torch must count, as until numba's loops are first compiled."""
     loops = on_cpu.loops()
     return None if loops is None else loops.counter

@@ -1,11 +1,11 @@
-"""Any framework's array as plain NumPy memory, with what NumPy's own view of it leaves out.
+"""Converts any framework's array to a NumPy array, with the dtype, shape and implicit zeros that NumPy does not represent.
 
-Nothing is imported here: a framework whose array is handed over is loaded already, and is known by its objects' own
-module. Arrays on devices are copied to the host, which waits for the device.
+No framework is imported here: a framework is already loaded when its array is passed in, and is recognised by the module of
+the array's type. Arrays on devices are copied to the host, which waits for the device.
 
-What a plain ``numpy.asarray`` gets wrong: Paddle's bfloat16 and FP8 arrive as bare integers (so does MXNet's bfloat16), its
-sparse tensors crash the process, and gradients of embeddings (IndexedSlices, SelectedRows) are rows of which several may
-belong to one.
+Cases that a plain ``numpy.asarray`` gets wrong: Paddle's bfloat16 and FP8 become bare integers (so does MXNet's bfloat16),
+Paddle's sparse tensors crash the process, and gradients of embeddings (IndexedSlices, SelectedRows) may have several rows
+for one index.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class HostArray:
     """An array in NumPy's memory.
 
     Args:
-        values: the elements; bare codes (integers) for encodings that NumPy lacks, float32 for sums of narrow ones.
-        dtype: name of the array's own dtype: "float32", "bfloat16", ...
-        shape: of the whole array.
-        implicit_zeros: elements of a sparse array that are not among the values.
+        values: the elements; bare codes (integers) for encodings that NumPy lacks, float32 for sums of narrow formats.
+        dtype: name of the array's original dtype: "float32", "bfloat16", ...
+        shape: shape of the whole array.
+        implicit_zeros: the number of a sparse array's zeros that are not among ``values``.
     """
 
     values: AnyArray
@@ -43,7 +43,7 @@ class HostArray:
 
     @property
     def encoding(self) -> str:
-        """What the values encode, where they are bare codes; "" where their own dtype tells."""
+        """The name of the encoding if the values are bare codes; "" if their own NumPy dtype applies."""
         return self.dtype if self.values.dtype.kind in "iu" else ""
 
 
@@ -51,11 +51,11 @@ def on_host(array: Any) -> HostArray:
     """Return the elements of an array of any framework. Waits for the device that holds them.
 
     Args:
-        array: of NumPy, TensorFlow or Keras (tensors, variables, IndexedSlices), JAX, Paddle, MXNet, CuPy, or anything that
-            has ``__array__``, ``numpy()`` or DLPack; a Python number, or nested lists of numbers (float64).
+        array: an array of NumPy, TensorFlow or Keras (tensors, variables, IndexedSlices), JAX, Paddle, MXNet, CuPy, or anything
+            that has ``__array__``, ``numpy()`` or DLPack; a Python number, or nested lists of numbers (as float64).
 
     Raises:
-        TypeError: no array, or one that holds no values yet (inside ``tf.function`` or ``jax.jit``).
+        TypeError: not an array, or an array without values yet (inside ``tf.function`` or ``jax.jit``).
     """
     if is_number_or_numbers(array):
         return _plain(np.asarray(array, dtype=np.float64))
@@ -72,7 +72,7 @@ def on_host(array: Any) -> HostArray:
 
 
 def is_number_or_numbers(thing: object) -> bool:
-    """Return whether this is a Python number or a (nested) list of them, not an array or a list of arrays."""
+    """Return whether ``thing`` is a Python number or a (nested) list of Python numbers."""
     if isinstance(thing, (list, tuple)):
         return not hasattr(thing, "_fields") and bool(thing) and all(is_number_or_numbers(item) for item in thing)
     return isinstance(thing, (int, float)) and not isinstance(thing, (bool, np.generic))
@@ -82,7 +82,7 @@ def is_number_or_numbers(thing: object) -> bool:
 
 
 def _as_numpy(array: Any) -> AnyArray:
-    """By the first protocol that gives numbers."""
+    """Return a NumPy array by the first protocol that gives numbers; raise TypeError if none does."""
     if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
     reasons = []
@@ -104,7 +104,7 @@ def _as_numpy(array: Any) -> AnyArray:
 
 
 def _protocols(array: Any) -> list[Callable[[], Any]]:
-    """Ways to NumPy that this object claims to have, best first."""
+    """Return functions that convert this object to NumPy, by the protocols it has, best first."""
     ways: list[Callable[[], Any]] = []
     if hasattr(array, "__array__"):
         ways.append(lambda: np.asarray(array))
@@ -125,7 +125,7 @@ def _protocols(array: Any) -> list[Callable[[], Any]]:
 
 
 def _by_torch(array: Any) -> AnyArray:
-    """Through torch's DLPack, which knows more devices and dtypes than NumPy's: bfloat16 comes as float32."""
+    """Convert by torch's DLPack, which supports more devices and dtypes than NumPy's; bfloat16 becomes float32."""
     torch: Any = sys.modules["torch"]
     tensor = torch.from_dlpack(array).cpu()
     with contextlib.suppress(TypeError):
@@ -137,7 +137,7 @@ def _by_torch(array: Any) -> AnyArray:
 
 def _plain(values: AnyArray) -> HostArray:
     if values.dtype.names is not None and len(values.dtype.names) == 1 and values.dtype.names[0] in NARROW_ENCODINGS:
-        # MXNet's bfloat16: a record of one field of that name.
+        # MXNet's bfloat16 is a structured dtype with one field named after the encoding.
         name = values.dtype.names[0]
         return HostArray(values[name], name, values.shape)
     return HostArray(values, values.dtype.name, values.shape)
@@ -156,7 +156,7 @@ def _is_indexed_slices(array: Any) -> bool:
 
 
 def _rows(dense_shape: Any) -> int | None:
-    """Rows of the whole; None where that is not said."""
+    """Return the number of rows of the whole array; None if ``dense_shape`` is unknown."""
     return None if dense_shape is None else int(_as_numpy(dense_shape)[0])
 
 
@@ -168,7 +168,7 @@ def _sparse(values: HostArray, dense_shape: Any) -> HostArray:
 
 
 def _summed_rows(slices: HostArray, indices: AnyArray, rows: int | None) -> HostArray:
-    """Rows that belong to one index are added up, as the optimizer does; narrow formats in float32."""
+    """Return slices with the rows of equal index summed, as optimizers do; narrow formats are summed in float32."""
     unique, places = np.unique(indices.reshape(-1), return_inverse=True)
     values = slices.values
     if len(unique) != len(indices.reshape(-1)):
@@ -193,7 +193,7 @@ def _float32(values: AnyArray, name: str) -> AnyArray:
 
 
 def _of_paddle(tensor: Any) -> HostArray:
-    """Return a Paddle tensor's elements. ``numpy()`` gives codes for bfloat16 and FP8, and ends the process on a sparse one."""
+    """Return a Paddle tensor's elements; ``numpy()`` gives codes for bfloat16 and FP8, and crashes on sparse tensors."""
     name = str(getattr(tensor, "dtype", "")).rpartition(".")[2]
     if callable(getattr(tensor, "_is_initialized", None)) and not tensor._is_initialized():
         raise TypeError("this Paddle tensor holds no values")
@@ -207,5 +207,5 @@ def _of_paddle(tensor: Any) -> HostArray:
 
 
 def _of_name(values: AnyArray, name: str) -> HostArray:
-    """``values`` as an array of the dtype that Paddle calls so."""
+    """Return ``values`` as a HostArray with Paddle's dtype name if they are codes of a narrow format."""
     return HostArray(values, name if name in NARROW_ENCODINGS else values.dtype.name, values.shape)

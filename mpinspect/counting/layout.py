@@ -1,8 +1,8 @@
-"""The row of integers that a counting kernel fills and the host reads: one layout for every way of counting.
+"""The row of integers that a counting kernel fills and the host reads, with the same layout for every implementation.
 
-A row is int64. Its length tells the layout: NARROW holds every exponent that float32, float16, bfloat16 and the
-FP8 formats have, WIDE those of float64. Rows of one layout can be summed except for the two extremes, which are merged
-by minimum and maximum.
+A row is int64, and its length identifies its layout: NARROW holds every exponent of float32, float16, bfloat16 and the
+FP8 formats, WIDE those of float64. Rows of one layout are merged by adding their counts, and taking the minimum and maximum
+of the two extremes.
 
 =========== ==========================================================================================
 ZEROS       elements that are zero
@@ -25,20 +25,20 @@ import numpy.typing as npt
 from mpinspect.numeric.exponents import ExponentHistogram
 
 ZEROS, INFS, NANS, MIN_BITS, MAX_BITS, HEADER = range(6)
-#: float64 bits of infinity: MIN_BITS of a row without a finite non-zero value, so that rows merge by minimum.
+#: The float64 bits of infinity: MIN_BITS of a row without finite non-zero values, so that taking the minimum merges rows.
 NO_MINIMUM = 0x7FF << 52
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which exponents a row has counters for, both ends included."""
+    """The range of exponents that a row has counters for, both ends included."""
 
     lowest_exponent: int
     highest_exponent: int
 
     @property
     def length(self) -> int:
-        """int64 values in a row."""
+        """The number of int64 values in a row."""
         return HEADER + 3 * (self.highest_exponent - self.lowest_exponent + 1)
 
 
@@ -54,7 +54,7 @@ def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
         row: int64, shape (NARROW.length,) or (WIDE.length,).
 
     Raises:
-        ValueError: another length, or extremes that disagree with the counts.
+        ValueError: the row has another length, or extremes that disagree with its counts.
     """
     layout = _BY_LENGTH.get(len(row))
     if layout is None:
@@ -84,7 +84,7 @@ def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:
 
 
 def _decompose(bits: int) -> tuple[int, float]:
-    """Return exponent and significand of float64 bits, by integers: a flush-denormals mode takes subnormals for zero."""
+    """Return exponent and significand of float64 bits, by integer arithmetic, so that subnormals are never flushed."""
     field, mantissa = bits >> 52, bits & ((1 << 52) - 1)
     if field:
         return field - 1023, 1 + mantissa * 2.0**-52

@@ -1,4 +1,4 @@
-"""The largest magnitude of a CPU tensor, at once: what the non-finite watch asks of every tensor it sees."""
+"""Computes the largest magnitude of a CPU tensor, which the non-finite watch needs for every tensor."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from mpinspect.runtime.workers import POOL, TEAM, single_threaded
 if TYPE_CHECKING:
     from mpinspect.counting.cpu.largest import Largest
 
-#: From where on sharing pays: torch's threads mostly are awake, ours have to be woken. Values in a piece for one of ours.
+#: Sizes from which using several threads is faster: torch's threads (mostly awake), our own pool (which must be woken); and the
+#: number of values in a piece for one thread of the pool.
 _TEAM_FROM, _POOL_FROM, _PIECE = 1 << 17, 1 << 20, 1 << 18
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def largest_magnitude(tensor: torch.Tensor) -> float | None:
-    """Return the largest |x| of a CPU tensor; infinity if one is infinite and NaN if one is.
+    """Return the largest |x| of a CPU tensor: NaN if any element is NaN, else infinity if any is infinite.
 
     Args:
-        tensor: not empty; float64, float32, float16 or bfloat16, any shape and order of its dimensions in memory, without gaps.
+        tensor: a non-empty tensor of float64, float32, float16 or bfloat16, of any shape, dense in any order of dimensions.
 
     Returns:
-        None where this way does not apply: another device, dtype or layout, a subclass of Tensor, or no compiled loops (yet).
-        ``torch.aminmax`` answers then.
+        None for another device, dtype or layout, a subclass of Tensor, or without compiled loops (yet); callers then use
+        ``torch.aminmax``.
     """
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
@@ -38,7 +39,7 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
         return None
     address, length = tensor.data_ptr(), tensor.numel()
     if not address:
-        # Its memory was given back, as sharded training does between uses.
+        # The tensor's memory has been freed, as in sharded training between uses.
         return None
     threads = torch.get_num_threads() if length >= _TEAM_FROM else 1
     if threads > 1:

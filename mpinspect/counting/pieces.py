@@ -1,4 +1,4 @@
-"""What a tensor's values are, as plain strided integer tensors of their bits, whatever the tensor's layout is."""
+"""Converts tensors of any layout to plain strided integer tensors of their values' bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 _FLOATS_BY_NAME = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 )
-#: The real dtypes that can be counted, of those that this torch has.
+#: The real dtypes that can be counted and that this torch version has.
 COUNTABLE = frozenset(getattr(torch, name) for name in _FLOATS_BY_NAME.split() if hasattr(torch, name))
 _COMPLEX = (torch.complex64, torch.complex128, torch.complex32)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,12 +18,12 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the stored values as a strided tensor of a real dtype, and how many zeros there are beside them.
+    """Return the stored values as a strided tensor of a real dtype, and the number of implicit zeros.
 
     Complex numbers become their real and imaginary parts; a sparse tensor that is not coalesced is coalesced first.
 
     Raises:
-        TypeError: not a tensor, or of a dtype or kind that has no exponents to count.
+        TypeError: not a tensor, or a dtype or kind of tensor that has no exponents to count.
         ValueError: a tensor on the meta device.
     """
     check(tensor)
@@ -32,17 +32,17 @@ def plain_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     if values.layout is not torch.strided:
         values, implicit_zeros = _stored(values)
     if values.dtype in _COMPLEX:
-        # Conjugating changes no magnitude; a lazily conjugated tensor has no real view, its conjugate has one.
+        # Conjugation changes no magnitudes; a lazily conjugated tensor has no real view, but its conjugate has one.
         values = torch.view_as_real(values.conj() if values.is_conj() else values)
         implicit_zeros *= 2
     return values.resolve_neg(), implicit_zeros
 
 
 def detached_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as a tensor of torch's own type: the same memory, or what a quantised subclass stands for.
+    """Return the values as a plain torch.Tensor that shares memory, or the dequantized values of a quantized subclass.
 
     Raises:
-        TypeError: a subclass whose values lie elsewhere (``torch.Tensor._make_wrapper_subclass``) and can't be asked for.
+        TypeError: a wrapper subclass (``torch.Tensor._make_wrapper_subclass``) whose values can't be accessed.
     """
     values = tensor.detach()
     if type(values) is torch.Tensor:
@@ -60,7 +60,7 @@ def detached_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(tensor: torch.Tensor) -> None:
-    """Raise a clear error for what cannot be counted."""
+    """Raise TypeError or ValueError, with a clear message, if ``tensor`` cannot be counted."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a torch.Tensor or a NumPy array of floating-point numbers, not {_kind(tensor)}")
     if tensor.is_nested:
@@ -75,9 +75,9 @@ def check(tensor: torch.Tensor) -> None:
 
 
 def flat_bits(values: torch.Tensor, size: int) -> tuple[Iterator[torch.Tensor], int]:
-    """Return the bits of a strided tensor as one-dimensional pieces of at most ``size``, and how often each occurs.
+    """Return a strided tensor's bits as one-dimensional pieces of at most ``size`` elements, and how often each piece occurs.
 
-    Memory that is not dense is copied piece by piece; an expanded dimension is counted once and multiplied.
+    Non-dense memory is copied piece by piece. An expanded dimension occurs once in the pieces, and multiplies the number.
     """
     bits = values.view(_BITS[values.dtype.itemsize])
     times = 1
@@ -92,7 +92,7 @@ def flat_bits(values: torch.Tensor, size: int) -> tuple[Iterator[torch.Tensor], 
 
 
 def fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a strided tensor's elements lie without gap or overlap in some order: transposed, or channels last."""
+    """Return whether a strided tensor is dense, without gaps or overlaps, in some order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -107,7 +107,7 @@ def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     elif bits.numel() <= size:
         yield bits.reshape(-1)
     else:
-        # The longest dimension, halved: any tensor gets small enough, and the halves may be dense.
+        # Halve the longest dimension until the parts are small enough; the halves may be dense.
         longest = max(range(bits.dim()), key=lambda d: bits.shape[d])
         for half in bits.tensor_split(2, dim=longest):
             yield from _pieces(half, size)
@@ -120,7 +120,7 @@ def _stored(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         values = tensor.values()
     else:
         values = tensor.to_dense()
-    # Detached: as a view of a sparse tensor, complex values would refuse a real view.
+    # Detach, because complex values that are a view of a sparse tensor have no real view.
     return values.detach(), tensor.numel() - values.numel()
 
 

@@ -1,6 +1,6 @@
-"""Counting in torch alone, on any device: the way that the others are measured against.
+"""The reference implementation of counting, in torch, for any device.
 
-On a CPU small float32 tensors (biases, of which a model has hundreds) are counted in NumPy, 16-bit and 8-bit values by code.
+On a CPU, small float32 tensors (such as biases) are counted in NumPy, and 16-bit and 8-bit values by a histogram of codes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NA
 from mpinspect.counting.pieces import flat_bits, plain_values
 from mpinspect.runtime.workers import POOL, single_threaded
 
-# One thread's chunk of a large tensor: 4 MiB of float32 in, 4 MiB in each of two scratch buffers. Smaller ones fit a faster
-# cache, but in a training step, which leaves the caches cold, it is the number of operations that counts.
+# One thread's chunk of a large tensor: 4 MiB of float32 input, and 4 MiB in each of two scratch buffers. Smaller chunks would
+# fit a faster cache, but in a training step, which leaves the caches cold, the number of operations determines the time.
 _CHUNK = 1 << 20
-# 8-bit dtypes: from here on counting 256 codes and folding them is faster than looking at every value.
+# Size of 8-bit tensors from which a histogram of the 256 codes is faster than computing every value's slot.
 _CODES_FROM = 1 << 12
-# From here on waking other threads pays; in a training step torch's own threads still spin for some milliseconds.
+# Size from which using several threads is faster; in a training step torch's own threads still spin for some milliseconds.
 _POOL_FROM = 1 << 22
 
 
@@ -44,26 +44,26 @@ _POOL_FROM = 1 << 22
 def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
     """Count the exponents of a tensor's elements.
 
-    The counts are exact integers, taken from the bits of the values: neither the tensor's own dtype nor a
-    flush-denormals mode plays a part. The tensor is not changed, no graph is built, no global setting is touched.
+    The counts are exact integers computed from the bits of the values, whatever the tensor's dtype and any
+    flush-denormals mode. The tensor is not changed, no graph is built, and no global setting is changed.
 
     Args:
         tensor: any shape and layout; float64, float32, float16, bfloat16, float8 or complex (both parts are counted).
-        divisor: count x / divisor instead, divided in float64: a loss scale that is not a power of two (for one that is,
-            shift the histogram). A number, or a tensor with one element on the tensor's device. Its sign is ignored.
+        divisor: count x / divisor instead, divided in float64; used for a loss scale that is not a power of two (for a power
+            of two, shift the histogram). A number, or a one-element tensor on the tensor's device. Its sign is ignored.
 
     Returns:
         int64 row on the tensor's device, see ``layout``: WIDE for float64, complex128 and with a divisor, else NARROW.
-        On CUDA nothing waits for the device, unless the tensor is sparse and not coalesced. Tensors of Apple's GPUs are
-        counted on the CPU, which waits.
+        On CUDA this does not wait for the device, unless the tensor is sparse and not coalesced. Tensors on Apple's GPUs
+        are counted on the CPU, which waits.
 
     Raises:
-        TypeError: integer, boolean, quantized or nested tensors, and what is no tensor.
+        TypeError: an integer, boolean, quantized or nested tensor, or an object that is not a tensor.
         ValueError: a tensor on the meta device, or a divisor that is zero, infinite or NaN.
     """
     values, implicit_zeros = plain_values(tensor)
     if values.device.type == "mps":
-        # Apple's GPUs have no float64, which the extremes are written in.
+        # Apple's GPUs have no float64, the format of the extremes.
         values = values.cpu()
     if divisor is not None:
         row = _count_divided(values, divisor)
@@ -102,19 +102,19 @@ def _counter(dtype: torch.dtype) -> Callable[[Iterable[torch.Tensor]], torch.Ten
 
 
 def _count_small(pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return every value by its own bits: no set-up to pay for."""
+    """Return the row of CPU pieces, computing every value's slot from its bits; fastest for few values."""
     encoding = BINARY64 if dtype == torch.float64 else BINARY32
     rows = [empty_row(encoding, torch.device("cpu"))]
     for piece in pieces:
         for part in torch.split(piece, HOST_CHUNK):
             bits = part if dtype == encoding.dtype else float32_bits(part, dtype)
             rows.append(count_on_host(bits, encoding))
-    # One piece is the usual case, and the one whose time counts.
+    # The usual case is one piece, whose row needs no merging.
     return merge_rows(rows) if len(rows) > 2 else rows[-1]
 
 
 def _count_on_device(values: torch.Tensor) -> torch.Tensor:
-    """Return the way of every other device; on CUDA no operation in it waits for the device."""
+    """Return the row of a tensor on any other device; on CUDA this does not wait for the device."""
     encoding = BINARY64 if values.dtype == torch.float64 else BINARY32
     pieces, times = flat_bits(values, DEVICE_CHUNK)
     rows = [
@@ -161,8 +161,8 @@ def count_codes(chunks: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Ten
     """Return the NARROW row of values of a 16-bit or 8-bit floating dtype.
 
     Args:
-        chunks: one-dimensional tensors on the CPU, the values' codes as int16 or uint8.
-        dtype: what the codes mean.
+        chunks: one-dimensional CPU tensors of the values' codes, int16 or uint8.
+        dtype: the floating dtype of the codes.
     """
     magnitudes, slots = _tables(dtype)
     counts = torch.zeros(len(slots), dtype=torch.int64, device="cpu")
@@ -177,7 +177,7 @@ def count_codes(chunks: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Ten
 
 @cache
 def _tables(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every code: its value's float32 magnitude bits, and its slot."""
+    """Return each code's float32 magnitude bits, and each code's slot."""
     with torch.inference_mode(False):
         if dtype.itemsize == 1:
             codes = torch.arange(256, dtype=torch.uint8, device="cpu")
@@ -188,28 +188,28 @@ def _tables(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def float32_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int32 bits of the same values in float32, which holds every value of the narrower dtypes.
+    """Return the int32 bits of the codes' values in float32, which represents all values of the narrower dtypes.
 
     Args:
         codes: int16 or uint8, any shape, any device.
-        dtype: what the codes mean.
+        dtype: the floating dtype of the codes.
     """
     if dtype == torch.bfloat16:
-        # By bits: a conversion may flush bfloat16's subnormals, which are float32's too.
+        # Shift the bits: a conversion may flush bfloat16's subnormals, which are subnormal in float32 too.
         return codes.to(torch.int32) << 16
     return codes.view(dtype).to(torch.float32).view(torch.int32)
 
 
-#: Up to here the operations' own overhead is most of the time.
+#: The largest size for ``count_small``: up to this size most of the time is per-operation overhead.
 SMALL = 1 << 12
 
 _MASK = np.int32(BINARY32.magnitude_mask)
 _MANTISSA_BITS = BINARY32.mantissa_bits
 _NEAR = np.int32(1 << (_MANTISSA_BITS - 11))
-# Keys: 0 for zero, then three per exponent field, those of the all-ones field being infinity and NaN.
+# Keys: 0 for zero, then three per exponent field; the keys of the all-ones field are infinity and NaN.
 _INF_KEY = 3 * 255
 _KEYS = _INF_KEY + 3
-# Where the smallest normal exponent's three counters stand in a row.
+# Index in a row of the first of the smallest normal exponent's three counters.
 _FIRST_NORMAL = HEADER + 3 * (1 - BINARY32.bias - NARROW.lowest_exponent)
 
 
@@ -219,7 +219,7 @@ def count_small(values: torch.Tensor) -> torch.Tensor | None:
     keys = bits >> _MANTISSA_BITS
     less = bits - np.int32(1)
     keys += less >> _MANTISSA_BITS
-    # Beyond the largest NaN this goes on into the sign bit, which an unsigned shift takes for what it is.
+    # For the largest NaNs this sum overflows into the sign bit; an unsigned shift handles that correctly.
     keys += ((bits + _NEAR).view(np.uint32) >> _MANTISSA_BITS).view(np.int32)
     keys += 1
     counts = np.bincount(keys, minlength=_KEYS)
@@ -228,7 +228,7 @@ def count_small(values: torch.Tensor) -> torch.Tensor | None:
     row = np.zeros(NARROW.length, dtype=np.int64)
     row[ZEROS], row[INFS], row[NANS] = counts[0], counts[_INF_KEY], counts[_INF_KEY + 1 :].sum()
     row[_FIRST_NORMAL:] = counts[3:_INF_KEY]
-    # Zero minus one is the largest unsigned integer, so it never is the smallest.
+    # Zero minus one is the largest unsigned integer, so zeros do not affect the minimum.
     low = int(less.view(np.uint32).min()) + 1
     high = int((bits if not counts[_INF_KEY:].any() else bits[bits < BINARY32.infinity]).max(initial=0))
     row[MIN_BITS] = float64_bits(low, BINARY32) if low < BINARY32.infinity else NO_MINIMUM

@@ -1,1 +1,1 @@
-"""The demo: trains a real small model with the inspector on, then in FP16 with and without loss scaling."""
+"""The demo: trains a small real model with the inspector on, then in FP16 with and without loss scaling."""

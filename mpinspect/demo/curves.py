@@ -1,8 +1,8 @@
-"""Compares the demo's model in FP32 and in FP16 without loss scaling, with the recommended scale and with a dynamic one.
+"""Compares the demo's model in FP32 with FP16 without loss scaling, with the recommended scale and with a dynamic one.
 
-As in NVIDIA's papers and talks on mixed precision, the curves show loss against steps, and the one without scaling leaves the
-others. All runs start from the same weights and train on the same batches. The FP32 run is the demo's own, with the inspector
-on; the recommended scale is the one in its report.
+As in NVIDIA's papers and talks on mixed precision, the curves show loss against steps, and the curve without scaling
+departs from the others. All runs start from the same weights and train on the same batches. The FP32 run is the demo's
+own, with the inspector on; the recommended scale is the one in its report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Comparison", "Setting", "run"]
 
 PICTURE = "curves.png"
 UNSCALED = Way("FP16, no scaling", "fp16-amp", 1.0)
-#: The talk's first scale is too large for any model, so that the run shows how it is halved until it fits.
+#: The initial scale of the "talk" policy is too large for any model, so that the run shows how it is halved.
 DYNAMIC = Way("FP16, dynamic scaling", "fp16-amp", "talk")
 _TITLE = "A language model in FP32, and in FP16 with and without loss scaling"
 _ANNOUNCEMENT = (
@@ -39,11 +39,11 @@ _LOSSES = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """The finished runs, and the inspector's report of the first.
+    """The finished runs, and the inspector's report of the first run.
 
     Args:
-        setting: of all runs.
-        report: of the FP32 run with the first seed.
+        setting: settings of all runs.
+        report: report of the FP32 run with the first seed.
         curves: the runs, seed by seed.
         notes: sentences on how the runs were made.
         picture: path of the chart.
@@ -60,7 +60,7 @@ class Comparison:
         return "\n".join([table(self.curves), "", *words])
 
     def to_json(self) -> str:
-        """Return JSON: the report's own under "report", the rest under "curves"; losses that are not finite are strings."""
+        """Return JSON with the report's under "report" and the rest under "curves"; non-finite losses are strings."""
         curves = {
             "setting": asdict(self.setting),
             "notes": self.notes,
@@ -78,19 +78,19 @@ def run(
     seeds: Sequence[int] = (0,),
     quiet: bool = False,
 ) -> Comparison:
-    """Run the demo, then train its model in FP16 in three ways; print the table and draw ``curves.png`` beside its pictures.
+    """Run the demo, train its model in FP16 in three ways, print a table and draw ``curves.png`` beside its pictures.
 
     Args:
         log_dir: as for ``demo.run``.
-        setting: of all runs.
-        seeds: of weights and batches; every way is trained with each. The FP32 run of the first is inspected.
+        setting: settings of all runs.
+        seeds: seeds of weights and batches, each used for every way; the FP32 run of the first is inspected.
         quiet: print nothing.
 
     Raises:
         ValueError: no seeds, or one given twice.
-        FileNotFoundError: the standard library's source is not there.
+        FileNotFoundError: the standard library's source is missing.
         OSError: log_dir can't be written.
-        KeyboardInterrupt: Ctrl-C; the message says how many runs were finished. Those have been printed and drawn.
+        KeyboardInterrupt: on Ctrl-C; the finished runs have been printed and drawn, and the message says how many.
     """
     setting = setting or Setting()
     if not seeds or len(set(seeds)) < len(seeds):

@@ -1,7 +1,7 @@
 """The demo: a small word-level language model, trained in FP32 with the inspector on.
 
-It is a model that needs loss scaling: its loss is a mean over many tokens and a wide softmax, so most gradients of the
-logits are too small for FP16. Its text is the Python standard library, which every Python has at hand.
+The model needs loss scaling: its loss is a mean over many tokens and a wide softmax, so most gradients of the logits
+are too small for FP16. Its text is the source of the Python standard library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCABULARY = 4096
 CONTEXT = 3
 BATCH_TOKENS = 8192
 LEARNING_RATE = 5e-3
-#: Least words for a vocabulary of 4096: about five occurrences of each.
+#: Minimum number of words for a vocabulary of 4096: about five occurrences of each.
 LEAST_TOKENS = 20_000
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -43,13 +43,13 @@ _PICTURES = ("range_offset.png", "layers.png")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as numbers: ``tokens`` is int64, shape (n,); 0 stands for every word that is not in ``words``."""
+    """Text as token ids: ``tokens`` is int64, shape (n,); 0 is the id of all words not in ``words``."""
 
     tokens: torch.Tensor
     words: tuple[str, ...]
 
     def batch(self, generator: torch.Generator, size: int = BATCH_TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random contexts, shape (size, CONTEXT), and the word that follows each, shape (size,)."""
+        """Return random contexts, shape (size, CONTEXT), and the word that follows each, shape (size,)."""
         ends = torch.randint(CONTEXT, len(self.tokens), (size,), generator=generator)
         return self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
 
@@ -59,23 +59,24 @@ class Corpus:
             yield self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
 
     def split(self, held_out: float = 0.1) -> tuple[Corpus, Corpus]:
-        """Return the first part, for training, and the last, a share of ``held_out``, for validation."""
+        """Return the first part, for training, and the last part, a fraction ``held_out``, for validation."""
         edge = round(len(self.tokens) * (1 - held_out))
         return Corpus(self.tokens[:edge], self.words), Corpus(self.tokens[edge:], self.words)
 
 
 def stdlib_tokens(count: int = TOKENS, vocabulary: int = VOCABULARY, *, directory: Path | None = None) -> Corpus:
-    """Return the first ``count`` words and symbols of the Python standard library's top-level ``*.py``, in order of file names.
+    """Return the first ``count`` words and symbols of the standard library's top-level ``*.py``, sorted by file name.
 
-    The vocabulary is the most frequent ones, ties in alphabetical order. The same Python gives the same tokens.
+    The vocabulary consists of the most frequent words; ties are in alphabetical order. The same Python gives the same
+    tokens.
 
     Args:
-        count: tokens wanted; fewer are returned where the library has fewer, at least 20,000.
-        vocabulary: distinct tokens, including the unknown word.
-        directory: where the ``*.py`` are; by default that of the running Python.
+        count: number of tokens; fewer are returned if the library has fewer, but at least 20,000 unless ``count`` is less.
+        vocabulary: number of distinct tokens, including the unknown word.
+        directory: folder of the ``*.py`` files; by default that of the running Python.
 
     Raises:
-        FileNotFoundError: there is too little text, as where Python's standard library is in a zip file.
+        FileNotFoundError: there is too little text, for example because the standard library is in a zip file.
     """
     home = directory or Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
@@ -110,7 +111,7 @@ class WordModel(nn.Module):
         self.output = nn.Linear(hidden, vocabulary)
 
     def forward(self, contexts: torch.Tensor) -> torch.Tensor:
-        """Logits, shape (n, vocabulary), of contexts, int64 of shape (n, CONTEXT)."""
+        """Return the logits, shape (n, vocabulary), of contexts, int64 of shape (n, CONTEXT)."""
         logits: torch.Tensor = self.output(self.tanh(self.hidden(self.embedding(contexts).flatten(1))))
         return logits
 
@@ -159,13 +160,13 @@ def run(
     Args:
         log_dir: where to write, "runs/demo" by default; if that holds a run already, the next free name ("runs/demo-2").
         steps: training steps, at least 1; 160 take about a minute on two cores.
-        seed: of weights and batches.
+        seed: seed of weights and batches.
         quiet: print nothing.
-        tokens: how much text to read.
+        tokens: number of tokens of text to read.
 
     Raises:
         ValueError: steps below 1.
-        FileNotFoundError: the standard library's source is not there.
+        FileNotFoundError: the standard library's source is missing.
         OSError: log_dir can't be written.
     """
     if steps < 1:
@@ -246,7 +247,7 @@ def _layer(report: RangeReport, name: str, kind: str) -> LayerReport | None:
 
 
 def draw(report: RangeReport, directory: Path) -> list[Path]:
-    """Write the report's pictures. Returns their paths."""
+    """Write the report's pictures, and return their paths."""
     from mpinspect.ranges.report import plots
     from mpinspect.reporting.plot_style import DPI
 
@@ -257,7 +258,7 @@ def draw(report: RangeReport, directory: Path) -> list[Path]:
 
 
 def whereabouts(directory: Path, pictures: list[Path]) -> str:
-    """Return where the run is and the commands that show it."""
+    """Return text with the paths of the pictures and the commands that show the run."""
     lines = [
         "",
         "Pictures:",
@@ -269,7 +270,7 @@ def whereabouts(directory: Path, pictures: list[Path]) -> str:
 
 
 def _command(name: str) -> str:
-    """Return the name of a program of this Python's, or its path where the shell would not find it."""
+    """Return the name of a program installed with this Python, or its path if the shell would not find it."""
     here = Path(sys.executable).parent / name
     if shutil.which(name) or not here.exists():
         return name
@@ -277,7 +278,7 @@ def _command(name: str) -> str:
 
 
 def free_directory(wanted: str | Path | None) -> Path:
-    """Make ``wanted`` ("runs/demo" by default), or the first of "wanted-2", "wanted-3", ... that holds no run."""
+    """Make and return ``wanted`` (default "runs/demo"), or the first of "wanted-2", "wanted-3", ... without a run."""
     path, number = Path(wanted or "runs/demo"), 1
     first = path
     while (path / FILE_NAME).exists():
@@ -289,7 +290,7 @@ def free_directory(wanted: str | Path | None) -> Path:
 
 @contextmanager
 def progress(steps: int, quiet: bool, name: str = "training") -> Iterator[Callable[[torch.Tensor], None]]:
-    """Show a progress bar with the loss, on a terminal only; yields a function to call with each step's loss."""
+    """Yield a function to call with each step's loss; show a progress bar with the loss if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda loss: None
         return

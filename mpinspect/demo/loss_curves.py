@@ -9,7 +9,7 @@ from statistics import fmean
 
 from mpinspect.reporting.words import NOT_APPLICABLE, bare_power, power_of_two
 
-#: The batches of single steps differ more than the precisions do: a training loss is the mean of this many.
+#: A final training loss is the mean of this many steps, since losses vary more between batches than precisions.
 LAST_STEPS = 10
 
 _HEADINGS = ("precision", "seed", "loss scale", "skipped", "training", "validation", "best", "from FP32")
@@ -20,12 +20,12 @@ class Curve:
     """One training run.
 
     Args:
-        name: its precision in words. Runs of one name differ in their seed; the first name of a comparison is its reference.
-        seed: of weights and batches.
-        loss_scale_start, loss_scale_end: before the first and after the last step; None where none is used.
-        skipped_steps: steps whose gradients were not finite.
-        training_losses: one for each step, skipped ones included, nats a word; as computed in that precision.
-        validation_losses: (steps taken, loss), nats a word; computed in FP32.
+        name: its precision in words. Runs of the same name differ in seed; a comparison's first name is the reference.
+        seed: seed of weights and batches.
+        loss_scale_start, loss_scale_end: scale before the first and after the last step; None if none is used.
+        skipped_steps: number of steps with non-finite gradients.
+        training_losses: one for each step, including skipped steps, in nats per word; computed in that precision.
+        validation_losses: (steps taken, loss in nats per word); computed in FP32.
         emulated: whether 16-bit arithmetic was emulated on a CPU.
     """
 
@@ -40,12 +40,12 @@ class Curve:
 
     @property
     def steps(self) -> int:
-        """Steps, skipped ones included."""
+        """The number of steps, including skipped ones."""
         return len(self.training_losses)
 
     @property
     def final_training_loss(self) -> float:
-        """The mean of the last ``LAST_STEPS`` steps."""
+        """The mean training loss of the last ``LAST_STEPS`` steps."""
         return fmean(self.training_losses[-LAST_STEPS:])
 
     @property
@@ -54,12 +54,12 @@ class Curve:
 
     @property
     def best_validation_loss(self) -> float:
-        """The lowest one that was measured; NaN where none is a number."""
+        """The lowest measured validation loss; NaN if all are NaN."""
         return min((loss for _, loss in self.validation_losses if not math.isnan(loss)), default=math.nan)
 
 
 def by_name(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
-    """The runs of each precision, both in the order given."""
+    """Return the runs of each precision, by name; names and runs keep the given order."""
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
         groups.setdefault(curve.name, []).append(curve)
@@ -67,7 +67,7 @@ def by_name(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
 
 
 def from_reference(curve: Curve, curves: Sequence[Curve]) -> float | None:
-    """Return its final validation loss less that of the first precision at the same seed; None for that itself or without it."""
+    """Return the final validation loss minus the reference's at the same seed; None for or without a reference."""
     reference = {other.seed: other.final_validation_loss for other in curves if other.name == curves[0].name}
     if curve.name == curves[0].name or curve.seed not in reference:
         return None
@@ -75,7 +75,7 @@ def from_reference(curve: Curve, curves: Sequence[Curve]) -> float | None:
 
 
 def signed(difference: float) -> str:
-    """Return a difference with its sign, three digits; what rounds to zero is "+0.000" from either side."""
+    """Return a difference with sign and three decimals; any difference that rounds to zero becomes "+0.000"."""
     return f"{round(difference, 3) + 0.0:+.3f}"
 
 
@@ -90,7 +90,7 @@ def loss_scale(curve: Curve) -> str:
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Return a row for each run, and one for the mean of each precision that has several runs; no seeds where there is one."""
+    """Return a table with a row per run, and the mean of each precision with several; no seed column for one seed."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for name, group in by_name(curves).items():
         gaps = [from_reference(curve, curves) for curve in group]
@@ -105,7 +105,7 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def _losses(group: Sequence[Curve], gaps: Sequence[float | None]) -> list[str]:
-    """Return the last four cells: means over a group, which may be a single run."""
+    """Return a row's last four cells: means over a group, which may be a single run."""
     means = (
         fmean(curve.final_training_loss for curve in group),
         fmean(curve.final_validation_loss for curve in group),

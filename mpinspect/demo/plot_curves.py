@@ -1,7 +1,6 @@
-"""Loss against steps, one training in several precisions: the chart of NVIDIA's papers and talks on mixed precision.
+"""Plots loss against steps for one training in several precisions, like NVIDIA's papers and talks on mixed precision.
 
-Curves that lie on each other, and the one without loss scaling that leaves them, as in "Mixed Precision Training" (Micikevicius
-et al., ICLR 2018).
+The curves coincide, except that without loss scaling, as in "Mixed Precision Training" (Micikevicius et al., ICLR 2018).
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from mpinspect.reporting.plot_style import DPI, RC, drawn
 from mpinspect.reporting.words import NOT_APPLICABLE
 
 _HEIGHT = 6.2
-#: Height of a label (two lines) as a share of the axes'.
+#: Height of a label (two lines) as a fraction of the axes' height.
 _LABEL = 0.105
 _NOTE_CHARACTERS = 165
-#: The share of the steps that the vertical axis need not reach up to.
+#: The vertical axis need not include the losses of this first fraction of the steps.
 _PLUNGE = 0.15
 
 
 @dataclass(frozen=True)
 class _Style:
-    """How a precision is drawn: colours of distinct lightness, and lines that show each other where they coincide."""
+    """The line style of a precision; styles differ in lightness and leave each other visible where lines coincide."""
 
     colour: str
     width: float
@@ -52,13 +51,13 @@ _STYLES = (
 
 
 def save(curves: Sequence[Curve], path: str | Path, title: str, notes: Sequence[str] = ()) -> Path:
-    """Write the chart as a PNG, in full or not at all. Returns the path.
+    """Write the chart as a PNG, atomically, and return its path.
 
     Args:
-        curves: at least one; the first one's name is the reference.
+        curves: at least one; runs with the name of the first are the reference.
         path: an existing file is replaced.
-        title: stands above the chart.
-        notes: sentences for below the chart: the settings, what was emulated.
+        title: title above the chart.
+        notes: sentences below the chart, on the settings and what was emulated.
 
     Raises:
         OSError: the file can't be written.
@@ -76,7 +75,7 @@ def save(curves: Sequence[Curve], path: str | Path, title: str, notes: Sequence[
 
 
 def figure(curves: Sequence[Curve], title: str, notes: Sequence[str] = ()) -> Figure:
-    """Validation losses as strong lines, training losses as faint ones; of several seeds the mean, each seed thinly."""
+    """Return a figure of the mean validation (strong) and training losses (faint), with a thin line for each seed."""
 
     def draw(made: Figure) -> None:
         axes = made.subplots()
@@ -105,7 +104,7 @@ def _draw(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """From the lowest loss to the highest after the first steps, whose plunge would leave no height for the rest."""
+    """Return the vertical axis' limits: the range of losses, without the large ones of the first steps."""
     late: list[float] = []
     for curve in curves:
         begin = int(_PLUNGE * curve.steps)
@@ -153,7 +152,7 @@ def _line(style: _Style) -> dict[str, Any]:
 
 
 def _mean(group: Sequence[Curve]) -> tuple[list[int], list[float]]:
-    """Return the mean validation loss at the steps at which every run of the group has one."""
+    """Return the steps at which every run of the group was validated, and the mean validation loss at each."""
     runs = [dict(curve.validation_losses) for curve in group]
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     return steps, [fmean(run[step] for run in runs) for step in steps]
@@ -163,7 +162,7 @@ def _mean(group: Sequence[Curve]) -> tuple[list[int], list[float]]:
 
 
 def _labels(axes: Axes, groups: Sequence[Sequence[Curve]], curves: Sequence[Curve]) -> None:
-    """At the end of each line its key, its name and where it ends; moved apart where lines end together."""
+    """Label the end of each line with its key, name and final loss; move labels apart that would overlap."""
     training = fmean(curve.final_training_loss for curve in curves)
     ends = [_height(axes, loss) for loss in (*(_mean(group)[1][-1] for group in groups), training)]
     heights = _spread(ends, _LABEL)
@@ -186,13 +185,13 @@ def _labels(axes: Axes, groups: Sequence[Sequence[Curve]], curves: Sequence[Curv
 
 
 def _height(axes: Axes, loss: float) -> float:
-    """Where a loss lies on the axis, 0 at its foot, 1 at its top; 1 for a loss above it or not finite."""
+    """Return a loss's height on the axis, 0 at the bottom, 1 at the top; 1 if the loss is above or non-finite."""
     low, high = axes.get_ylim()
     return min((loss - low) / (high - low), 1.0) if math.isfinite(loss) else 1.0
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """The heights, moved apart to be ``gap`` from each other at least, in their order: those that touch keep their middle."""
+    """Return the heights in their order, at least ``gap`` apart; groups that overlapped keep their mean height."""
     order = sorted(range(len(heights)), key=lambda place: (heights[place], -place))
     clusters: list[list[float]] = []
     for place in order:

@@ -23,22 +23,22 @@ from mpinspect.demo.loss_curves import Curve
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.training.mixed_precision import MixedPrecision
 
-#: Is called with each step's loss, 0-d.
+#: A function called with each step's loss, a 0-d tensor.
 AfterStep = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a comparison have in common.
+    """The settings shared by all runs of a comparison.
 
     Args:
-        steps: of each run.
-        learning_rate: of Adam. Higher than that of the demo alone, so that FP32 stops gaining within these steps and the ones
-            that a dynamic scale skips at the beginning hardly show.
-        batch_tokens: words over which a step's loss is averaged.
-        tokens: words of text, a tenth of it held out for validation.
-        vocabulary: distinct words.
-        validate_every: steps between validations; the last step is always validated.
+        steps: number of steps of each run.
+        learning_rate: Adam's learning rate. Higher than in the demo alone, so that FP32 stops improving within these steps
+            and the steps skipped at first by a dynamic scale make little difference.
+        batch_tokens: number of words over which a step's loss is averaged.
+        tokens: number of words of text, a tenth of them held out for validation.
+        vocabulary: number of distinct words.
+        validate_every: number of steps between validations; the last step is always validated.
 
     Raises:
         ValueError: steps or validate_every below 1.
@@ -64,19 +64,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Text:
-    """The words to train on, and those held out for validation."""
+    """The words to train on, and the words held out for validation."""
 
     training: Corpus
     held_out: Corpus
 
     @classmethod
     def read(cls, setting: Setting) -> Text:
-        """Read the Python standard library's source. Raises FileNotFoundError where it is missing."""
+        """Return the text of the Python standard library's source. Raises FileNotFoundError if it is missing."""
         return cls(*stdlib_tokens(setting.tokens, setting.vocabulary).split())
 
     @property
     def validation_words(self) -> int:
-        """Number of words over which the validation loss is averaged."""
+        """The number of words over which the validation loss is averaged."""
         return len(self.held_out.tokens) - CONTEXT
 
 
@@ -95,7 +95,7 @@ FP32 = Way("FP32", "fp32")
 def inspected(
     setting: Setting, text: Text, seed: int, directory: Path, after_step: AfterStep
 ) -> tuple[RangeReport, Curve]:
-    """Train in FP32 as the demo does; returns the inspector's report and the losses."""
+    """Train in FP32 as the demo does, and return the inspector's report and the losses."""
     model = word_model(seed, setting.vocabulary)
     losses = _Losses(setting, text, model.state_dict, after_step)
     report = train_inspected(

@@ -1,1 +1,1 @@
-"""Thin adapters for trainers that own the training loop: Lightning's and Transformers'."""
+"""Callbacks for the trainers of Lightning and Transformers, which run the training loop themselves."""

@@ -1,4 +1,4 @@
-"""The part of a callback that is the same for every trainer: attach an Inspector to each training run and print its report."""
+"""The base of every trainer's callback: attaches an Inspector to each training run and prints its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpinspect.ranges.capture.recording import warn
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.session import Session
 
-#: The ``log_dir`` that stands for ``mpinspect`` below the directory that the trainer writes to.
+#: The value of ``log_dir`` that means ``mpinspect`` in the directory that the trainer writes to.
 AUTO = "auto"
 
 
@@ -26,10 +26,10 @@ class InspectsTraining:
     """Attaches an Inspector to each training run of a trainer.
 
     Args:
-        log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` below the directory that the
-            trainer writes to; None keeps everything in memory. Of several processes each writes to ``rank<n>`` in it.
-        print_report: print the report to stderr when training ends or breaks; of several processes only the first does.
-        options: those of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead.
+        log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` in the directory that the
+            trainer writes to; None keeps everything in memory. With several processes each writes to ``rank<n>`` in it.
+        print_report: whether the first process prints the report to stderr when training ends or fails.
+        options: options of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead.
 
     Raises:
         TypeError, ValueError: Inspector does not accept the options.
@@ -39,14 +39,14 @@ class InspectsTraining:
         self._wanted_log_dir = log_dir
         self._print_report = print_report
         self._options = options
-        #: The inspector of the last run that was begun in this process.
+        #: The inspector of the last training run begun in this process.
         self.inspector: Inspector | None = None
         self._running = self._speaks = False
         self._at_exit: AtExit | None = None
         self._check(options)
 
     def session(self) -> Session:
-        """Return the record of the last training run. Waits for the GPU while that is running.
+        """Return the record of the last training run. Waits for the GPU if the run is still going on.
 
         Raises:
             RuntimeError: nothing has been trained in this process.
@@ -54,7 +54,7 @@ class InspectsTraining:
         return self._inspector().session()
 
     def report(self) -> RangeReport:
-        """Return the report on the last training run. Waits for the GPU while that is running.
+        """Return the report on the last training run. Waits for the GPU if the run is still going on.
 
         Raises:
             RuntimeError: nothing has been trained in this process.
@@ -85,7 +85,7 @@ class InspectsTraining:
         rank: int,
         processes: int,
     ) -> None:
-        """Attach to a training that begins, after ending one that never did. Failures become warnings."""
+        """Attach to a training run that begins, after detaching from any earlier one; turn failures into warnings."""
         self.detach()
         self.inspector = inspector = None
         try:
@@ -140,7 +140,7 @@ class InspectsTraining:
 
 
 def _detach(callback: weakref.ref[InspectsTraining]) -> None:
-    """Detach a callback at the end of the process; the weak reference keeps neither it nor its model alive until then."""
+    """Detach a callback at the end of the process; weakly referenced, so that it and its model can be freed earlier."""
     alive = callback()
     if alive is not None:
         alive.detach()

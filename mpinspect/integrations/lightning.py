@@ -2,7 +2,7 @@
 
     trainer = lightning.Trainer(callbacks=[InspectorCallback()])
 
-Works with the packages ``lightning`` and ``pytorch_lightning``. The class is made when it is first asked for, so that this
+Works with the packages ``lightning`` and ``pytorch_lightning``. The class is created at the first access, so that this
 module can be imported without either.
 """
 
@@ -25,26 +25,26 @@ class LightningHooks(InspectsTraining):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: the Trainer begins to fit."""
-        # Reading log_dir broadcasts: either every process reads it or none does.
+        """Attach when the Trainer begins to fit."""
+        # Reading log_dir is a broadcast, so either all processes must read it or none.
         directory = trainer.log_dir if trainer.loggers else None
         self._begin(pl_module, trainer.optimizers, trainer.scaler, directory, trainer.global_rank, trainer.world_size)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach: the Trainer has fitted."""
+        """Detach when the Trainer has fitted."""
         self.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach: an exception, such as Ctrl-C, ended the training."""
+        """Detach when an exception, such as Ctrl-C, has ended the training."""
         self.detach()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Detach, if no other hook has."""
+        """Detach, if no other hook has done so."""
         self.detach()
 
 
 def _callback_class() -> Any:
-    """Return Lightning's Callback; of its two packages the one that is imported already is preferred."""
+    """Return Lightning's Callback, preferably from that of its two packages that is already imported."""
     packages = ["lightning.pytorch", "pytorch_lightning"]
     packages.sort(key=lambda package: package not in sys.modules)
     for package in packages:

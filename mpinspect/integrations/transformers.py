@@ -2,7 +2,7 @@
 
     trainer = transformers.Trainer(model, arguments, train_dataset=..., callbacks=[InspectorCallback()])
 
-The class is made when it is first asked for, so that this module can be imported without Transformers.
+The class is created at the first access, so that this module can be imported without Transformers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class TransformersHooks(InspectsTraining):
     Attaches when training begins, to the model and the optimizer that Accelerate has prepared; the scaler, if there is one,
     is found when it scales the first loss. With log_dir="auto" it writes to ``mpinspect`` below ``args.output_dir``.
 
-    After an exception the Trainer calls no callback, so the report is printed when the process ends. Where the process goes on,
-    as in a notebook, call ``report()`` and ``detach()``; the next training detaches by itself.
+    After an exception the Trainer calls no callback, so the report is printed when the process ends. If the process goes on,
+    as in a notebook, call ``report()`` and ``detach()``; the next training run also detaches first.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach: the Trainer begins to train, with model and optimizer prepared."""
+        """Attach when the Trainer begins to train, with model and optimizer prepared."""
         optimizer = kwargs.get("optimizer")
         optimizers = [] if optimizer is None else [optimizer]
         self._begin(kwargs["model"], optimizers, None, args.output_dir, args.process_index, args.world_size)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach: the Trainer has trained."""
+        """Detach when the Trainer has trained."""
         self.detach()
 
 

@@ -1,1 +1,1 @@
-""" "Did Tensor Cores run?": records and reads torch.profiler's traces, judges kernels by their names, reports on both."""
+"""Answer "Did Tensor Cores run?": record and read torch.profiler's traces, judge kernels by name, report on both."""

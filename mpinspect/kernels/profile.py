@@ -32,25 +32,25 @@ def profile_kernels(
     """Run one training iteration under torch.profiler and report which of its kernels ran on Tensor Cores.
 
     Args:
-        step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, the last one recorded.
-        model: the model whose dotted paths the report uses. None: the largest of the modules that ``step`` calls.
+        step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, of which the last is recorded.
+        model: the model whose dotted paths the report uses. None: the largest of the root modules that ``step`` calls.
         warmup: number of iterations before, in which libraries choose their kernels and torch.compile compiles.
-        gpu: an architecture or card whose rates and rules to use; None: those of the GPU that ran.
-        shapes: lint_shapes' report of the model; its causes are added to those of slow kernels.
-        trace: where to keep torch.profiler's trace (.json or .json.gz); None: it is not kept.
+        gpu: an architecture or card whose rates and rules to use; None: the GPU that ran the step.
+        shapes: lint_shapes' report of the model; its causes are added to the causes of slow kernels.
+        trace: where to save torch.profiler's trace (.json or .json.gz); None: the trace is not saved.
 
     Returns:
-        The report. Without a GPU it has no kernels, and says that there was no GPU activity.
+        The report. Without a GPU, it has no kernels and says that there was no GPU activity.
 
-    Synchronises the GPU before and after the recorded iteration. Recording costs time: kernels take as long as without it, but
-    the gaps between them are longer.
+Synchronises the GPU before and after the recorded iteration. Recording takes time: kernel durations stay the same, but the
+gaps between kernels are longer.
 
     Raises:
-        TypeError: ``step`` can't be called, or ``model`` or ``shapes`` is of another type.
+        TypeError: ``step`` cannot be called, or ``model`` or ``shapes`` is of another type.
         ValueError: ``warmup`` is negative, or no GPU of that name is known.
-        OSError: ``trace`` can't be written; raised before ``step`` is called.
+        OSError: ``trace`` cannot be written; raised before ``step`` is called.
         RuntimeError: another torch profiler is running.
-        Exception: whatever ``step`` raises passes through.
+        Exception: exceptions of ``step`` pass through.
     """
     from mpinspect.kernels.capture.profiling import record_trace
 
@@ -70,15 +70,15 @@ def read_trace(
     gpu: str | None = None,
     shapes: ShapeReport | None = None,
 ) -> KernelReport:
-    """Read what torch.profiler wrote on any machine and report which kernels ran on Tensor Cores. Needs no GPU and no torch.
+    """Read traces of torch.profiler from any machine and report which kernels ran on Tensor Cores. Needs no GPU and no torch.
 
     Args:
-        path: a trace (.json, .json.gz), a folder with one for each rank, or a sequence of these.
-        gpu: an architecture or card, for traces that do not describe theirs; None: as the trace says.
-        shapes: lint_shapes' report of the model; its causes are added to those of slow kernels.
+        path: a trace (.json, .json.gz), a folder with one trace per rank, or a sequence of these.
+        gpu: an architecture or card, for traces that do not describe their GPU; None: the GPU described in the trace.
+        shapes: lint_shapes' report of the model; its causes are added to the causes of slow kernels.
 
     Raises:
-        TraceError: (a ValueError) a path can't be read, is no trace, or is a folder without one; its sentence says which.
+        TraceError: (a ValueError) a path cannot be read, is not a trace, or is a folder without one; its message says which.
         ValueError: no GPU of that name is known.
     """
     if not isinstance(path, str | PathLike | Sequence):
@@ -111,7 +111,7 @@ def _check(step: object, model: object, warmup: int, shapes: object) -> None:
 
 
 def _ensure_writable(path: Path) -> None:
-    """Raise OSError before the run, whose trace would be lost otherwise; make parent directories."""
+    """Raise OSError before the run if its trace could not be written; create parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("ab"):

@@ -1,13 +1,13 @@
-"""Frozen records of what ran on a GPU, as a trace has them: all that the reader hands to the analysis.
+"""Define frozen records of what ran on a GPU, as in a trace: the reader passes only these to the analysis.
 
-Times are microseconds on the trace's clock.
+All times are microseconds on the trace's clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: How names of ranges begin in this package's own profiles: around a module's forward, and around its output's backward. The
+#: Prefixes of range names in this package's own profiles: around a module's forward, and around its output's backward. The
 #: module's dotted path follows, "" for the model itself.
 MODULE_RANGE, BACKWARD_RANGE = "mpinspect::module::", "mpinspect::backward::"
 
@@ -17,13 +17,13 @@ UNATTRIBUTED = ("before the window", "CUDA graph", "no launch", "no op")
 
 @dataclass(frozen=True, slots=True)
 class TraceOp:
-    """An operator's call, as the profiler recorded it.
+    """One call of an operator, as the profiler recorded it.
 
     Args:
-        name: as "aten::addmm".
-        shapes, strides: an entry for each argument, () for those that are no tensors; None where the trace has none.
-        dtypes: names as the profiler wrote them ("c10::BFloat16", "float"); None where the trace has none.
-        scalars: "Concrete Inputs" as the profiler wrote them; None where the trace has none.
+        name: the operator's name, "aten::addmm".
+        shapes, strides: one entry per argument, () for arguments that are not tensors; None if the trace has none.
+        dtypes: names as the profiler wrote them ("c10::BFloat16", "float"); None if the trace has none.
+        scalars: "Concrete Inputs" as the profiler wrote them; None if the trace has none.
     """
 
     name: str
@@ -38,22 +38,21 @@ class Kernel:
     """One run of a kernel.
 
     Args:
-        name: as the profiler wrote it.
+        name: the kernel's name as the profiler wrote it.
         start_us, time_us: its start and duration.
-        device, stream: numbers of the GPU and of its stream.
+        device, stream: ids of the GPU and of its stream.
         op: the innermost operator that was running on the launching thread at the launch; None if there is none.
         matmul_op: the innermost matrix product among ``op`` and the operators around it (aten::convolution_backward around
             aten::copy_); None if there is none.
-        module: dotted path of the module (own profiles), or its chain of classes by the Python stack of another trace
-            ("BertLMHeadModel_0/BertOnlyMLMHead_0/Linear_26"); "" where unknown.
+        module: dotted path of the module (own profiles), or its chain of classes from another trace's Python stack
+            ("BertLMHeadModel_0/BertOnlyMLMHead_0/Linear_26"); "" if unknown.
         module_is_path: whether ``module`` is a dotted path.
-        phase: "forward", "backward", "optimizer" or "" where unknown.
-        unattributed: one of UNATTRIBUTED where ``op`` is None, else "".
-        is_graph: whether a CUDA graph launched it.
-        step: number of the ProfilerStep that launched it, or None.
-        call: number of the call of ``matmul_op`` within its trace, the same for all kernels that the call launched; None where
-            unknown.
-        encloses: whether another product's operator, or another library's, launched kernels within that call
+        phase: "forward", "backward", "optimizer"; "" if unknown.
+        unattributed: one of UNATTRIBUTED if ``op`` is None, else "".
+        is_graph: whether a CUDA graph launched the kernel.
+        step: number of the ProfilerStep that launched the kernel, or None.
+        call: number of the call of ``matmul_op`` within its trace, equal for all kernels that the call launched; None if unknown.
+        encloses: whether another product's operator, or another library's operator, launched kernels within that call
             (aten::_convolution adds the bias around aten::cudnn_convolution).
     """
 
@@ -76,7 +75,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the trace describes it; numbers that the trace lacks are None. ``vendor``: "NVIDIA", "AMD" or ""."""
+    """A GPU as described in the trace; numbers missing from the trace are None. ``vendor``: "NVIDIA", "AMD" or ""."""
 
     id: int
     name: str
@@ -91,20 +90,20 @@ class KernelTrace:
     """One rank's trace.
 
     Args:
-        source: the file's path; "" for a profile just taken.
-        rank, world_size: of the job; None where the trace does not say.
-        job: a name that tells runs apart; "" where the trace does not say.
-        devices: the GPUs that ran a kernel of this trace, by id; those that the trace does not describe have no name.
-        kernels: by start time.
-        copies_us: total time of memory copies and sets, which are no kernels.
-        window_us: (start, end) of what was recorded; GPU idle time is judged over the kernels' own span.
+        source: the file's path; "" for a profile just recorded.
+        rank, world_size: those of the job; None if the trace does not say.
+        job: a name that distinguishes runs; "" if the trace does not say.
+        devices: the GPUs that ran a kernel of this trace, by id; a GPU that the trace does not describe has no name.
+        kernels: the kernels, by start time.
+        copies_us: total time of memory copies and memsets, which do not count as kernels.
+        window_us: (start, end) of the recording; GPU idle time is computed over the kernels' own span.
         busy_us: time in which at least one kernel or copy ran, by device id.
         span_us: from the first start to the last end of a kernel or copy, by device id.
         operators: number of operators recorded; 0 for a trace of the GPU alone.
-        has_shapes, has_strides: whether any operator has them.
+        has_shapes, has_strides: whether any operator has shapes or strides.
         launches: number of launches recorded.
-        external_id_is_correlation: whether a version of torch wrote the kernels' External ids that writes correlations there.
-        notes: sentences on what the trace lacks or could not be read, and what follows.
+        external_id_is_correlation: whether the kernels' External ids are correlations, as some torch versions write them.
+        notes: sentences on what is missing from the trace or could not be read, and the consequences.
         cut_short: whether the file ends before its events do; the first of ``notes`` says where.
     """
 

@@ -1,1 +1,1 @@
-"""Number formats and the histogram of exponents: what everything else is computed from."""
+"""Number formats and exponent histograms, from which everything else is computed."""

@@ -1,9 +1,9 @@
-"""ExponentHistogram: integer counts of binary exponents, from which every range question is answered.
+"""ExponentHistogram: integer counts of binary exponents, from which all range figures are computed.
 
-The exponent of x is floor(log2|x|). Beside each exponent's count stand two edge counters: the exact
+The exponent of x is floor(log2|x|). Each exponent has a count and two edge counters: the exact
 powers of two (which decide ties at the flush edge) and the values whose significand is at least
 2 - 2^-11 (which decide FP16's overflow edge). Multiplying a tensor by 2^k only shifts the counts, so one
-histogram answers for every power-of-two loss scale; histograms of several tensors add.
+histogram serves every power-of-two loss scale; histograms of several tensors can be added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpinspect.numeric.formats import FloatFormat, FormatLike, as_format
 
 IntArray = npt.NDArray[np.int64]
 
-#: Significands from here up round to 2 in 11 bits (FP16, TF32): the ``near_top`` counter.
+#: Significands from this value up round to 2 in 11 bits (FP16, TF32); ``near_top`` counts them.
 NEAR_TOP_SIGNIFICAND = 2.0 - 2.0**-11
 
 #: E[significand] and E[significand^2] of significands uniform in [1, 2), for estimates.
@@ -30,12 +30,12 @@ MEAN_SQUARE_SIGNIFICAND = 7.0 / 3.0
 
 
 class UndecidableCountError(ValueError):
-    """The counts bound the answer but do not fix it; ``overflowed_bounds`` gives the interval."""
+    """The counts only bound the number of overflowed elements; ``overflowed_bounds`` returns the bounds."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the bounds between which the truth certainly lies."""
+    """An estimate with bounds that certainly contain the true value."""
 
     estimate: float
     low: float
@@ -51,15 +51,15 @@ class ExponentHistogram:
 
     Args:
         counts: int64, finite non-zero values per exponent.
-        powers_of_two: int64, of these the exact powers of two.
-        near_top: int64, of these the values with significand >= 2 - 2^-11.
+        powers_of_two: int64, exact powers of two among the counts, per exponent.
+        near_top: int64, values with significand >= 2 - 2^-11 among the counts, per exponent.
         min_exponent: exponent of the first count.
         zeros, infs, nans: elements that have no exponent.
         min_significand, max_significand: significands, in [1, 2), of the smallest and the largest finite
             non-zero magnitude (1.0 when there is none).
 
-    Methods that take a ``format`` take a FloatFormat, a name as "fp16" or a dtype, and raise ValueError, with what there is,
-    for any other.
+    A method's ``format`` may be a FloatFormat, a name such as "fp16", or a dtype; for any other, the method raises
+    ValueError with a list of the known formats.
     """
 
     counts: IntArray
@@ -91,9 +91,9 @@ class ExponentHistogram:
         min_abs: float | None = None,
         max_abs: float | None = None,
     ) -> ExponentHistogram:
-        """Build from plain arrays of one length; trims them and checks that they agree.
+        """Build a histogram from plain arrays of equal length; trim them and check that they are consistent.
 
-        ``min_abs`` / ``max_abs`` (of the finite non-zero values) default to the bounds that the counts give.
+        ``min_abs`` / ``max_abs`` (of the finite non-zero values) default to their lower bounds from the counts.
 
         Raises:
             ValueError: the arrays differ in length, a count is negative, an edge counter exceeds its count,
@@ -122,7 +122,7 @@ class ExponentHistogram:
             infs,
             nans,
             1.0 if min_abs is None else _significand(min_abs, low, "min_abs"),
-            # Unknown: the lowest that the top bin allows.
+            # An unknown maximum becomes the lowest value that the top bin allows.
             (NEAR_TOP_SIGNIFICAND if tops[last] else 1.0)
             if max_abs is None
             else _significand(max_abs, high, "max_abs"),
@@ -132,12 +132,12 @@ class ExponentHistogram:
 
     @property
     def nonzero(self) -> int:
-        """Finite non-zero elements."""
+        """The number of finite non-zero elements."""
         return int(self.counts.sum())
 
     @property
     def total(self) -> int:
-        """All elements: zeros, infs and NaNs included."""
+        """The number of all elements, including zeros, infs and NaNs."""
         return self.nonzero + self.zeros + self.infs + self.nans
 
     @property
@@ -158,7 +158,7 @@ class ExponentHistogram:
 
     @property
     def peak_exponent(self) -> int:
-        """Exponent of the largest magnitude rounded to 11 significant bits: what FP16's overflow edge sees."""
+        """Exponent of the largest magnitude after rounding to 11 significant bits, which decides overflow in FP16."""
         return self.max_exponent + (1 if self.near_top[-1] else 0)
 
     def __eq__(self, other: object) -> bool:
@@ -180,7 +180,7 @@ class ExponentHistogram:
     # -- arithmetic ---------------------------------------------------------------------------------------
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
-        """Counts of both tensors together, exactly."""
+        """Return the exact histogram of both tensors together."""
         if not isinstance(other, ExponentHistogram):
             return NotImplemented
         return merge((self, other))
@@ -211,15 +211,16 @@ class ExponentHistogram:
         return self._count_below(edge) + self._at(self.powers_of_two, edge)
 
     def subnormal(self, format: FormatLike, log2_scale: int = 0) -> int:
-        """Return how many elements survive with fewer bits: below the smallest normal before rounding, not flushed. Exact."""
+        """Return how many elements lie below the smallest normal before rounding but are not flushed. Exact."""
         format = as_format(format)
         return self._count_below(format.min_normal_exponent - log2_scale) - self.flushed(format, log2_scale)
 
     def overflowed_bounds(self, format: FormatLike, log2_scale: int = 0) -> tuple[int, int]:
-        """Least and largest possible number of finite elements of x * 2^log2_scale beyond the largest finite value.
+        """Return the least and largest possible number of finite elements of x * 2^log2_scale that overflow.
 
-        Equal for FP16 and TF32 always; elsewhere the counts of one exponent stay in doubt, the extremes deciding whether
-        any (and whether all) of them overflow. Infinities of the input are not counted: see ``infs``.
+        Both are always equal for FP16 and TF32. For other formats, the counts may not decide how many values of the
+        format's top exponent overflow; the extremes decide only whether any and whether all of them do. Infinities of
+        the input are not counted: see ``infs``.
         """
         format = as_format(format)
         edge_exponent = format.max_exponent - log2_scale
@@ -231,7 +232,7 @@ class ExponentHistogram:
         return certain + low, certain + high
 
     def overflowed(self, format: FormatLike, log2_scale: int = 0) -> int:
-        """Return how many finite elements overflow. Exact for FP16 and TF32 at every scale, for others where the counts decide.
+        """Return the exact number of finite elements that overflow; for FP16 and TF32 the counts always suffice.
 
         Raises:
             UndecidableCountError: the counts only bound the answer; use ``overflowed_bounds``.
@@ -246,19 +247,19 @@ class ExponentHistogram:
         return low
 
     def flushed_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
-        """Flushed elements over finite non-zero elements, 0..1 (0.0 if there are none)."""
+        """Return flushed elements divided by finite non-zero elements, 0..1 (0.0 if there are none)."""
         return self._fraction(self.flushed(format, log2_scale))
 
     def subnormal_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
-        """Subnormal elements over finite non-zero elements, 0..1."""
+        """Return subnormal elements divided by finite non-zero elements, 0..1 (0.0 if there are none)."""
         return self._fraction(self.subnormal(format, log2_scale))
 
     def overflowed_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
-        """Overflowed elements over finite non-zero elements, 0..1. Raises as ``overflowed`` does."""
+        """Return overflowed elements divided by finite non-zero elements, 0..1. Raises the errors of ``overflowed``."""
         return self._fraction(self.overflowed(format, log2_scale))
 
     def range_offset(self, format: FormatLike) -> int | None:
-        """Return how many powers of two at the top of the format no element uses: max_exponent(format) - max_exponent.
+        """Return the number of unused powers of two at the format's top: the format's max_exponent - max_exponent.
 
         Negative if elements lie beyond the format; None if there is no finite non-zero value.
         """
@@ -266,7 +267,10 @@ class ExponentHistogram:
         return format.max_exponent - self.max_exponent if len(self.counts) else None
 
     def max_log2_scale(self, format: FormatLike) -> int | None:
-        """Largest k for which no element of x * 2^k overflows: exact, from the maximum. None if there is no value."""
+        """Return the largest k for which no finite element of x * 2^k overflows, exact, from the largest magnitude.
+
+        Returns None if there is no finite non-zero value.
+        """
         format = as_format(format)
         if not len(self.counts):
             return None
@@ -276,34 +280,37 @@ class ExponentHistogram:
     # -- sums -------------------------------------------------------------------------------------------------
 
     def sum_abs(self) -> Interval:
-        """Sum of |x| over the finite elements: bounds from the counts, estimate with uniform significands.
+        """Return the sum of |x| over the finite elements: bounds from the counts, estimate with uniform significands.
 
-        A sum beyond float64's range is inf; terms are added in float64.
+        Terms are added in float64; a sum beyond float64's range is inf.
         """
         return self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=1)
 
     def sum_squares(self) -> Interval:
-        """Sum of x^2 over the finite elements: bounds and estimate as for ``sum_abs``."""
+        """Return the sum of x^2 over the finite elements, with bounds and estimate as for ``sum_abs``."""
         return self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=2)
 
     def lost_l1_share(self, format: FormatLike, log2_scale: int = 0) -> Interval:
-        """Share of the L1 mass (sum of |x|) that is flushed, 0..1: an estimate with bounds; a count knows |x| within 2x."""
+        """Return the flushed share of the L1 norm (sum of |x|), 0..1.
+
+        The share is an estimate with bounds, since an exponent gives |x| only within a factor of 2.
+        """
         format = as_format(format)
         if self._flush_edge(format, log2_scale) < self.min_exponent:
             return Interval(0.0, 0.0, 0.0)
         counts, powers, tops = self._flushed_part(format, log2_scale)
-        # Relative to the largest exponent, so that neither huge nor tiny values leave float64's range.
+        # Exponents are relative to the largest, so that neither huge nor tiny values leave float64's range.
         base = 1 - len(self.counts)
         lost = self._sum_over(counts, powers, tops, base, power=1)
         kept = self._sum_over(self.counts - counts, self.powers_of_two - powers, self.near_top - tops, base, power=1)
         return Interval(_share(lost.estimate, kept.estimate), _share(lost.low, kept.high), _share(lost.high, kept.low))
 
     def noise_to_signal(self, format: FormatLike, log2_scale: int = 0) -> float:
-        """Estimated noise-to-signal ratio, sum(error^2) / sum(x^2), of rounding x * 2^log2_scale to the format.
+        """Estimate the noise-to-signal ratio, sum(error^2) / sum(x^2), of rounding x * 2^log2_scale to the format.
 
         A value that survives at scaled exponent e' has error variance
-        4^(max(e', min_normal_exponent) - mantissa_bits) / 12 (rounding error uniform over one step); a flushed one
-        loses its whole square. inf if any element certainly overflows.
+        4^(max(e', min_normal_exponent) - mantissa_bits) / 12 (rounding error uniform over one step); a flushed
+        value's squared error is the value's square. Returns inf if any element certainly overflows.
         """
         format = as_format(format)
         if not len(self.counts):
@@ -316,7 +323,7 @@ class ExponentHistogram:
         flushed_counts, flushed_powers, flushed_tops = self._flushed_part(format, log2_scale)
         step = np.maximum(scaled, format.min_normal_exponent) - format.mantissa_bits - log2_scale - top
         kept = (self.counts - flushed_counts).astype(np.float64)
-        # Where nothing is kept there is no rounding, and the step may lie beyond float64's range.
+        # A bin without kept values has no rounding error, and its step may lie beyond float64's range.
         step[kept == 0] = -math.inf
         rounding = float((kept * np.exp2(2 * step) / 12).sum())
         lost = self._sum_over(flushed_counts, flushed_powers, flushed_tops, self.min_exponent - top, power=2)
@@ -340,7 +347,7 @@ class ExponentHistogram:
         return count / nonzero if nonzero else 0.0
 
     def _count_below(self, exponent: int) -> int:
-        """Elements with an exponent less than this one."""
+        """Return the number of finite non-zero elements with a smaller exponent."""
         return int(self.counts[: min(max(exponent - self.min_exponent, 0), len(self.counts))].sum())
 
     def _at(self, array: IntArray, exponent: int) -> int:
@@ -349,12 +356,12 @@ class ExponentHistogram:
 
     @staticmethod
     def _flush_edge(format: FloatFormat, log2_scale: int) -> int:
-        """Return exponent of x from which on not everything of x * 2^log2_scale is flushed."""
+        """Return the lowest exponent of x at which not all values of x * 2^log2_scale are flushed."""
         edge = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
         return edge - log2_scale
 
     def _flushed_part(self, format: FloatFormat, log2_scale: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the part of each array that is flushed."""
+        """Return copies of the three arrays that count only the flushed elements."""
         index = self._flush_edge(format, log2_scale) - self.min_exponent
         below = min(max(index, 0), len(self.counts))
         counts, powers, tops = (array.copy() for array in self._arrays())
@@ -365,7 +372,7 @@ class ExponentHistogram:
         return counts, powers, tops
 
     def _bounds_in_edge_bin(self, format: FloatFormat, exponent: int) -> tuple[int, int]:
-        """Bounds on the elements of one exponent whose significand is beyond the format's overflow edge."""
+        """Return bounds on the number of elements of one exponent with a significand beyond the overflow edge."""
         count, powers, tops = (self._at(array, exponent) for array in self._arrays())
         edge = format.overflow_significand
         if edge == NEAR_TOP_SIGNIFICAND and format.overflow_edge_overflows:
@@ -396,7 +403,7 @@ class ExponentHistogram:
 
 
 def merge(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
-    """Return the sum of any number of histograms: counts add, extremes are kept. Exact, and independent of the order."""
+    """Return the sum of any number of histograms; counts are added, extremes kept. Exact and independent of order."""
     parts = list(histograms)
     used = [part for part in parts if len(part.counts)]
     zeros, infs, nans = (sum(getattr(part, name) for part in parts) for name in ("zeros", "infs", "nans"))
@@ -427,7 +434,10 @@ _NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 @lru_cache(maxsize=256)
 def _weights(min_exponent: int, bins: int, power: int) -> npt.NDArray[np.float64]:
-    """2^(power * exponent) of each bin; inf beyond float64's range. Tensors of one model have few different ranges."""
+    """Return 2^(power * exponent) of each bin; inf beyond float64's range.
+
+    The result is cached, since the tensors of a model have few different ranges.
+    """
     with np.errstate(over="ignore", under="ignore"):
         weight: npt.NDArray[np.float64] = np.exp2(power * (min_exponent + np.arange(bins, dtype=np.float64)))
     weight.setflags(write=False)
@@ -435,8 +445,8 @@ def _weights(min_exponent: int, bins: int, power: int) -> npt.NDArray[np.float64
 
 
 def _weighed(weight: npt.NDArray[np.float64], counts: IntArray) -> float:
-    """Sum of weight * counts; a weight may be inf where there is nothing to weigh, and inf * 0 must stay out."""
-    # The last weight is the largest; below this no sum of 2^63 such terms leaves float64's range.
+    """Return the sum of weight * counts; bins without a count are left out, since inf * 0 would be NaN."""
+    # The last weight is the largest; below 2^900, even a total count of 2^63 keeps the sum in float64's range.
     if weight[-1] < 2.0**900:
         return float(np.add.reduce(weight * counts))
     with np.errstate(over="ignore"):

@@ -1,8 +1,8 @@
 """Binary floating-point formats as data.
 
-A format is five numbers; every limit (largest finite value, smallest subnormal, the edges beyond
-which a value is flushed or overflows) is derived from them. Rounding is to nearest, ties to even,
-as IEEE 754 and the OCP FP8/MX specifications have it.
+Every limit of a format (largest finite value, smallest subnormal, the edges beyond which a value is
+flushed or overflows) is derived from a few numbers. Rounding is to nearest, ties to even, as specified
+by IEEE 754 and the OCP FP8/MX specifications.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-#: What may be given where a format is asked for: see ``as_format``.
+#: Types that ``as_format`` converts to a FloatFormat.
 FormatLike: TypeAlias = "FloatFormat | str | torch.dtype | np.dtype[Any] | type[np.generic]"
 
 
@@ -27,17 +27,17 @@ class FloatFormat:
     """A binary floating-point format.
 
     Args:
-        name: the field's name for it, e.g. ``"float16"``.
+        name: the format's usual name, e.g. ``"float16"``.
         exponent_bits: width of the exponent field.
         mantissa_bits: stored mantissa bits (the leading 1 is not counted).
         has_infinity: whether the all-ones exponent field is kept for inf and NaN (IEEE 754). Without it,
-            that field holds numbers too and what overflows saturates or turns into NaN.
+            that field holds numbers too, and overflowing values saturate or become NaN.
         reserved_top_codes: how many of the largest codes are NaN although ``has_infinity`` is false
             (1 in E4M3 "FN", 0 in E2M1).
-        lowest_subnormal_exponent: exponent of the smallest subnormal where it is not the one that the
-            mantissa gives (TF32 holds FP32's range: 2^-149).
-        flushes_subnormals: hardware that takes subnormals for zero (matrix units of AMD's MI200): everything
-            below the smallest normal is flushed, judged before rounding.
+        lowest_subnormal_exponent: exponent of the smallest subnormal if ``mantissa_bits`` does not
+            determine it (TF32 has FP32's range: 2^-149).
+        flushes_subnormals: whether the hardware treats subnormals as zero (matrix units of AMD's MI200): every
+            value below the smallest normal before rounding is flushed.
     """
 
     name: str
@@ -88,12 +88,12 @@ class FloatFormat:
 
     @property
     def min_subnormal(self) -> float:
-        """Smallest positive value that the format holds (2^-24 for FP16; the smallest normal where subnormals flush)."""
+        """Smallest positive value of the format (2^-24 for FP16; the smallest normal if subnormals are flushed)."""
         return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent)
 
     @property
     def overflow_significand(self) -> float:
-        """Significand of the overflow edge: half a step above the largest finite value; its exponent is ``max_exponent``."""
+        """Significand of the overflow edge (exponent ``max_exponent``), half a step above the largest finite value."""
         return self.max_significand + 2.0 ** -(self.mantissa_bits + 1)
 
     @property
@@ -103,14 +103,14 @@ class FloatFormat:
 
     @property
     def overflow_edge_overflows(self) -> bool:
-        """Whether a value exactly on the edge overflows: a tie goes to the even code, which is the lower one in E4M3 only."""
+        """Whether a value on the overflow edge overflows: ties go to the even code, the lower code only in E4M3."""
         return self.reserved_top_codes % 2 == 0
 
     @property
     def flush_edge(self) -> float:
         """Largest magnitude that is flushed to zero (2^-25 for FP16: the tie goes to zero, which is even).
 
-        Where subnormals are flushed: the smallest normal, itself kept.
+        If the format flushes subnormals, the smallest normal, which itself is kept.
         """
         return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent - 1)
 
@@ -121,7 +121,10 @@ class FloatFormat:
         return self.max_exponent - lowest + 1
 
     def significant_bits(self, exponent: int) -> int:
-        """Significant bits that a value of this exponent keeps (FP16: 11 if normal, exponent + 25 if subnormal, 0 below)."""
+        """Return how many significant bits a value of this exponent keeps.
+
+        For FP16: 11 if normal, exponent + 25 if subnormal, 0 below the subnormals and above the format's range.
+        """
         if exponent > self.max_exponent:
             return 0
         if exponent >= self.min_normal_exponent:
@@ -153,7 +156,7 @@ FORMATS: dict[str, FloatFormat] = {
     for format in (FLOAT32, TFLOAT32, BFLOAT16, FLOAT16, FLOAT16_FTZ, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT4_E2M1)
 }
 
-#: Names that are more than another spelling of a name above.
+#: Aliases that differ from a name above by more than spelling.
 _OTHER_NAMES = {
     "half": "float16",
     "e4m3": "float8_e4m3",
@@ -167,20 +170,20 @@ _OTHER_NAMES = {
 
 
 def as_format(given: FormatLike) -> FloatFormat:
-    """Return the format that is meant: a FloatFormat as it is, else looked up by name.
+    """Return the FloatFormat with the given name; a FloatFormat is returned unchanged.
 
     Args:
-        given: a FloatFormat; a name, as "float16", "fp16", "FP16" or "half", "bf16", "tf32", "e4m3" or "fp8-e4m3"; or a dtype
-            of torch, NumPy, ml_dtypes or another framework.
+        given: a FloatFormat; a name such as "float16", "fp16", "FP16", "half", "bf16", "tf32", "e4m3" or "fp8-e4m3";
+            or a dtype of torch, NumPy, ml_dtypes or another framework.
 
     Raises:
-        ValueError: it names no format that is known here; the message lists those that are.
+        ValueError: the name is unknown; the message lists the known formats.
     """
     if isinstance(given, FloatFormat):
         return given
     name = _name(given)
     found = _BY_SPELLING.get(_spelling(name))
-    # The one name of two formats: ml_dtypes' float8_e4m3, unlike OCP's, has infinities and ends at 240.
+    # Two formats share this name: ml_dtypes' float8_e4m3, unlike OCP's, has infinities and a maximum of 240.
     if found is None or (name == "float8_e4m3" and not isinstance(given, str)):
         raise ValueError(
             f"{given!r} names no format: there are {', '.join(FORMATS)}, and short names such as fp16, bf16 and e4m3"
@@ -189,13 +192,13 @@ def as_format(given: FormatLike) -> FloatFormat:
 
 
 def _name(given: object) -> str:
-    """Return what a dtype calls itself: classes have ``__name__``, those of NumPy and TensorFlow ``name``, torch's neither."""
+    """Return a dtype's name: ``__name__`` of classes, ``name`` of NumPy and TensorFlow dtypes, ``str()`` of torch's."""
     names = (getattr(given, attribute, None) for attribute in ("__name__", "name"))
     return given if isinstance(given, str) else next((name for name in names if isinstance(name, str)), str(given))
 
 
 def _spelling(name: str) -> str:
-    """Equal for all spellings of a name: "torch.float16", "FP16" and "f16"; "bf16" and "bfloat16"."""
+    """Return a key shared by all spellings of a name: "torch.float16", "FP16" and "f16"; "bf16" and "bfloat16"."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower().rpartition(".")[2])
     return re.sub(r"^([bt]?)f(?:p|loat)?(?=\d)", r"\1float", plain)
 

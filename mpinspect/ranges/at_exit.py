@@ -1,4 +1,4 @@
-"""The end of a process, or of a training that broke: what is still to be done then, and the report on stderr."""
+"""Cleanup at the end of a process, and the report printed to stderr after an exception."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class AtExit:
-    """Calls ``end`` once when this process ends, unless a signal kills it. A forked child ends nothing of its parent's.
+    """Calls ``end`` once when this process ends, unless a signal kills it; does nothing in children forked later.
 
     Args:
-        end: may be called in the middle of whatever the process did last. An Exception in it becomes a warning.
+        end: the function to call, at whatever point the process ended. An Exception that it raises becomes a warning.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class AtExit:
         self._of_child: Finalize | None = None
         atexit.register(self)
         if multiprocessing.parent_process() is not None:
-            # A forked one ends without the functions of atexit.
+            # A child process started by fork ends without running atexit functions.
             self._of_child = Finalize(None, self, exitpriority=0)
 
     def __call__(self) -> None:
@@ -44,14 +44,14 @@ class AtExit:
             warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
 
     def call_off(self) -> None:
-        """Do nothing when the process ends."""
+        """Unregister ``end``, so that nothing happens when the process ends."""
         atexit.unregister(self)
         if self._of_child is not None:
             self._of_child.cancel()
 
 
 def print_report(make: Callable[[], RangeReport]) -> None:
-    """Print the report that ``make`` gives, led by what broke. Whatever fails here must not hide the user's exception."""
+    """Print the report that ``make`` returns to stderr, after a line on what broke; never raises an Exception."""
     try:
         report = make()
         broke = what_broke(report)

@@ -1,4 +1,4 @@
-"""Inspector: the object that a user attaches to a model."""
+"""Inspector: records the number ranges of a PyTorch model's tensors while the model trains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpinspect.runtime.wrappers import unwrapped
 __all__ = ["Inspector", "MpinspectWarning"]
 
 
-#: The first note of an inspector that was asked before it was attached.
+#: The first note in the session of an inspector that was never attached.
 NEVER_ATTACHED = (
     "the inspector was never attached, so nothing was watched: train inside its block, 'with inspector:', or call "
     "inspector.attach() first"
@@ -42,42 +42,45 @@ NEVER_ATTACHED = (
 class Inspector:
     """Watches the number range of a model's gradients while it trains.
 
-    Training is bit-identical to training without it; no tensor and no graph is kept (but for one copy of the weights
-    during a sampled ``optimizer.step()`` where updates are captured); no fault of its own reaches the training. On a
-    GPU nothing waits: counts travel to the host asynchronously and are looked at a step later.
+    Training is bit-identical to training without the inspector, and no error of the inspector reaches the training. No
+    tensor or graph is kept, except one copy of the weights during a sampled ``optimizer.step()`` if updates are
+    captured. Training never waits for the GPU: counts are copied to the host asynchronously and read a step later.
 
         with mpinspect.Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
             train()
         print(inspector.report())
 
     Args:
-        model: any torch.nn.Module. Names are those of the model itself, whether it is given bare or wrapped
-            (DistributedDataParallel, torch.compile, FSDP, activation checkpointing; parts of it too).
-        optimizers: one or several. Optional: those that step any of the model's parameters are found. Give the ones
-            that step FP32 master copies, which can't be found; of a trainer's wrapper (Accelerate's, Lightning's) the one
-            inside is taken.
-        scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found.
-        every: sample every n-th step (the non-finite watch looks at all of them), or a Schedule that says which.
-        capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". The
-            last is added by itself where parameters are stored in FP16 or BF16.
-        include, exclude: shell patterns over dotted paths of modules and parameters. Activations are those of modules
-            without submodules, and of containers that ``include`` names without wildcards.
+        model: any torch.nn.Module. If the model or a part of it is wrapped (DistributedDataParallel, torch.compile,
+            FSDP, activation checkpointing), names are still those of the unwrapped model.
+        optimizers: one or several optimizers. Optional: those that step any of the model's parameters are found
+            automatically. Pass those that step FP32 master copies, which can't be found. A trainer's wrapper
+            (Accelerate's, Lightning's) is replaced by the optimizer inside.
+        scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found
+            automatically.
+        every: sample every n-th step (the non-finite watch covers all steps), or a Schedule that selects the steps.
+        capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". "update" is
+            added automatically if parameters are stored in FP16 or BF16.
+        include, exclude: shell patterns over dotted paths of modules and parameters. Activations are captured for
+            modules without submodules, and for containers that ``include`` names without wildcards.
         loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward.
         log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
             another run, the next free name beside it is taken (``runs/a-2``), with a warning. A script that ends without
-            ``detach`` writes its last steps then; one that is killed leaves all but its last seconds.
-        watch: look at every step for infinities and NaNs.
-        max_overhead: most that inspecting may cost, over the training's own time: 0.02 for 2%. The cost is measured as the
-            training runs (the time inside of the inspector's hooks, on a CUDA GPU its kernels' too), and steps are sampled as
-            often as that allows, ``every`` being the least interval; where the watch alone costs more, it looks at fewer
-            steps. The report says at how many. None: ``every`` and ``watch`` hold, whatever they cost.
+            ``detach`` writes its last steps at exit; a script that is killed loses only its last seconds.
+        watch: check every step for infinities and NaNs.
+        max_overhead: maximum time of the inspector as a share of the training's own time: 0.02 for 2%. The cost (time
+            in the inspector's hooks and, on a CUDA GPU, in its kernels) is measured during training, and steps are
+            sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the
+            budget, it covers fewer steps; the report says how many. None: ``every`` and ``watch`` apply whatever they
+            cost.
 
     Raises:
-        TypeError: model is no Module; optimizers, loss_scale or max_overhead are of the wrong type.
-        ValueError: an unknown kind, ``every`` below 1, or ``max_overhead`` not between 0 and 1.
+        TypeError: model is not a Module, or optimizers, loss_scale or max_overhead have the wrong type.
+        ValueError: an unknown kind, ``every`` below 1, ``max_overhead`` not between 0 and 1, or a ``loss_scale`` that
+            is not positive and finite.
     """
 
-    #: Whether the end of a process that never detached it ends its run.
+    #: Whether the inspector detaches by itself when the process ends.
     _ends_with_the_process = True
 
     def __init__(
@@ -123,7 +126,7 @@ class Inspector:
         )
         self._at_exit: AtExit | None = None
         self._running = False
-        #: Weights that were not finite when the run began; and what tells of those that were not when it ended.
+        #: Names of the weights that were non-finite when the run began, and the event for those non-finite when it ended.
         self._broken_before: frozenset[str] = frozenset()
         self._left: Event | None = None
         for trouble in troubles + _misgivings(found, parameters, selection):
@@ -132,18 +135,18 @@ class Inspector:
     # -- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self) -> Inspector:
-        """Put the hooks on and begin to record. Returns self. Until ``detach`` the model is held, whoever else drops it.
+        """Install the hooks, begin to record and return self. The inspector keeps a reference to the model until ``detach``.
 
-        Reads all weights once, as ``detach`` does, and so waits for the GPU.
+        Reads all weights once, as ``detach`` does, and therefore waits for the GPU.
 
         Raises:
-            RuntimeError: attached already, or detached before (make a new Inspector for another run).
+            RuntimeError: the inspector is attached already or was detached (make a new Inspector for another run).
         """
         if self._capture.attached or self._recording.progress.ended:
             state = "attached already" if self._capture.attached else "was detached: its record is closed"
             raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
         self._broken_before = self._capture.broken_weights() or frozenset()
-        # First: what fails in the middle of attaching is taken off by detach.
+        # Set before attaching, so that detach also cleans up after an attach that fails halfway.
         self._running = True
         self._capture.attach()
         if self.log_dir is not None and self._ends_with_the_process:
@@ -151,7 +154,7 @@ class Inspector:
         return self
 
     def detach(self) -> None:
-        """Take every hook off, take in what is on its way (waits for the GPU) and close the files. Twice does nothing."""
+        """Remove all hooks, collect the remaining counts (waits for the GPU) and close the files; a second call does nothing."""
         if self._running:
             self._end()
             self._running = False
@@ -173,7 +176,7 @@ class Inspector:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """Everything recorded so far. While attached it waits for the GPU."""
+        """Return everything recorded so far. While attached, waits for the GPU."""
         if self._capture.attached:
             self._capture.collect(wait=True)
         session = self._recording.session()
@@ -182,28 +185,29 @@ class Inspector:
         return replace(session, notes=(NEVER_ATTACHED, *session.notes))
 
     def report(self, format: FormatLike | None = None) -> RangeReport:
-        """What the counts say: verdict, findings, ranges by layer, the suggested loss scale. While attached it waits for the GPU.
+        """Return the report: verdict, findings, ranges by layer, suggested loss scale. While attached, waits for the GPU.
 
         Args:
-            format: judged against it ("bfloat16", torch.float16, mpinspect.FLOAT8_E4M3, ...); None for what the run computes in.
+            format: the format to judge the tensors against ("bfloat16", torch.float16, mpinspect.FLOAT8_E4M3, ...);
+                None for the format in which the run computes, or FP16 if that is FP32 or unknown.
 
         Raises:
-            ValueError: ``format`` names none that is known.
+            ValueError: ``format`` is the name of no known format.
         """
         return analyse(self.session(), format)
 
     def __repr__(self) -> str:
-        """Return what it inspects and how far it is, in one line; never waits for the GPU."""
+        """Return the model's name, the state and the progress in one line; never waits for the GPU."""
         progress = self._recording.progress
         state = "attached" if self._capture.attached else "detached" if progress.ended else "not attached yet"
         where = "" if self.log_dir is None else f", writes to {self.log_dir}"
         counts = f"{progress.steps} steps, {progress.sampled_steps} sampled"
         return f"<{type(self).__name__} of {self._recording.info.model}: {state}, {counts}{where}>"
 
-    # -- inside, and for those who make an inspector of their own ----------------------------------------------
+    # -- internal, and for subclasses ----------------------------------------------
 
     def broke_off(self, error: BaseException | None) -> None:
-        """An exception ends the run: a note says so where it may have been for the loss, which nobody sees."""
+        """Record a note if the exception that ended the run may be due to a non-finite loss, which the hooks cannot see."""
         if error is None or isinstance(error, KeyboardInterrupt) or _in_a_module(error):
             return
         step = self._capture.between_forward_and_backward()
@@ -215,7 +219,7 @@ class Inspector:
             )
 
     def _end(self) -> None:
-        """Detach and close; what was broken off in there, by Ctrl-C, is left out at the second try."""
+        """Detach the hooks and close the record; after an interruption (Ctrl-C), a second call skips the completed parts."""
         if self._capture.attached:
             self._capture.detach()
             self._left = self._capture.weights_left(self._broken_before)
@@ -225,15 +229,15 @@ class Inspector:
             self._recording.close()
 
     def _tell(self, note: str) -> None:
-        """A note is made: what can't be measured, and why."""
+        """Warn the user of a new note: what could not be measured, and why."""
         warn(note)
 
     def _announce(self, event: Event) -> None:
-        """Something turned infinite or NaN, just now."""
+        """Do nothing; subclasses can override this to react to an event as soon as it is recorded."""
 
 
 def _in_a_module(error: BaseException) -> bool:
-    """Return whether it was raised in the call of a module, which then never returned."""
+    """Return whether the exception was raised inside a module's call."""
     calls = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
     return any(frame.f_code in calls for frame, _ in walk_tb(error.__traceback__))
 
@@ -279,7 +283,7 @@ def _misgivings(
     parameters: list[model_layers.WatchedParameter],
     selection: model_layers.Selection,
 ) -> list[str]:
-    """Return what is odd about the request, in sentences."""
+    """Return warnings about the arguments, as sentences: no trainable parameters, or patterns that match nothing."""
     sentences = []
     if not parameters:
         sentences.append("the model has no parameters: there are no weight gradients to see")
@@ -294,7 +298,7 @@ def _misgivings(
 
 
 def _nearest(pattern: str, layers: list[model_layers.Layer], parameters: list[model_layers.WatchedParameter]) -> str:
-    """Patterns that would match something, those like this one first; a clause, "" where there is none."""
+    """Return a clause that suggests up to 3 matching patterns, preferably similar ones; "" if there are none."""
     names = [layer.path if layer.is_leaf else f"{layer.path}.*" for layer in layers if layer.path]
     names = [name for name in (*names, *(watched.name for watched in parameters)) if name != pattern]
     nearest = difflib.get_close_matches(pattern, names, n=3) or names[:3]

@@ -1,4 +1,4 @@
-"""The kinds of tensor that can be captured: one row each, with all that a report, a picture or a scale must know of it."""
+"""Table of the kinds of tensor that can be captured, with the properties that reports, plots and loss scales need."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class TensorKind:
     """One kind of tensor.
 
     Args:
-        name: as in ``capture=`` and in session files.
-        title: heading of its table.
-        phrase: what a sentence calls one, before its name in quotes.
-        colour: of its bars and labels; of Okabe and Ito's palette, which readers with any colour vision tell apart.
-        is_scaled: whether a loss scale multiplies it.
-        is_of_parameters: whether it has a parameter's name; else that of the module whose output it is.
-        is_default: captured where nobody chose.
+        name: the name used in ``capture=`` and in session files.
+        title: heading of the kind's table in a report.
+        phrase: words that precede a tensor's quoted name in a sentence.
+        colour: colour of bars and labels, from Okabe and Ito's colour-blind-safe palette.
+        is_scaled: whether a loss scale multiplies tensors of this kind.
+        is_of_parameters: whether a tensor has the name of a parameter; otherwise that of the module whose output it is.
+        is_default: whether the kind is captured by default.
     """
 
     name: str
@@ -70,11 +70,11 @@ _BY_NAME = {kind.name: kind for kind in TABLE}
 
 
 def kind_named(name: str) -> TensorKind:
-    """Return the row of a kind. Raises KeyError where there is none of that name."""
+    """Return the table row of a kind. Raises KeyError for an unknown name."""
     return _BY_NAME[name]
 
 
 def phrase(name: str, kind: str) -> str:
-    """A tensor in a sentence, as in "the activation gradients of 'decoder'"; events know a plain "gradient" beside the kinds."""
+    """Return words for a tensor, like "the activation gradients of 'decoder'"; ``kind`` may also be a plain "gradient"."""
     words = _BY_NAME[kind].phrase if kind in _BY_NAME else {"gradient": "the gradient"}.get(kind, kind)
     return f"{words} {name or '(the model itself)'!r}"

@@ -1,4 +1,4 @@
-"""probe: run the same batches in FP32 and in FP16, and hold what was predicted against what came out."""
+"""probe: runs the same batches in FP32 and in FP16, and compares the predicted with the measured FP16 gradients."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from mpinspect.runtime.untouched import RandomState
 
 @dataclass(frozen=True)
 class ProbeReport(RendersItself):
-    """What FP16 does to a model's gradients: predicted from FP32 counts, and measured.
+    """The effect of FP16 on a model's gradients, predicted from FP32 counts and measured.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
-        layers: one entry a parameter that got a gradient, in the model's order.
-        loss_scale: the advice that follows from the reference; activation gradients and all.
-        second_scale: the other scale at which FP16 ran: the recommended one, or the one asked for. None where there is neither.
-        emulated: True where FP16 was emulated on a CPU, False where a device ran it.
-        device: where the passes ran ("cpu", "cuda").
-        batches: how many.
-        reference: the FP32 passes as a session, one step a batch: ``mpinspect.ranges.analysis.analyse`` takes it.
-        without_gradient: trainable parameters that no batch gave a gradient.
-        notes: sentences about what else was noticed.
+        layers: one entry per parameter that got a gradient, in the model's order.
+        loss_scale: the advice derived from the FP32 reference, including activation gradients.
+        second_scale: the second scale at which FP16 ran: the ``loss_scale`` passed to ``probe``, else the recommended
+            scale; None if neither exists.
+        emulated: True if FP16 was emulated on a CPU, False if the device ran FP16 itself.
+        device: type of the device on which the passes ran ("cpu", "cuda").
+        batches: number of batches.
+        reference: the FP32 passes as a session with one step per batch, for ``mpinspect.ranges.analysis.analyse``.
+        without_gradient: names of the trainable parameters that got no gradient from any batch.
+        notes: further observations, as sentences.
     """
 
     kind: ClassVar[str] = "probe"
@@ -55,9 +56,9 @@ class ProbeReport(RendersItself):
 
     @property
     def worst(self) -> LayerProbe | None:
-        """The layer whose measured flushed fraction at scale 1 is furthest from the predicted one.
+        """The comparable layer whose measured flushed fraction at scale 1 differs most from the predicted one.
 
-        Among those that are comparable; None if there are none.
+        None if no layer is comparable.
         """
         comparable = [layer for layer in self.layers if layer.comparable]
         return max(comparable, key=lambda layer: abs(layer.unscaled.difference), default=None)
@@ -74,35 +75,37 @@ def probe(
     """Run batches in FP32 and in FP16 and compare every weight gradient.
 
     Each batch runs forward and backward in FP32 (autocast off, scale 1), then in FP16 (``torch.autocast``) at loss
-    scale 1, then at the scale that the FP32 gradients recommend; every pass from the same buffers and the same random
-    state. On a GPU FP16 is the device's own. On a CPU it is emulated: FP16 tensors, products summed in FP32 and rounded
-    once, as Tensor Cores do it. So the result does not depend on the processor's own FP16, but for the order of FP32 sums.
+    scale 1, then in FP16 at the scale recommended from the FP32 gradients. Every pass starts from the same buffers and
+    random state. A GPU runs its own FP16. On a CPU, FP16 is emulated: FP16 tensors, with products summed in FP32 and
+    rounded once, as in Tensor Cores, so only the order of FP32 sums depends on the processor.
 
-    Afterwards the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags), the random generators
-    of torch, Python and NumPy, and autocast are as they were, also after an error. Nothing is trained.
+    Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags), the
+    random generators of torch, Python and NumPy, and autocast are restored. Nothing is trained.
 
     Args:
-        model: holds FP32 parameters and sits where the batches will be; it runs in the mode (train or eval) it is in.
-        loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, not scaled. Called up to four times a batch, itself without
-            autocast or backward.
-        batches: an iterable of batches, all of which are kept in memory: take a few of a long one with
-            ``itertools.islice(loader, 4)``. Each batch is a step of its own.
+        model: a model with FP32 trainable parameters, on the batches' device; it runs in its current mode (train or
+            eval).
+        loss_fn: ``loss_fn(model, batch)`` returns the unscaled scalar loss. It is called up to four times per batch and
+            must not use autocast or call backward itself.
+        batches: an iterable of batches, all of which are kept in memory: limit a long one with
+            ``itertools.islice(loader, 4)``. Each batch is a separate step.
         loss_scale: the second scale, a power of two; the recommended one by default.
 
-    The reference is as precise as the device's FP32 is set to be (``torch.backends.cuda.matmul.allow_tf32``). Synchronises
-    the device. Holds a copy of the model's values and two sets of gradients beside it.
+    The reference is as precise as the device's FP32 setting (``torch.backends.cuda.matmul.allow_tf32``). Synchronises
+    the device. Needs memory for a copy of the model's values and two sets of gradients.
 
     Raises:
-        TypeError: model is no Module, loss_fn is not callable, the loss is no tensor, batches is no iterable of batches.
+        TypeError: model is not a Module, loss_fn is not callable, the loss is not a tensor, or batches is not an
+            iterable.
         ValueError: no batches, parameters that are not FP32, a loss that is not scalar, not finite or without a graph,
-            no parameter got a gradient, or loss_scale is no power of two.
+            no parameter with a gradient, or a loss_scale that is not a power of two.
     """
     _require(model, loss_fn, loss_scale)
     random = RandomState.now()
     passes = Passes(model, loss_fn)
     try:
         given = _materialised(batches)
-        # Drawing the batches may have drawn from the generators: every sweep starts where the first one does.
+        # Drawing the batches may have advanced the random generators: every sweep starts from this state.
         start = RandomState.now()
         first = _sweep(passes, given, 1.0)
         session = passes.session()
@@ -117,14 +120,14 @@ def probe(
 
 
 class _Sweep(NamedTuple):
-    """The FP16 passes over all batches at one scale, by parameter."""
+    """The differences between FP16 and FP32 gradients over all batches at one loss scale, by parameter name."""
 
     loss_scale: float
     differences: dict[str, GradientDifference]
 
 
 def _sweep(passes: Passes, batches: list[Any], loss_scale: float) -> _Sweep:
-    """The reference runs again in each sweep: keeping its gradients of every batch would take more memory than it is worth."""
+    """Run all batches in FP32 and in FP16 at a loss scale; FP32 runs again in each sweep to save gradient memory."""
     differences: dict[str, GradientDifference] = {}
     for number, batch in enumerate(batches):
         start = RandomState.now()
@@ -169,7 +172,7 @@ def _layer(
     second: _Sweep | None,
 ) -> LayerProbe:
     is_noise = is_rounding_noise(histogram, ceiling)
-    # Of a gradient that is noise in part (a fused bias) the rest is compared; of one that is noise alone nothing would be left.
+    # Remove the noise only from gradients that are partly noise (a fused bias): of pure noise nothing would remain.
     floor = 0.0 if is_noise else ceiling
     sweeps = [sweep for sweep in (first, second) if sweep]
     return LayerProbe(
@@ -178,7 +181,7 @@ def _layer(
         histogram=histogram,
         unscaled=_agreement(first, name, histogram, floor),
         scaled=_agreement(second, name, histogram, floor) if second else None,
-        # A few values may be FP16 numbers by chance at one scale.
+        # Check all scales: at one scale the values of a small gradient may be FP16 numbers by chance.
         in_half=all(sweep.differences[name].in_half for sweep in sweeps),
         rounding_noise=is_noise,
     )
@@ -188,7 +191,7 @@ def _agreement(sweep: _Sweep, name: str, histogram: ExponentHistogram, noise_flo
     log2_scale = _log2(sweep.loss_scale)
     difference = sweep.differences[name]
     reference = without_noise(histogram, noise_floor)
-    # The same exponents leave both: what is noise is decided by the ceiling alone.
+    # The same exponents are removed from both histograms: the ceiling alone decides what is noise.
     vanished = without_noise(difference.vanished, noise_floor)
     return GradientAgreement(
         loss_scale=sweep.loss_scale,

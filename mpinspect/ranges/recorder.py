@@ -1,4 +1,4 @@
-"""Recorder: for training loops of any framework. It is handed arrays and makes the session that an Inspector makes."""
+"""Recorder: builds the same session as an Inspector from arrays passed in by a training loop of any framework."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FRAMEWORKS = ("tensorflow", "keras", "jax", "paddle", "mxnet", "cupy", "torch")
 
 
 class Recorder:
-    """Takes the gradients of any framework as arrays, and says of them what an Inspector says of a torch model.
+    """Records gradients of any framework, given as arrays, and reports on them as an Inspector does on a torch model.
 
         with mpinspect.Recorder("runs/a") as recorder:
             for step, batch in enumerate(batches):
@@ -39,17 +39,18 @@ class Recorder:
                 recorder.observe("", gradients, step=step, loss_scale=scale)
         print(recorder.report())
 
-    Counting is done in NumPy; torch is imported for the TensorBoard log alone, so only with a ``log_dir``. No array is kept or
-    changed. Nothing that ``observe`` is given makes it raise: it warns, once, and goes on.
+    Counting is done in NumPy; torch is imported only for the TensorBoard log, so only with a ``log_dir``. No array is
+    kept or changed. ``observe`` never raises on invalid arguments: it warns once and continues.
 
     Args:
         log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
             another run, the next free name beside it is taken (``runs/a-2``), with a warning.
-        model: its name, for the report.
-        every: sample every n-th step (in the others ``observe`` returns at once), or a Schedule that says which.
+        model: name of the model, for the report.
+        every: sample every n-th step (in other steps ``observe`` returns at once), or a Schedule that selects the
+            steps.
 
     Raises:
-        ValueError: ``every`` is no whole number of 1 or more.
+        ValueError: ``every`` is not an integer of at least 1.
     """
 
     def __init__(self, log_dir: str | Path | None = None, *, model: str = "", every: int | Schedule = 1) -> None:
@@ -59,19 +60,19 @@ class Recorder:
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         self._recording = Recording(info, sinks)
         self._capture = ArrayCapture(self._recording, schedule)
-        # Callbacks of some frameworks run on threads of their own.
+        # Some frameworks run callbacks on their own threads.
         self._lock = threading.RLock()
         for trouble in troubles:
             self._recording.note(trouble)
         if sinks:
-            # A script that forgets close() still gets its last second, and a recorder that it drops is closed.
+            # Close the recorder when it is garbage-collected or the script ends, so that no data is lost without close().
             weakref.finalize(self, _close, self._capture, self._recording, self._lock, os.getpid())
 
     # -- recording --------------------------------------------------------------------------------------------------
 
     @property
     def sampled(self) -> bool:
-        """Whether the open step is sampled; between steps, whether the next one will be."""
+        """Whether the open step is sampled; between steps, whether the next step will be sampled."""
         with self._lock:
             return self._capture.sampled
 
@@ -85,19 +86,20 @@ class Recorder:
         loss_scale: Any = 1.0,
         passed_through: str | None = None,
     ) -> None:
-        """Count an array. At sampled steps it waits for the device that the array lies on. Never raises an Exception.
+        """Count an array's values. In sampled steps, waits for the array's device. Never raises an Exception.
 
         Args:
-            name: dotted path of the parameter (of the module, for the activation kinds); what is no text is made one.
-            array: of NumPy, TensorFlow, JAX, Paddle, MXNet, CuPy, torch or any other library with DLPack; also a dict, list or
-                pytree of arrays, whose keys are joined to the name by dots. None is passed over.
+            name: dotted path of the parameter (of the module, for the activation kinds); other objects are converted to
+                str.
+            array: an array of NumPy, TensorFlow, JAX, Paddle, MXNet, CuPy, torch or any other library with DLPack; or a
+                dict, list or pytree of arrays, whose keys are appended to the name with dots. None is ignored.
             kind: "weight_gradient", "activation_gradient", "activation", "weight" or "update".
-            step: number of the training step, whole and below 2^63; a larger one than before ends the step before. None: the
-                open step, which ``next_step`` ends.
-            loss_scale: what a gradient is still multiplied by: a number (or a scalar array), which is divided out; None if it
-                is not known. Other kinds are not multiplied by it.
-            passed_through: format that the values were rounded to before they came ("float16", "bfloat16", ...), where the
-                array's own dtype does not tell: a float32 copy of an FP16 gradient.
+            step: number of the training step, an integer below 2^63; a larger number than before ends the previous
+                step. None means the open step, which ``next_step`` ends.
+            loss_scale: the loss scale still contained in a gradient, a number or scalar array, which is divided out;
+                None if unknown. It does not apply to the other kinds.
+            passed_through: format to which the values were rounded earlier ("float16", "bfloat16", ...), if the array's
+                dtype does not show it, as in a float32 copy of an FP16 gradient.
         """
         with self._lock:
             if self._recording.progress.ended:
@@ -106,13 +108,13 @@ class Recorder:
                 self._capture.observe(name, array, kind, step, loss_scale, passed_through)
 
     def next_step(self, *, skipped: bool | None = None) -> None:
-        """The step is over; what is observed next belongs to another. ``skipped``: whether its update was skipped, if known."""
+        """End the open step. ``skipped``: whether the step's optimizer update was skipped; None if unknown."""
         with self._lock:
             if not self._recording.progress.ended:
                 self._capture.next_step(skipped)
 
     def close(self) -> None:
-        """End the open step and close the files. Twice does nothing."""
+        """End the open step and close the files. A second call does nothing."""
         _close(self._capture, self._recording, self._lock)
 
     def __enter__(self) -> Recorder:
@@ -128,23 +130,23 @@ class Recorder:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """Return everything recorded so far, the open step included; the step goes on."""
+        """Return everything recorded so far, including the open step, which stays open."""
         with self._lock:
             return self._capture.session()
 
     def report(self, format: FormatLike | None = None) -> RangeReport:
-        """Return what the counts say: verdict, findings, ranges by layer, the suggested loss scale.
+        """Return the report: verdict, findings, ranges by layer and the suggested loss scale.
 
         Args:
-            format: judged against it; None for FP16, or BF16 where that is what the arrays are.
+            format: the format to judge the arrays against; None for FP16, or BF16 if the arrays are BF16.
 
         Raises:
-            ValueError: ``format`` names none that is known.
+            ValueError: ``format`` is the name of no known format.
         """
         return analyse(self.session(), format)
 
     def __repr__(self) -> str:
-        """Return how far it is, in one line."""
+        """Return the recorder's state and progress in one line."""
         progress = self._recording.progress
         where = "" if self.log_dir is None else f", writes to {self.log_dir}"
         state = "closed" if progress.ended else "open"
@@ -152,7 +154,7 @@ class Recorder:
 
 
 def _close(capture: ArrayCapture, recording: Recording, lock: threading.RLock, process: int | None = None) -> None:
-    """Twice does nothing. ``process``: the one whose files they are; in its forked children nothing is done."""
+    """Close the recording unless it is closed already, or this process is not ``process``, which owns the files."""
     if process not in (None, os.getpid()):
         return
     with lock:
@@ -162,7 +164,7 @@ def _close(capture: ArrayCapture, recording: Recording, lock: threading.RLock, p
 
 
 def _versions() -> dict[str, str]:
-    """Ours, and those of the frameworks that are loaded."""
+    """Return the versions of mpinspect, NumPy, Python and the frameworks imported so far."""
     loaded = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in _FRAMEWORKS}
     found = {name: version for name, version in loaded.items() if version}
     return {"mpinspect": __version__, "numpy": np.__version__, **found, "python": platform.python_version()}

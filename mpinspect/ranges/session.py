@@ -1,7 +1,7 @@
-"""The waist: frozen records of a run.
+"""Frozen records of a run, the only interface between capture and analysis.
 
-Capture fills a session, analysis and reports read it; neither knows the other. Everything here is plain
-data without torch: what is counted are the *unscaled* values (the loss scale of that backward divided out).
+Capture fills a session; analysis and reports read it; neither imports the other. Everything here is plain data without
+torch. Counts are of *unscaled* values (divided by the loss scale of their backward).
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
-#: What events have beside these kinds: the loss before and after a scaler multiplied it.
+#: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
-#: The phase of an event that no step told of.
+#: The phase of an event found only when the run ended, not in any step.
 END = "end"
 
-# What fields may hold; whoever reads a session from a file checks it (``decoding.typed``).
+# Allowed values of fields, checked when a session is read from a file (``decoding.typed``).
 Kind = Annotated[str, OneOf(KINDS)]
-#: Steps, elements: what the file's columns hold too.
+#: A number of steps or elements; the file's columns have the same range.
 Count = Annotated[int, Between(0, (1 << 63) - 1)]
-#: Of a magnitude: float64's, -1074..1023, moved by a loss scale that is a float64 as well; the next power of two.
+#: Limit of a magnitude's exponent: float64's -1074..1023, shifted by a float64 loss scale, up to the next power of two.
 LARGEST_EXPONENT = 4096
 Exponent = Annotated[int, Between(-LARGEST_EXPONENT, LARGEST_EXPONENT)]
 Seconds = Annotated[float, Between(-1e18, 1e18)]
-#: A loss scale; infinite where a scaler has grown beyond its dtype.
+#: A loss scale; infinite if a scaler has grown it beyond its dtype.
 Scale = Annotated[float, Between(0.0, math.inf)]
 
-#: Windows that a run of any length is coarsened to: an eighth of the run, the block by which drift is told, has 8 or more.
+#: Maximum number of windows of a run of any length: an eighth of the run, the block used to detect drift, then has 8 or more.
 WINDOW_LIMIT = 128
-#: Histograms that these hold together, at about 1.5 kB of memory each: twice as many load in about a second.
+#: Maximum number of histograms in all windows, at about 1.5 kB of memory each: twice as many load in about a second.
 TENSOR_WINDOW_LIMIT = 1 << 16
-#: ... but fewer windows than this would blur the drift over the run, however many tensors there are.
+#: Smallest limit on the number of windows, however many tensors there are: fewer windows would blur drift over the run.
 LEAST_WINDOW_LIMIT = 16
 
 
 class TensorKey(NamedTuple):
-    """Which tensor: the dotted path of a parameter (of a module, for the activation kinds), and the kind."""
+    """Identifies a tensor by the dotted path of its parameter (of its module, for the activation kinds) and its kind."""
 
     name: str
     kind: Kind
@@ -63,7 +63,7 @@ class TensorInfo:
         module_type: class name of that module.
         shape: shape of the parameter; empty for activations, whose shape varies.
         dtype: storage dtype of the parameter ("float32"); "" for activations.
-        note: why it can't be captured, if that is known ("frozen: requires_grad is False"), else "".
+        note: why the tensor can't be captured, if known ("frozen: requires_grad is False"), else "".
     """
 
     name: str
@@ -81,10 +81,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LostUpdates:
-    """Parameter updates that rounding would lose if the weights were stored in a format: w + dw rounds back to w.
+    """Parameter updates that are lost if the weights are stored in a given format: w + dw rounds back to w.
 
-    ``measured`` is True where the weights really are stored so and did not move although their gradient was not zero;
-    otherwise every w and dw of a wider weight was rounded to find out.
+    ``measured`` is True if the weights really are stored in the format: a lost update is then a weight that did not
+    change despite a non-zero gradient. Otherwise the losses were computed by rounding each w and dw of a wider weight.
     """
 
     lost: int
@@ -96,25 +96,26 @@ class LostUpdates:
 
     @property
     def fraction(self) -> float:
-        """Lost over non-zero updates, 0..1."""
+        """Share of the non-zero updates that are lost, 0..1."""
         return self.lost / self.nonzero if self.nonzero else 0.0
 
 
 @dataclass(frozen=True)
 class TensorWindow:
-    """What was counted of one tensor over one window of steps.
+    """The counts of one tensor over one window of steps.
 
     Args:
         histogram: unscaled values of all samples together.
-        samples: how many tensors were counted (a module used twice gives two a step, micro-batches one each).
-        peaks: for how many samples the ``peak_exponent`` (exponent of the largest magnitude, rounded to 11 bits) was what.
+        samples: number of tensors counted (a module called twice gives two per step, each micro-batch one).
+        peaks: ``peak_exponent`` (exponent of the largest magnitude, rounded to 11 bits) -> number of samples.
         dtypes: storage dtypes of the tensors counted.
-        passed_through: name of the narrowest format that the values were rounded to before they could be counted
-            ("float16" under FP16 autocast, the FP32 ``.grad`` included), "float32" if none.
-        floor_exponent: visibility floor: unscaled magnitudes up to 2^floor_exponent may have been flushed before they were
-            counted (the format's flush edge over the smallest scale used); None where nothing was flushed before.
-        lost_updates: by name of the storage format asked about; only for kind "update".
-        numel_max: elements of the largest single sample.
+        passed_through: name of the narrowest format to which the values were rounded before counting ("float16" under
+            FP16 autocast, even for the FP32 ``.grad``), "float32" if none.
+        floor_exponent: visibility floor: unscaled magnitudes up to 2^floor_exponent may have been flushed before
+            counting (the format's flush edge divided by the smallest scale used); None if nothing was flushed before
+            counting.
+        lost_updates: lost updates by name of the storage format; only for the kind "update".
+        numel_max: number of elements of the largest single sample.
     """
 
     histogram: ExponentHistogram
@@ -129,9 +130,10 @@ class TensorWindow:
 
 @dataclass(frozen=True)
 class Window:
-    """All that was counted in the sampled steps from first_step to last_step, both included.
+    """All counts of the sampled steps from first_step to last_step, both included.
 
-    ``gradient_peaks``: for how many sampled steps the peak exponent over *all* gradients was what.
+    ``gradient_peaks`` maps the peak exponent over *all* gradients of a step to the number of sampled steps with that
+    peak.
     """
 
     first_step: int
@@ -141,13 +143,13 @@ class Window:
     gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def times(self, weight: int) -> Window:
-        """Return the window as if each sample had been counted ``weight`` times; its steps and peaks stay."""
+        """Return the window as if each sample had been counted ``weight`` times; its steps and peaks are unchanged."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         return replace(self, tensors=TensorColumns.of(self.tensors).times(weight))
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
-        """Return the window with the tensors of these kinds only."""
+        """Return the window with only the tensors of these kinds."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         if isinstance(self.tensors, TensorColumns):
@@ -157,24 +159,26 @@ class Window:
 
 @dataclass(frozen=True)
 class Event:
-    """Something turned infinite or NaN: the first such tensor of a step, in execution order.
+    """The first tensor of a step, in execution order, that turned infinite or NaN.
 
     Args:
         step, micro_batch: counted from 0.
-        phase: "forward" or "backward"; "end" for weights that were not finite when the run ended, and no step had told.
-        module: dotted path of the module in which it arose, as far as the tensors seen can tell ("" is the model itself).
-        what: the kind of tensor in which it was first seen, or one of LOSSES.
+        phase: "forward" or "backward"; "end" for weights found non-finite when the run ended, without an event in any
+            step.
+        module: dotted path of the module in which the value arose, as far as the observed tensors show ("": the model
+            itself).
+        what: the kind of the tensor in which the value was first seen, or one of LOSSES.
         tensor: name of that tensor (a module's or a parameter's dotted path).
         value: "inf" or "nan" (NaN if both).
-        loss_scale: the scale of that step's backward; None if unknown or not yet known (forward).
-        last_maxima: largest finite magnitudes of the same tensor at the steps before, oldest first (at most 8).
+        loss_scale: the loss scale of the step's backward; None if unknown or not yet known (forward).
+        last_maxima: largest finite magnitudes of the same tensor in the previous steps, oldest first (at most 8).
         skipped: whether the optimizer's step was skipped; None if not known.
-        forward_finite: whether every output seen in that step's forward was finite; None if not watched.
-        gradients_finite: whether every gradient seen in that step was finite (then a non-finite forward did no harm: a mask,
-            perhaps); None if no gradient was seen.
-        explanation: a sentence: how it is known that it arose there.
-        after: whether it arose after ``module``, which was handed a gradient that was not finite already: in the loss, or in a
-            function between modules.
+        forward_finite: whether every output seen in the step's forward was finite; None if not watched.
+        gradients_finite: whether every gradient seen in the step was finite, so that a non-finite forward (a mask,
+            perhaps) did no harm; None if no gradient was seen.
+        explanation: a sentence on the evidence that the value arose in ``module``.
+        after: whether the value arose in the forward code after ``module`` (the loss, or a function between modules),
+            so that the gradient arriving at the module's output was already non-finite.
     """
 
     step: Count
@@ -194,24 +198,24 @@ class Event:
 
     @property
     def place(self) -> str:
-        """Where it arose, in words: the module's path, or what the empty path stands for."""
+        """The place where the value arose, in words: the module's path, "the loss" or "the model itself"."""
         place = self.module or ("the loss" if self.what in LOSSES else "the model itself")
         return f"after {place}" if self.after else place
 
 
-#: Rows of a batch that a measurement names.
+#: Maximum number of rows of a batch that a measurement names.
 MOST_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Something measured of a run that no histogram tells; a diagnosis (``analysis/diagnoses``) makes findings of it.
+    """A measurement of a run beyond the histograms; a diagnosis (``analysis/diagnoses``) turns it into findings.
 
     Args:
-        what: which measurement, as the observer that makes it names it ("gradients-handed-over").
+        what: name of the measurement, set by the observer that makes it ("gradients-handed-over").
         name: dotted path of the module or parameter; "" for the whole model.
         step: counted from 0.
-        figures: numbers by name; those that are not finite are kept.
+        figures: numbers by name; they may be non-finite.
         names: further dotted paths.
         text: a few words that the diagnosis quotes: a dtype, an operator, a class name.
     """
@@ -226,14 +230,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """An optimizer of the model, as it was at one of its steps.
+    """An optimizer of the model, with its state at one of its steps.
 
     Args:
         type: class name.
-        settings: numbers of its first group by name: "lr", "weight_decay", "eps", "momentum", "beta1", "beta2".
-        steps: dtypes of the tensors that it steps, and how many elements of each.
-        states: by name ("exp_avg_sq") the dtypes in which it keeps the state of each element; empty before its first step.
-        masters: elements of those that it steps and the model does not hold (FP32 masters of a loop that copies them back).
+        settings: settings of the first parameter group by name: "lr", "weight_decay", "eps", "momentum", "beta1",
+            "beta2".
+        steps: number of elements that the optimizer updates, by dtype.
+        states: dtypes of the per-element state by name ("exp_avg_sq"); empty before the optimizer's first step.
+        masters: number of updated elements that are not in the model (FP32 masters of a loop that copies them back).
     """
 
     type: str
@@ -249,9 +254,9 @@ class ScalerRecord:
 
     Args:
         type: class name.
-        enabled: whether it scales at all.
-        init_scale: the scale at its first use; None if unknown.
-        growth_interval: steps; None if it has none.
+        enabled: whether the scaler is enabled.
+        init_scale: the loss scale at the scaler's first use; None if unknown.
+        growth_interval: growth interval in steps; None if the scaler has none.
     """
 
     type: str
@@ -262,15 +267,15 @@ class ScalerRecord:
 
 @dataclass(frozen=True)
 class Precision:
-    """The ledger of a run: in which dtypes things are kept and computed. Dtypes by torch's names ("bfloat16").
+    """The precision ledger of a run: the dtypes in which it stores and computes, by torch's names ("bfloat16").
 
     Args:
-        weights: elements of the parameters by dtype.
-        gradients: elements of the gradients that the optimizers were given by dtype; empty where none was seen.
-        autocast: dtypes of the autocasts in which training forwards ran; "" stands for forwards outside of any.
-        outputs: dtypes of the floating outputs of modules in training forwards.
+        weights: number of parameter elements by dtype.
+        gradients: number of elements of the gradients passed to the optimizers, by dtype; empty if none were seen.
+        autocast: autocast dtypes of the training forwards; "" for forwards outside autocast.
+        outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
-        optimizers, scalers: those seen.
+        optimizers, scalers: the optimizers and loss scalers seen.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -283,7 +288,7 @@ class Precision:
 
 
 class ScaleChange(NamedTuple):
-    """From this step on the loss scale was this (1.0: no scaling; None: not known)."""
+    """The loss scale from a given step on (1.0: no scaling; None: unknown)."""
 
     step: Count
     scale: Scale | None
@@ -291,7 +296,7 @@ class ScaleChange(NamedTuple):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What run this is: fixed when the inspector attaches."""
+    """The settings and versions of a run, fixed from its start."""
 
     model: str = ""
     started: str = ""
@@ -304,12 +309,12 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run has come.
+    """The progress of a run.
 
-    ``scale_known`` is False once a backward ran whose loss scale could not be told; ``scale_unknown_reason`` says why.
-    ``weights_moved``: whether an optimizer stepped, or the weights were changed otherwise; None where that is not known.
-    With ``max_overhead``: ``watched_steps`` is how many steps the watch looked at (None: at all of them), and over
-    ``measured_steps`` of them the inspector took ``own_s`` seconds to ``bare_s`` of training without it.
+    ``scale_known`` is False once a backward ran with an unknown loss scale; ``scale_unknown_reason`` says why.
+    ``weights_moved``: whether an optimizer stepped or the weights changed otherwise; None if unknown. With
+    ``max_overhead``, ``watched_steps`` is the number of steps that the watch checked (None: all steps); over
+    ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds.
     """
 
     steps: Count = 0
@@ -328,15 +333,15 @@ class Progress:
 
     @property
     def overhead(self) -> float | None:
-        """What the inspector took over the bare training, 0.02 for 2%: measured; None where it was not."""
+        """The inspector's measured time divided by the bare training's (0.02 means 2%); None if not measured."""
         return self.own_s / self.bare_s if self.bare_s > 0 else None
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run: what was watched, what was counted, what broke. Pure data; safe to keep, merge, send and read anywhere.
+    """The record of a run: tensors watched, counts and events. Pure data; safe to keep, merge, send and read anywhere.
 
-    ``notes`` are sentences by the capture: what it could not measure and why. ``precision`` is empty where none was recorded
+    ``notes`` are sentences on what the capture could not measure and why. ``precision`` is empty if none was recorded
     (arrays, older files).
     """
 
@@ -350,18 +355,18 @@ class Session:
     measurements: tuple[Measurement, ...] = ()
 
     def __repr__(self) -> str:
-        """Return one line: the fields hold every count of a run."""
+        """Return a one-line summary, as the fields hold every count of a run."""
         progress, model = self.progress, self.info.model or "a model"
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
-        """Return every tensor's windows merged over the whole run, in the order in which they were watched."""
+        """Return each tensor's counts merged over the whole run, in the order in which the tensors were watched."""
         merged = _merge_tensors([window.tensors for window in self.windows])
         order = dict.fromkeys([*(info.key for info in self.watched), *merged])
         return {key: merged[key] for key in order if key in merged}
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
-        """Return the formats that these tensors' values (None: those of all) were rounded to before counting, in any window."""
+        """Return the formats to which these tensors' values (None: all tensors') were rounded before counting, in any window."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         found: set[str] = set()
@@ -373,13 +378,13 @@ class Session:
         return found
 
     def gradient_peaks(self) -> dict[int, int]:
-        """For how many sampled steps the peak exponent over all gradients was what, over the whole run."""
+        """Return the peak exponent over all gradients of a step -> number of sampled steps, over the whole run."""
         return add_counts(window.gradient_peaks for window in self.windows)
 
     def reached(self) -> Progress:
-        """Return how far the run has come, as far as anything here tells.
+        """Return the run's progress; for a run that has not ended, raised to the last step found in any window or event.
 
-        A process that is killed after a window and before the record of its progress leaves windows that reach further.
+        If a process is killed between writing a window and writing its progress, the window reaches further.
         """
         told = [window.last_step + 1 for window in self.windows] + [event.step + 1 for event in self.events]
         sampled = sum(window.sampled_steps for window in self.windows)
@@ -397,20 +402,20 @@ class Session:
     def load(cls, path: str | PathLike[str]) -> Session:
         """Read a run: ``path`` is a run directory (the inspector's ``log_dir``) or a session file. Needs no torch.
 
-        Works while the run goes on and after it was killed; what can't be read is named in ``notes``.
+        Works while the run is still going on and after it was killed; ``notes`` names the parts that can't be read.
 
         Raises:
-            SessionError: there is no session, the file is not one, or a newer mpinspect wrote it.
+            SessionError: there is no session, the file is not a session file, or a newer mpinspect wrote it.
         """
         from mpinspect.ranges.store import read_session
 
         return read_session(path)
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write a session file, every field of it; in a directory it gets the name that ``load`` looks for. Returns its path.
+        """Write the whole session to a file and return its path; in a directory the file gets the name that ``load`` expects.
 
         Raises:
-            SessionError: there is such a file already, or it can't be written.
+            SessionError: the file exists already, or it can't be written.
         """
         from mpinspect.ranges.store import save_session
 
@@ -418,12 +423,12 @@ class Session:
 
 
 def now() -> str:
-    """Return the time that ``RunInfo.started`` holds: UTC, ISO 8601, to the second."""
+    """Return the current time as stored in ``RunInfo.started``: UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
-    """Return several windows of one tensor as one: counts add, the floor is the worst, the narrowest format stays."""
+    """Merge windows of one tensor: counts are added, the highest floor and the narrowest format are kept."""
     if len(parts) == 1:
         return parts[0]
     floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
@@ -444,7 +449,7 @@ def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
 
 
 def merge_windows(first: Window, *others: Window) -> Window:
-    """Neighbouring windows as one. Associative: how they are bracketed makes no difference."""
+    """Merge neighbouring windows into one. The operation is associative."""
     if not others:
         return first
     windows = (first, *others)
@@ -458,7 +463,7 @@ def merge_windows(first: Window, *others: Window) -> Window:
 
 
 def _merge_tensors(parts: Sequence[Mapping[TensorKey, TensorWindow]]) -> Mapping[TensorKey, TensorWindow]:
-    """Return the tensors of several windows as one window's, as columns where there are columns."""
+    """Merge the tensors of several windows; the result is a TensorColumns if any part is one."""
     from mpinspect.ranges.store.columns import TensorColumns
     from mpinspect.ranges.store.merging import merge_columns
 
@@ -472,10 +477,10 @@ def _merge_tensors(parts: Sequence[Mapping[TensorKey, TensorWindow]]) -> Mapping
 
 
 def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window, ...]:
-    """At most ``limit`` windows that tell the same: neighbours merged, in step order, every total kept exactly.
+    """Merge neighbouring windows until at most ``limit`` are left, in step order; every total is kept exactly.
 
-    Windows come out about equally long (in sampled steps), however often old ones are coarsened together with new ones.
-    ``limit`` defaults to ``window_limit`` of the largest window's number of tensors.
+    The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new
+    ones. ``limit`` defaults to ``window_limit`` of the largest window's number of tensors.
 
     Raises:
         ValueError: limit < 1.
@@ -487,14 +492,14 @@ def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window
 
 
 def window_limit(tensors: int) -> int:
-    """Return how many windows of so many tensors a run is coarsened to: 128, and fewer (16 at least) beyond 512 tensors."""
+    """Return the maximum number of windows for a run with so many tensors: 128; fewer, but at least 16, beyond 512 tensors."""
     return max(LEAST_WINDOW_LIMIT, min(WINDOW_LIMIT, TENSOR_WINDOW_LIMIT // max(tensors, 1)))
 
 
 def coarsen_plan(sampled_steps: Sequence[int], limit: int) -> list[range]:
-    """Return which neighbours ``coarsen`` merges: ranges of indices, in order, at most ``limit`` of them.
+    """Return the groups of neighbours that ``coarsen`` merges: at most ``limit`` ranges of indices, in order.
 
-    New windows are merged to the length that old ones have; only when that leaves too many does the length double.
+    New windows are merged to the length of the old ones; the length is doubled only if too many windows are left.
     """
     if limit < 1:
         raise ValueError(f"windows can't be coarsened to {limit}: at least 1 must stay")
@@ -507,11 +512,11 @@ def coarsen_plan(sampled_steps: Sequence[int], limit: int) -> list[range]:
 
 
 def _fill(sizes: Sequence[int], length: int) -> list[range]:
-    """Greedy grouping of neighbours: a group is closed before it would exceed ``length``."""
+    """Group neighbours greedily, closing each group before its sum would exceed ``length``."""
     groups: list[range] = []
     start, filled = 0, 0
     for index, size in enumerate(sizes):
-        # A window without a sample still counts as one, else any number of them would pass for few.
+        # A window without samples counts as size 1; otherwise one group could take any number of empty windows.
         size = max(size, 1)
         if index > start and filled + size > length:
             groups.append(range(start, index))
@@ -521,12 +526,12 @@ def _fill(sizes: Sequence[int], length: int) -> list[range]:
 
 
 def narrowest(formats: Iterable[str]) -> str:
-    """Of the formats named the one that flushes most; one that is not known here is taken for the worst."""
+    """Return the name of the format that flushes most; an unknown format counts as the worst."""
     return max(formats, key=lambda name: (FORMATS[name].flush_edge if name in FORMATS else float("inf"), name))
 
 
 def add_counts(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Sum of mappings exponent -> count."""
+    """Return the sum of mappings exponent -> count, sorted by exponent."""
     total: dict[int, int] = {}
     for part in parts:
         for exponent, count in part.items():
@@ -535,13 +540,13 @@ def add_counts(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def floor_exponent(format_name: str, scale: float | None) -> int:
-    """Return the exponent up to which unscaled magnitudes may have been flushed by a format, at a loss scale.
+    """Return the exponent up to which a format may have flushed unscaled magnitudes, at a loss scale.
 
-    Of values that were rounded to the format before they could be counted. A scale that is not known counts as 1.
+    This applies to values that were rounded to the format before counting. An unknown scale counts as 1.
     """
     return math.ceil(math.log2(FORMATS[format_name].flush_edge) - math.log2(scale or 1.0))
 
 
 def overflow_exponent(format_name: str, scale: float | None) -> int:
-    """Return the least exponent, unscaled, of a magnitude that became infinite in a format. How large it was is not known."""
+    """Return the smallest unscaled exponent of a magnitude that overflowed to infinity in a format at a loss scale."""
     return math.floor(FORMATS[format_name].max_exponent + 1 - math.log2(scale or 1.0))

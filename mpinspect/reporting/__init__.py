@@ -1,1 +1,1 @@
-"""What a report says and how it is shown, whatever its question: findings, words, pages, pictures' style."""
+"""What all kinds of reports share: findings, documents, wording, output forms and plot style."""

@@ -1,8 +1,8 @@
-"""What a report says, before it has a form: blocks of plain data that text, Markdown and HTML render alike.
+"""A report's contents, independent of the output form: blocks of plain data for the text, Markdown and HTML renderers.
 
-A question's ``report/document.py`` builds one ``Document``; the renderers (``text.py``, ``markdown.py``, ``html.py``) know no
-question. A *terminal* is narrow and scrolls, a *page* (Markdown, HTML) is read from its top: a block may show fewer rows on the
-first. Strings are the bare words, without marks of any form and without line ends; the renderers escape them.
+Each kind of report builds a ``Document`` in its ``report/document.py``; the renderers (``text.py``, ``markdown.py``,
+``html.py``) treat all kinds alike. A *terminal* is narrow and scrolls, a *page* (Markdown, HTML) is read from the top,
+so a block may show fewer rows in a terminal. Strings are plain text without markup or line ends; renderers escape them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.words import NOT_APPLICABLE
 
-#: How a line or a cell is meant; "" is plain. A form without colour shows the words alone.
+#: How a line or a cell is emphasised; "" is plain. A form without colour shows the text alone.
 Tone = Literal["", "strong", "dim", "good", "warning", "error", "unknown"]
 
 
@@ -24,9 +24,9 @@ class Limit:
 
     Args:
         terminal: rows, items or names in a terminal.
-        page: the same on a page.
-        rest: stands behind "... and 12 ", where some are left out.
-        rest_on_page: the same on a page, if other words are needed there.
+        page: rows, items or names on a page.
+        rest: follows "... and 12 " if some are left out.
+        rest_on_page: used instead of ``rest`` on a page; "" for ``rest``.
     """
 
     terminal: int
@@ -55,11 +55,11 @@ class Item:
     """One entry of a list.
 
     Args:
-        text: its words.
-        label: stands before them and apart.
-        details: lines below it.
-        names: stand behind the text and a colon, separated by commas.
-        limit: of the names.
+        text: the entry's text.
+        label: shown before the text, set apart.
+        details: lines below the text.
+        names: shown after the text and a colon, separated by commas.
+        limit: how many names are shown.
     """
 
     text: str
@@ -74,10 +74,10 @@ class Items:
     """A list.
 
     Args:
-        items: at least as many as any form shows.
-        limit: None where all are always shown.
-        marked: whether a terminal puts a hyphen before each item, as pages always do.
-        total: how many there are, where ``items`` holds fewer.
+        items: at least as many items as any form shows.
+        limit: None if all items are always shown.
+        marked: whether a terminal puts a hyphen before each item, and HTML a bullet; Markdown always has a hyphen.
+        total: the number of items if ``items`` holds only some of them.
     """
 
     items: tuple[Item, ...]
@@ -88,17 +88,17 @@ class Items:
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings; the gravest are shown first."""
+    """Findings, shown with the most severe first."""
 
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A distribution as a strip: shares of a whole (0..1) in bins of one width, in parts with an edge between them.
+    """A histogram as a strip: shares of a whole (0..1) in bins of equal width, split into parts by edges.
 
     Args:
-        below, above: the share left and right of all bins.
+        below, above: the shares below and above all bins.
         parts: the bins of each part.
     """
 
@@ -109,7 +109,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table. ``notes`` stand below its text; a strip stands in its place."""
+    """One cell of a table. ``notes`` are shown below the text; ``strip`` replaces the text."""
 
     text: str = ""
     tone: Tone = ""
@@ -123,13 +123,13 @@ class Column:
 
     Args:
         heading: a word or two.
-        is_left: set to the left; else to the right, as figures are.
-        priority: 0 where the column is always shown; where the page is too narrow the highest go first.
-        is_name: whether its cells may be folded or, where ``cut`` says so, shortened; where that is not enough each has a line of
-            its own.
-        cut: "middle" or "start": what of a long name gives way to "..."; "" where it is folded instead.
+        is_left: whether cells are aligned to the left; otherwise to the right, as figures are.
+        priority: 0 if the column is always shown; if the width is too small, the highest priorities are dropped first.
+        is_name: whether the cells are names, which may be folded or (see ``cut``) shortened; if the row is still too
+            wide, each name gets its own line.
+        cut: "middle" or "start": the part of a long name that "..." replaces; "" if the name is folded instead.
         meaning: what the heading means, for the legend.
-        is_optional: whether it is left out where no row shown has more than "-" in it.
+        is_optional: whether the column is left out if all its shown cells are empty or "-".
     """
 
     heading: str
@@ -146,10 +146,10 @@ class Table:
     """Rows of cells below columns.
 
     Args:
-        columns: at least one.
-        rows: a cell for each column.
-        title: where several tables make one block.
-        ranks: of each row its place among the rows of the whole block, the one to show first 0; () where that is their order.
+        columns: at least one column.
+        rows: rows with one cell for each column.
+        title: shown above the table if a block has several tables.
+        ranks: each row's rank among all rows of the block, 0 for the most important; () if rows are in rank order.
     """
 
     columns: tuple[Column, ...]
@@ -160,12 +160,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables that share their limit: a form shows so many rows of all together, those of the lowest rank.
+    """Tables with a common limit on the total number of rows shown; the rows of the lowest ranks are shown.
 
     Args:
-        tables: in the order in which they stand. Rows keep their order where all are shown, else they stand by rank.
-        limit: None where all rows are always shown.
-        total: how many rows there are, where the tables hold only those that some form shows.
+        tables: the tables in display order. Rows keep their order if all are shown; otherwise they are sorted by rank.
+        limit: None if all rows are always shown.
+        total: the number of rows if the tables hold only some of them.
         legend: what the cells' marks mean.
     """
 
@@ -177,7 +177,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Section:
-    """A title and what stands below it. ``is_detail``: a terminal leaves it out."""
+    """A title and the blocks below it. ``is_detail``: whether a terminal leaves the section out."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -186,7 +186,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """A whole document inside another. ``title``: what it is there; ``is_detail``: a terminal leaves it out."""
+    """A document inside another. ``title``: its title there; ``is_detail``: whether a terminal leaves the part out."""
 
     title: str
     document: Document
@@ -195,7 +195,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """Documents inside another one; ``ranks`` as those of a table's rows."""
+    """Documents inside another document; ``ranks`` orders them by importance, like a table's."""
 
     parts: tuple[Part, ...]
     limit: Limit | None = None
@@ -204,14 +204,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Widget:
-    """What a reader of a page can play with; a form that runs no scripts leaves it out. Stands in no section.
+    """An interactive element of a page; forms that run no scripts leave it out. Never part of a section.
 
     Args:
-        title: stands above it.
-        package: holds its script, an ES module with ``start()``, and its style.
-        name: of these two files, without suffix.
-        data: makes what the script is given, as base64.
-        without: stands in its place where scripts do not run.
+        title: shown above the widget.
+        package: the package with the widget's script, an ES module with ``start()``, and its style sheet.
+        name: name of these two files, without suffix.
+        data: returns the script's input data, in base64.
+        without: text shown instead if scripts do not run.
     """
 
     title: str
@@ -226,15 +226,15 @@ Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
 
 @dataclass(frozen=True)
 class Document:
-    """All that a report says, in the order of a page.
+    """The whole contents of a report, in page order.
 
     Args:
-        title: one line; "" within a part whose title says all.
-        blocks: what stands below it.
-        alarm: what broke, in one line; stands at the very top.
-        verdict: stands before all blocks.
-        summary: sections, the most important first. A page has the first below the verdict and ends with the others; a terminal,
-            whose last lines are what one sees, ends with all in reverse.
+        title: one line; "" within a part whose title is enough.
+        blocks: the blocks below the title.
+        alarm: what broke, in one line; shown at the top.
+        verdict: blocks shown before all others.
+        summary: sections, the most important first. A page shows the first below the verdict and ends with the others;
+            a terminal, whose last lines stay visible, ends with all of them in reverse order.
     """
 
     title: str
@@ -250,13 +250,13 @@ class Document:
 
 
 def section(title: str, *blocks: Block | None, is_detail: bool = False) -> tuple[Section, ...]:
-    """Return a section of those blocks that hold something, as the only member of a tuple; () where none does."""
+    """Return a one-element tuple with a section of the non-empty blocks, or () if all blocks are empty."""
     kept = tuple(block for block in blocks if block is not None and not is_empty(block))
     return (Section(title, kept, is_detail),) if kept else ()
 
 
 def is_empty(block: Block) -> bool:
-    """Return whether nothing would be shown of a block."""
+    """Return whether a block has nothing to show."""
     if isinstance(block, Items):
         return not block.items
     if isinstance(block, Findings):
@@ -271,12 +271,12 @@ def is_empty(block: Block) -> bool:
 
 
 def bullets(sentences: Iterable[str], limit: Limit | None = None) -> Items:
-    """Return a list of sentences."""
+    """Return the sentences as a list with hyphens."""
     return Items(tuple(map(Item, sentences)), limit, marked=True)
 
 
 def lines(sentences: Iterable[str]) -> tuple[Line, ...]:
-    """Sentences, a paragraph each."""
+    """Return each sentence as a paragraph of its own."""
     return tuple(map(Line, sentences))
 
 
@@ -288,17 +288,17 @@ def table(
     total: int | None = None,
     legend: str = "",
 ) -> Tables:
-    """Return a single table; cells that are strings are plain."""
+    """Return a block of one table; strings become plain cells."""
     return Tables((Table(tuple(columns), tuple(map(cells, rows))),), limit, total, legend)
 
 
 def cells(words: Iterable[str | Cell]) -> tuple[Cell, ...]:
-    """Return a row of cells; strings become plain ones."""
+    """Return a row of cells; strings become plain cells."""
     return tuple(Cell(word) if isinstance(word, str) else word for word in words)
 
 
 def most(limit: Limit | None, number: int) -> int:
-    """Return how many of so many rows at most any form shows: no others need be worded."""
+    """Return the most of ``number`` rows that any form shows; callers need to build no others."""
     return number if limit is None else min(number, max(limit.terminal, limit.page))
 
 
@@ -306,7 +306,7 @@ def most(limit: Limit | None, number: int) -> int:
 
 
 def static(document: Document) -> Document:
-    """Return the document without its widgets, those of documents inside it too."""
+    """Return the document without widgets, including those of documents inside it."""
     return replace(document, blocks=_static(document.blocks))
 
 
@@ -321,17 +321,17 @@ def _static(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 
 
 def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:
-    """Return the items that are shown, and what is said of the others."""
+    """Return the items to show, and words that say how many are left out ("" if none)."""
     shown = block.items[: allowed_on(block.limit, page=page)]
     total = len(block.items) if block.total is None else block.total
     return shown, rest_words(block.limit, total - len(shown), page=page)
 
 
 def shown_tables(block: Tables, allowed: int | None) -> tuple[list[Table], int]:
-    """Return the tables of which something is shown, with the rows that are, and how many rows are left out.
+    """Return the tables with the rows to show, without empty tables, and the number of rows left out.
 
     Args:
-        allowed: rows of all tables together; None for all.
+        allowed: most rows of all tables together; None for all.
     """
     total = sum(len(table.rows) for table in block.tables) if block.total is None else block.total
     if allowed is None or total <= allowed:
@@ -346,7 +346,7 @@ def shown_tables(block: Tables, allowed: int | None) -> tuple[list[Table], int]:
 
 
 def _of_use(table: Table) -> Table:
-    """Return the table without optional columns in which nothing stands."""
+    """Return the table without optional columns whose cells are all empty or "-"."""
     kept = [
         place
         for place, column in enumerate(table.columns)
@@ -359,19 +359,19 @@ def _of_use(table: Table) -> Table:
 
 
 def shown_parts(block: Parts, allowed: int | None) -> tuple[list[Part], int]:
-    """Return the documents that are shown, in their order, and how many are left out."""
+    """Return the parts to show, in their order, and the number of parts left out."""
     ranks = block.ranks or range(len(block.parts))
     shown = [part for part, rank in zip(block.parts, ranks, strict=True) if allowed is None or rank < allowed]
     return shown, len(block.parts) - len(shown)
 
 
 def allowed_on(limit: Limit | None, *, page: bool) -> int | None:
-    """Return how much a terminal or a page shows; None for all."""
+    """Return how many rows, items or names a page (else a terminal) shows; None for all."""
     return None if limit is None else limit.page if page else limit.terminal
 
 
 def rest_words(limit: Limit | None, left_out: int, *, page: bool) -> str:
-    """ "... and 12 more"; "" where nothing is left out."""
+    """Return how many are left out: "... and 12 more"; "" if nothing is left out."""
     if not left_out:
         return ""
     words = "more" if limit is None else (page and limit.rest_on_page) or limit.rest
@@ -379,7 +379,7 @@ def rest_words(limit: Limit | None, left_out: int, *, page: bool) -> str:
 
 
 def item_words(item: Item, *, page: bool) -> str:
-    """Return the item's text, and its names."""
+    """Return the item's text and as many of its names as the limit allows."""
     if not item.names:
         return item.text
     allowed = allowed_on(item.limit, page=page)
@@ -389,6 +389,6 @@ def item_words(item: Item, *, page: bool) -> str:
 
 
 def legend_words(block: Tables, columns: Iterable[Column]) -> str:
-    """Return the marks' meaning and that of the columns shown, in one line."""
+    """Return the block's legend and the meanings of the columns shown, in one line."""
     meanings = dict.fromkeys(f"{column.heading}: {column.meaning}" for column in columns if column.meaning)
     return "; ".join(filter(None, (block.legend, *meanings)))

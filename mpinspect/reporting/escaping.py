@@ -1,7 +1,7 @@
-"""Where what others have named becomes text: a report with nothing in it that steers a terminal or makes a line of its own.
+"""Escapes a report's strings, so that none of them controls the terminal or breaks a line.
 
-Names, notes and sentences come from models, files and traces. They stay as they are in the records and in JSON. Each renderer of
-documents, and each picture, begins with ``escaped``; a form's own marks (Markdown's, HTML's) are escaped by its renderer.
+Names, notes and sentences come from models, files and traces. Records and JSON keep them unchanged. Each renderer of
+documents, and each plot, begins with ``escaped``; Markdown's and HTML's own markup is escaped by their renderers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mpinspect.reporting.streams import printable
 
 Report = TypeVar("Report")
 
-#: Annotations of fields that hold no text, or several lines of it.
+#: Annotations of fields that hold no text, or text of several lines.
 _NO_LINE = re.compile(r"Lines|(?:int|float|bool|None|IntArray|Interval|ExponentHistogram|Count|Seconds|Exponent|[ |])+")
 
 
 def escaped(report: Report) -> Report:
-    """Return the same report, every string in it as ``printable`` gives it; the very object where there is nothing to escape."""
+    """Return the report with ``printable`` applied to every string; the same object if nothing needs escaping."""
     return _escaped(report, {})  # type: ignore[no-any-return]
 
 
@@ -35,7 +35,7 @@ def _escaped(value: Any, known: dict[int, Any]) -> Any:
             changed[name] = "\n".join(map(printable, getattr(value, name).split("\n")))
         return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, (tuple, list)):
-        # Windows share the tuple of their tensors' keys. What is known is held by the report, so no number is used twice.
+        # Windows share the tuple of their tensors' keys. The report keeps these objects alive, so no id is reused.
         if id(value) not in known:
             known[id(value)] = _sequence(value, known)
         return known[id(value)]

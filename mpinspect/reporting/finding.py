@@ -1,4 +1,4 @@
-"""One thing worth knowing, as plain data: what every kind of report lists."""
+"""Findings as plain data; every kind of report lists them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-#: Text of several lines, code: its line ends stay where others are escaped.
+#: Text of several lines, such as code: escaping keeps its line ends.
 Lines: TypeAlias = str
 
-#: Severities, mildest first. "info" is no alarm; a healthy network gets nothing above it.
+#: Severities, mildest first. "info" is no alarm: a healthy network gets only "info".
 SEVERITIES = ("info", "warning", "error")
-#: How sure a finding is of its cause.
+#: How certain a finding's cause is.
 MEASURED, INFERRED = "measured", "inferred"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing worth knowing.
+    """One thing worth knowing about a run.
 
     Args:
-        id: one that its report lists (FINDING_IDS of the ranges, and so on).
+        id: one of the ids that its kind of report lists (FINDING_IDS for ranges, and so on).
         severity: one of SEVERITIES.
         layer: name of the tensor or module it is about; "" for the whole run or model.
         message: one sentence: what was found.
         evidence: the figures behind it, by name.
         fix: what to do, one sentence; "" if nothing.
-        code: the fix as code, a line or a few; "" where there is none.
-        certainty: how sure the cause is: "measured", or "inferred" from what was measured.
-        step: the step in which it began, from 0; None where it belongs to no step.
+        code: the fix as code, a line or a few; "" if there is none.
+        certainty: "measured" if the cause was measured, "inferred" if it was concluded from measurements.
+        step: the step in which the problem began, from 0; None if it belongs to no step.
     """
 
     id: str
@@ -42,15 +42,15 @@ class Finding:
     step: int | None = None
 
     def __str__(self) -> str:
-        """As reports print it, in one line."""
+        """Return the finding in one line."""
         return f"{self.severity}  {self.id}  {self.message}{f'  fix: {self.fix}' if self.fix else ''}"
 
 
 def inferred(finding: Finding) -> str:
-    """Return what stands behind a finding's id where its cause is not measured."""
+    """Return the words after a finding's id, " (inferred)"; "" if its cause was measured."""
     return "" if finding.certainty == MEASURED else f" ({finding.certainty})"
 
 
 def gravest_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by severity, equal ones in their order."""
+    """Return the findings sorted by severity, most severe first; the sort is stable."""
     return sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))

@@ -1,6 +1,6 @@
-"""The kinds of reports and their forms: a kind builds one document and its JSON, and a suffix picks the form.
+"""The kinds of reports and their output forms: a kind builds a document and JSON, and a file suffix selects the form.
 
-A new form of all reports is one renderer and one line here; a new kind of report is a ``document`` module and one entry.
+A new form needs one renderer and one line here; a new kind of report needs its modules and one entry in KINDS.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mpinspect.reporting.document import Document
 
 @dataclass(frozen=True)
 class Kind:
-    """Where a kind of report is told. The modules are named and not imported, for nothing here knows the questions.
+    """The names of the modules that present a kind of report; they are imported only when needed.
 
     Args:
-        document: has ``document(report) -> Document``.
-        json: has ``to_plain(report)``, the report as plain dicts and lists, and ``LAYOUT`` of its text.
-        picture: has ``save(report, path)``; "" where there is no picture.
+        document: module with ``document(report) -> Document``.
+        json: module with ``to_plain(report)``, the report as plain dicts and lists, and ``LAYOUT``, its text layout.
+        picture: module with ``save(report, path)``; "" if there is no picture.
     """
 
     document: str
@@ -30,7 +30,7 @@ class Kind:
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The forms of this kind."""
+        """The file suffixes of this kind's forms."""
         return (*_TEXTS, ".json", *((".png",) if self.picture else ()))
 
 
@@ -52,31 +52,31 @@ _TEXTS = {
 
 
 def document(report: Any, **options: Any) -> Document:
-    """Return what a report says, before it has a form.
+    """Return a report's document, which every form renders.
 
     Args:
-        report: of any kind.
-        options: of the kind's ``document``.
+        report: a report of any kind.
+        options: passed to the kind's ``document`` function.
     """
     built: Document = importlib.import_module(KINDS[report.kind].document).document(report, **options)
     return built
 
 
 def plain(report: Any) -> dict[str, Any]:
-    """Return a report as plain dicts, lists, strings, numbers, booleans and None: what its JSON holds."""
+    """Return a report as plain dicts, lists, strings, numbers, booleans and None, as in its JSON."""
     found: dict[str, Any] = _json(report).to_plain(report)
     return found
 
 
 def render(report: Any, suffix: str, **options: Any) -> str:
-    """Return a report as text in the form of a suffix.
+    """Return a report as text in the form that a file suffix selects.
 
     Args:
         suffix: .txt .md .html or .json.
-        options: of the renderer; ``width`` of plain text.
+        options: passed to the renderer, such as ``width`` for plain text.
 
     Raises:
-        KeyError: another suffix.
+        KeyError: the suffix is another one.
     """
     if suffix == ".json":
         from mpinspect.reporting.json_text import lines
@@ -87,10 +87,10 @@ def render(report: Any, suffix: str, **options: Any) -> str:
 
 
 def save(report: Any, path: str | Path) -> Path:
-    """Write a report in the form that the suffix names; parent directories are made. Returns the path.
+    """Write a report in the form that the path's suffix selects, and return the path. Creates parent directories.
 
     Raises:
-        ValueError: a suffix that names no form.
+        ValueError: the suffix selects no form.
         OSError: the file can't be written.
     """
     path = Path(path)

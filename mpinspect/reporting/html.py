@@ -1,4 +1,4 @@
-"""Documents as HTML: one static page that needs nothing else, and the same as a fragment for notebooks. Light and dark."""
+"""Renders documents as HTML: a self-contained page, or a fragment for notebooks, each with light and dark schemes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
 
-#: Colours have a contrast of 4.5:1 or more against both grounds of their scheme.
+#: Colours have a contrast of at least 4.5:1 against both backgrounds of their scheme.
 STYLE = """
 .mpinspect{--ground:#fff;--raised:#f6f7f9;--ink:#1c2126;--soft:#59636e;--line:#d8dde3;--good:#116b35;--warning:#8a5a00;
 --error:#b3261e;--unknown:#8a3f80;--info:#1f5fa8;--fill:#2f6fb5;background:var(--ground);color:var(--ink);
@@ -95,9 +95,9 @@ body>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-si
 </body>
 </html>
 """
-#: Characters of a cell from which on its text is wrapped.
+#: Columns in which a cell has more characters than this are wrapped.
 _LONG = 48
-#: Least share of each shade of a strip but the first.
+#: Smallest share of each shade of a strip, from the second shade on.
 _SHADES = (1e-3, 1e-2, 1e-1)
 _STRIP_LEGEND = (
     "the darker, the larger the share: under 0.1%, under 1%, under 10%, 10% or more; the lines are the edges"
@@ -105,14 +105,14 @@ _STRIP_LEGEND = (
 
 
 def escape(text: str) -> str:
-    """Text between tags as it is."""
+    """Return text escaped for use between HTML tags."""
     return html.escape(text, quote=False)
 
 
 def render(document: Document) -> str:
-    """Return a page of its own, styled, without anything from elsewhere; every name in it is escaped.
+    """Return a complete, styled page that loads nothing from elsewhere; every name in the page is escaped.
 
-    Scripts are those of the document's widgets, told to the browser by their hashes: it runs no other.
+    Only the scripts of the document's widgets run: the page's security policy lists their hashes and allows no others.
     """
     document = escaped(document)
     body = _article(document)
@@ -129,7 +129,7 @@ def render(document: Document) -> str:
 
 
 def fragment(document: Document) -> str:
-    """Return the same for a notebook's cell: an element with its style, that styles nothing beside itself, and no widgets."""
+    """Return the document, without widgets, as an HTML element for a notebook cell; its style affects only itself."""
     return f"<style>{STYLE}</style>\n{_article(static(escaped(document)))}\n"
 
 
@@ -138,7 +138,7 @@ def _resource(package: str, name: str, suffix: str) -> str:
 
 
 def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:
-    """Yield all that the blocks hold, those of documents inside them too."""
+    """Yield all widgets of the blocks, including those of documents inside them."""
     for block in blocks:
         if isinstance(block, Widget):
             yield block
@@ -149,7 +149,7 @@ def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:
 
 
 def _article(document: Document) -> str:
-    """Return the document, escaped already, as an element."""
+    """Return the document, which must already be escaped, as an HTML element."""
     return "\n".join(['<article class="mpinspect">', *_document(document, 1), "</article>"])
 
 
@@ -277,7 +277,7 @@ def _cell(cell: Cell, classes: str) -> str:
 
 
 def _strip(strip: Strip) -> str:
-    """Return what lies below all bins stands at the head of the first part; what lies above them is a part of its own."""
+    """Return a strip as HTML; the share below all bins begins the first part, the share above has a part of its own."""
     first, *others = strip.parts
     parts = ((strip.below, *first), *others, (strip.above,))
     drawn = "".join(f"<span>{''.join(map(_bin, part))}</span>" for part in parts)

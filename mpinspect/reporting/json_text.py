@@ -1,4 +1,4 @@
-"""What the JSON forms have in common: records as plain values, a head with the schema, strict ASCII text readable in a diff."""
+"""Shared parts of the JSON forms: plain values, a header with the schema, and strict ASCII text readable in diffs."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from typing import Any, NamedTuple
 
 from mpinspect.runtime.version import __version__
 
-#: How records of some types are taken apart, where their fields alone will not do.
+#: Functions that return the fields of a record, by its type, for records whose JSON differs from their own fields.
 Special = Mapping[type, Callable[[Any], dict[str, Any]]]
 
 _PLAIN = frozenset((int, str, bool, type(None)))
 
 
 def headed(schema: str, version: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a report's document: its schema, that schema's version, mpinspect's, and the body.
+    """Return a report's JSON object: the schema's name and version, mpinspect's version, and the body.
 
     Args:
-        version: raised when a reader of an older one would misread the file; fields can be added without.
+        version: the schema's version, incremented when an older reader would misread the file; new fields need no
+            increment.
     """
     return {"schema": schema, "schema_version": version, "mpinspect_version": __version__} | body
 
 
 def fields(record: Any, *, also: tuple[str, ...] = (), but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return a record's fields by name in their order, without those in ``but``, and then its properties ``also``."""
+    """Return a record's fields by name, in order, without those in ``but``, followed by the properties in ``also``."""
     names = [field.name for field in dataclasses.fields(record) if field.name not in but]
     return {name: getattr(record, name) for name in (*names, *also)}
 
 
 def plain(value: Any, special: Special | None = None, *, digits: int | None = None) -> Any:
-    """``value`` as JSON can hold it: dicts, lists, strings, numbers, booleans and None.
+    """Return ``value`` as JSON can hold it: dicts, lists, strings, numbers, booleans and None.
 
-    JSON has no infinity and no NaN: such floats are the strings "inf", "-inf" and "nan". A value of an unknown type becomes its
-    ``str``, so that no report fails for it.
+    JSON has no infinity and no NaN: such floats become the strings "inf", "-inf" and "nan". A value of an unknown type
+    becomes its ``str``, so that every report can be written.
 
     Args:
-        value: a record (a dataclass), a container of them, or a bare value.
-        special: for the types in it a function that gives their fields; all fields for other records.
+        value: a record (a dataclass), a container of records, or a bare value.
+        special: by record type, a function that returns the fields to write; other records have all their fields.
         digits: significant digits of floats, for estimates and shares; None for all.
     """
     if type(value) in _PLAIN:
@@ -64,14 +65,14 @@ def plain(value: Any, special: Special | None = None, *, digits: int | None = No
 
 
 class Layout(NamedTuple):
-    """How JSON text is laid out: the members of containers down to ``depth`` have a line each, deeper ones share one."""
+    """Layout of JSON text: containers down to ``depth`` have one line per member, deeper containers a single line."""
 
     depth: int
     indent: int = 2
 
 
 def lines(value: Any, layout: Layout, at: int = 0) -> str:
-    """Plain values as JSON text, from ``at`` levels inside a whole."""
+    """Return a plain value as JSON text, indented for a value ``at`` levels deep."""
     if at >= layout.depth or not isinstance(value, (dict, list)) or not value:
         return json.dumps(value, allow_nan=False)
     indent = " " * layout.indent * (at + 1)

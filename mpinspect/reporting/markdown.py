@@ -1,4 +1,4 @@
-"""Documents as GitHub Markdown, to paste into an issue or a job's summary."""
+"""Renders documents as GitHub Markdown, to paste into an issue or a job's summary."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
 
-#: What Markdown could take for a mark wherever it stands, and what it takes for one where a line begins.
+#: Characters that can be Markdown markup anywhere, and text that is markup only at the beginning of a line.
 _MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
 _LEADING = re.compile(r"([-+=]|\d+(?=[.)]))")
 
@@ -41,12 +41,12 @@ def render(document: Document) -> str:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown and HTML show as it is. Knows that it is printable."""
+    """Return text escaped so that Markdown and HTML show it unchanged. Assumes printable text."""
     return _MARKS.sub(r"\\\1", html.escape(text, quote=False))
 
 
 def _opening(text: str) -> str:
-    """The same where a line begins, which no list, rule or code may."""
+    """Return text escaped for the beginning of a line, where it must not begin a list, a rule or a code block."""
     shown = escape(text.lstrip())
     mark = _LEADING.match(shown)
     if mark is None:
@@ -119,7 +119,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _fenced(code: str) -> Iterator[str]:
-    """Code as it is, between fences longer than any run of back quotes in it."""
+    """Yield code unchanged, between fences longer than any run of backticks in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", code)), default=0))
     yield from (f"{fence}python", *code.splitlines(), fence)
 
@@ -132,7 +132,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
             yield ""
         if table.title:
             yield from (_heading(table.title, level + 1), "")
-        # A strip needs a form that draws.
+        # Markdown can't draw strips, so their columns are left out.
         kept = [
             index for index in range(len(table.columns)) if not any(row[index].strip is not None for row in table.rows)
         ]

@@ -1,4 +1,4 @@
-"""What the pictures have in common: colours, a format's regions along the axis of exponents, names that fit."""
+"""Shared style of the plots: colours, a format's regions along the exponent axis, axes, shortened names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mpinspect.reporting.streams import printable
 
 FONT = "DejaVu Sans"
 
-#: Pixels an inch of the files.
+#: Pixels per inch of the files.
 DPI = 140
-#: Inches.
+#: Width of a figure in inches.
 _WIDTH = 10.5
 
-#: Set while a figure is made, so that the user's own style leaves ours alone; Any, for matplotlib types the keys one by one.
+#: Set while a figure is drawn, so that the user's own style does not apply. Any, since matplotlib types each key.
 RC: Any = {
     "font.family": FONT,
     "font.size": 9.0,
@@ -47,7 +47,7 @@ RC: Any = {
 
 @dataclass(frozen=True)
 class Region:
-    """What a format does to magnitudes between 2^low and 2^high; None: without end."""
+    """What a format does to magnitudes between 2^low and 2^high; None means unbounded."""
 
     name: str
     low: int | None
@@ -56,7 +56,7 @@ class Region:
 
 
 def regions(format: FloatFormat) -> tuple[Region, ...]:
-    """The regions of a format along log2|x|, smallest magnitudes first. Edges are those of rounding: FP16 flushes up to 2^-25."""
+    """Return a format's regions along log2|x|, smallest magnitudes first; edges account for rounding (FP16: 2^-25)."""
     flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
     top = format.max_exponent + 1
     found = [Region("flushed to zero", None, flush, "#f6d5d0")]
@@ -70,7 +70,7 @@ def regions(format: FloatFormat) -> tuple[Region, ...]:
 def draw_regions(
     axes: Axes, format: FloatFormat, low: int, high: int, *, shade: bool = True, colour: str = "#777777"
 ) -> None:
-    """Shade the regions between exponents low and high, a line at each edge, the names above the axes."""
+    """Shade the regions between exponents low and high, draw a line at each edge, and put the names above the axes."""
     for region in regions(format):
         left = low if region.low is None else max(region.low, low)
         right = high if region.high is None else min(region.high, high)
@@ -80,14 +80,14 @@ def draw_regions(
             axes.axvspan(left, right, color=region.colour, linewidth=0, zorder=0)
         if region.high is not None and region.high < high:
             axes.axvline(region.high, color=colour, linewidth=1.1, linestyle=(0, (4, 2)), zorder=3)
-        # About one character a power of two fits at this size.
+        # At this size, a character is about 0.75 of a power of two wide on an axis of 75.
         if right - left >= 0.75 * len(region.name) * (high - low) / 75:
             place = ((left + right) / 2, 1.015)
             axes.text(*place, region.name, transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8.5)
 
 
 def exponent_axis(axes: Axes, low: int, high: int) -> None:
-    """Ticks at powers of two, written 2^k, about ten of them."""
+    """Set the x axis limits to low and high, with at most 19 ticks at powers of two, written 2^k."""
     axes.set_xlim(low, high)
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if (high - low) / step <= 18)
     ticks = range(-(-low // step) * step, high + 1, step)
@@ -96,13 +96,13 @@ def exponent_axis(axes: Axes, low: int, high: int) -> None:
 
 
 def percent_axis(axis: Axis) -> None:
-    """Labels in percent, as many digits as a figure needs and no more."""
+    """Label the axis in percent, each with as many digits as needed."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def shortened(name: str, length: int) -> str:
-    """Return a name of at most ``length`` characters in the font: the middle gives way to "...", both ends tell most."""
+    """Return a name with its middle replaced by "..." to fit ``length``; characters not in the font become "?"."""
     known = get_font(findfont(FONT)).get_charmap()
     text = "".join(c if ord(c) in known else "?" for c in printable(name)) or "(the model)"
     if len(text) <= length:
@@ -112,7 +112,7 @@ def shortened(name: str, length: int) -> str:
 
 
 def drawn(height: float, draw: Callable[[Figure], None]) -> Figure:
-    """Return a figure of the house's width and style on the Agg canvas, ``height`` inches high, with ``draw`` done to it."""
+    """Return a figure of the common width and style, ``height`` inches high, on the Agg canvas, drawn by ``draw``."""
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(_WIDTH, height), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         FigureCanvasAgg(figure)

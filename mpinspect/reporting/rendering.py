@@ -1,4 +1,4 @@
-"""What a report can do about itself: the one place in which analysis reaches the reports, and only when it is asked to."""
+"""Output methods of report objects: the only place where analysis imports the reporting code, and only on demand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class RendersItself:
-    """``str()``, ``_repr_html_()`` for notebooks, ``to_json()`` and ``save(path)`` of a report."""
+    """Mixin for reports: ``str()``, ``_repr_html_()`` for notebooks, ``show()``, ``to_json()`` and ``save(path)``."""
 
-    #: What kind of report it is, a key of ``forms.KINDS``.
+    #: The kind of report, a key of ``forms.KINDS``.
     kind: ClassVar[str]
 
     if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class RendersItself:
         def findings(self) -> tuple[Finding, ...]: ...
 
     def __repr__(self) -> str:
-        """Return one line, for a prompt or a debugger: the fields hold every count of a run."""
+        """Return one line, for a prompt or a debugger, since the fields hold every count of a run."""
         return f"<{type(self).__name__}: {len(self.findings)} findings; print() shows it, save() writes it>"
 
     def __str__(self) -> str:
@@ -37,10 +37,10 @@ class RendersItself:
         return fragment(document(self))
 
     def show(self) -> None:
-        """Show the page in a notebook, in a frame of its own in which its scripts run.
+        """Show the report's page in a notebook, in a separate frame in which the page's scripts run.
 
         Raises:
-            ModuleNotFoundError: there is no IPython.
+            ModuleNotFoundError: IPython is not installed.
         """
         try:
             from IPython.display import HTML, display
@@ -63,13 +63,13 @@ class RendersItself:
         return render(self, ".json")
 
     def save(self, path: str | Path) -> Path:
-        """Write the report in the form that the suffix names: .txt .md .html .json, and .png where there is a picture of it.
+        """Write the report in the form that the suffix selects: .txt .md .html .json, or .png if the kind has a plot.
 
         Returns:
-            The path. Parent directories are made.
+            The path. Parent directories are created.
 
         Raises:
-            ValueError: another suffix.
+            ValueError: the suffix is another one.
             OSError: the file can't be written.
         """
         from mpinspect.reporting.forms import save

@@ -1,7 +1,7 @@
-"""Writing to a terminal or pipe that may lack a layer's name, be closed, or not be there at all.
+"""Writes to a terminal or pipe that may lack characters of the text, be closed, or be missing.
 
-What is printed may hold names of files, arguments, models and traces, in which anything may stand. Each sentence goes out by
-``say``, each report by way of ``reports.escaping``: nothing in them ends a line or steers a terminal.
+Printed text may hold names from files, arguments, models and traces, which can contain any characters. ``say`` escapes
+each sentence and ``reporting.escaping`` each report, so that no name breaks a line or controls the terminal.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import TextIO
 
 
 def printable(text: str) -> str:
-    """Text on one line, in which no character steers a terminal: such characters as Python writes them (``\\x1b``)."""
+    """Return text on one line, with line ends and control characters escaped as in Python (``\\x1b``)."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def say(stream: TextIO | None, sentence: object, by: str = "mpinspect") -> None:
-    """Write a sentence of ours, printable, on a line that says who says it. Never raises an Exception, as ``write``."""
+    """Write a sentence, escaped by ``printable``, on a line that begins with ``by``. Never raises an Exception."""
     write(stream, f"{by}: {printable(str(sentence))}\n")
 
 
 def write(stream: TextIO | None, text: str) -> None:
-    """Write text, what the stream's encoding lacks escaped, and flush. Never raises an Exception: nobody may be listening."""
+    """Write text and flush; characters that the stream's encoding lacks are escaped. Never raises an Exception."""
     with contextlib.suppress(Exception):
         if stream is not None:
             encoding = getattr(stream, "encoding", None) or "ascii"

@@ -1,4 +1,4 @@
-"""Documents as plain text: readable without colour, in a narrow terminal as in a wide one."""
+"""Renders documents as plain text that is readable without colour and in narrow terminals."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
 from mpinspect.reporting.text_table import INDENT, STRIP_LEGEND, STYLES, Grid, most_that_fits
 
-#: Lines of a console. Nothing of ours depends on them, but without them rich takes a dumb terminal for 80 columns wide.
+#: Console height in lines. The output does not depend on it, but without it rich assumes 80 columns in dumb terminals.
 _HEIGHT = 24
 
 
 def render(document: Document, width: int | None = None) -> str:
-    """Text without colour, ``width`` columns wide (the terminal's by default, 100 where there is none)."""
+    """Return the document as text without colour, ``width`` columns wide (default: the terminal's width, else 100)."""
     file = io.StringIO()
     console = Console(
         file=file,
@@ -58,16 +58,16 @@ def render(document: Document, width: int | None = None) -> str:
 
 
 def print_to(document: Document, console: Console) -> None:
-    """Print to a rich console, in colour if that has any."""
+    """Print the document to a rich console, in colour if the console supports colour."""
     for renderable in _document(static(escaped(document)), console.width):
         console.print(renderable, soft_wrap=False, highlight=False, markup=False, emoji=False)
 
 
 def colour_console(stream: TextIO) -> Console | None:
-    """Return a console that prints to the stream in colour; None where none is wanted.
+    """Return a console that prints to the stream in colour; None if no colour is wanted.
 
-    NO_COLOR (no-color.org) and FORCE_COLOR (force-color.org) count where they are set and not empty, the first before the
-    second; without them a terminal has colour unless it is a dumb one, and nothing else has.
+    A non-empty NO_COLOR (no-color.org) turns colour off, otherwise a non-empty FORCE_COLOR (force-color.org) turns it
+    on. Without either, the stream has colour only if it is a terminal and not a dumb one.
     """
     is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     forced = bool(os.environ.get("FORCE_COLOR"))

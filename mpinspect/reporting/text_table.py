@@ -1,4 +1,4 @@
-"""Tables in a terminal: which columns a width has room for, how names give way, cells folded to their columns."""
+"""Lays out tables for a terminal: selects the columns that fit, shortens or folds names, and folds cells."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STYLES = {
     "unknown": "magenta",
 }
 
-#: Columns between those of a table, and between those of one whose names stand on lines of their own.
+#: Spaces between a table's columns, and between the columns of a table whose names are on separate lines.
 _GAP, _FOLDED_GAP = 2, 1
 INDENT = "  "
-#: Columns that a long name gets at least where it stands in a row: a dotted path of some five parts. Strips give way first.
+#: Least width of a long name within a row: a dotted path of some five parts. Strips are made shorter before names.
 _NAME_ROOM = 36
-#: Bins a character of a strip, the finest first.
+#: Bins per character of a strip, the finest first.
 _STEPS = (2, 3)
-#: Least share of each mark of a strip but the first.
+#: Smallest share of each mark of a strip.
 _MARKS = ((1e-1, "#"), (1e-2, "="), (1e-3, "-"), (0.0, "."))
 STRIP_LEGEND = (
     "| marks its edges, < and > what lies beyond the picture; . under 0.1%, - under 1%, = under 10%, # 10% or more"
@@ -37,14 +37,14 @@ STRIP_LEGEND = (
 
 @dataclass(frozen=True)
 class Detail:
-    """How much tables show: columns up to a priority, and so many bins of a strip a character."""
+    """How much tables show: columns up to ``priority``, and strips with ``step`` bins per character."""
 
     priority: int
     step: int
 
 
 def most_that_fits(tables: Sequence[Table], width: int) -> Detail:
-    """Return the most detail with which all tables fit, with names in their rows or, failing that, on lines of their own."""
+    """Return the most detail at which all tables fit, with names in the rows or, failing that, on separate lines."""
     priorities = sorted({0, *(column.priority for table in tables for column in table.columns)}, reverse=True)
     details = [Detail(priority, step) for priority in priorities for step in _STEPS]
     for folded in (False, True):
@@ -55,7 +55,7 @@ def most_that_fits(tables: Sequence[Table], width: int) -> Detail:
 
 
 class Grid:
-    """One table laid out for a width."""
+    """A table laid out for a given width in characters."""
 
     def __init__(self, table: Table, detail: Detail, width: int) -> None:
         kept = [place for place, column in enumerate(table.columns) if column.priority <= detail.priority]
@@ -73,7 +73,10 @@ class Grid:
         return max([heading, min(notes, _NAME_ROOM), *(cell_len(row[place]) for row in self._words)])
 
     def fits(self, *, folded: bool | None) -> bool:
-        """Whether nothing but names must be folded. ``folded``: whether names stand on lines of their own; None: either way."""
+        """Return whether the table fits if only names are folded.
+
+        ``folded``: whether names are on separate lines; None for either way.
+        """
         if folded is None:
             return self.fits(folded=False) or self.fits(folded=True)
         if folded:
@@ -84,7 +87,7 @@ class Grid:
         return sum(needed) + _GAP * (len(needed) - 1) <= self._width
 
     def _gaps(self, places: Sequence[int], gap: int) -> list[int]:
-        """Return the widths of columns with the gap behind each but the last."""
+        """Return the widths of the columns, including the gap after each column but the last."""
         return [self._natural[place] + (gap if place != places[-1] else 0) for place in places]
 
     def lines(self) -> Iterator[Text]:
@@ -99,10 +102,10 @@ class Grid:
         widths = list(self._natural)
         spare = self._width - _GAP * (len(widths) - 1) - sum(widths)
         if spare < 0:
-            # Some name is folded in any case, and may as well leave headings of several words their line.
+            # Names must be folded anyway, so fold them a little more and keep headings of several words on one line.
             spare -= sum(max(0, cell_len(column.heading) - widths[place]) for place, column in enumerate(self.columns))
         for name in sorted(self._names, key=lambda name: -widths[name]):
-            # The longest names give way first, as far as they can.
+            # Shrink the longest names first, down to _NAME_ROOM.
             given = min(0, max(spare, min(widths[name], _NAME_ROOM) - widths[name]))
             widths[name] += given
             spare -= given
@@ -111,7 +114,7 @@ class Grid:
             _squeeze(widths, list(places), -spare)
         spare = self._widen_headings(widths, places, spare)
         for name in self._names:
-            # Notes may use what is left.
+            # Give the remaining width to notes.
             notes = [len(INDENT) + cell_len(note) for row in self.rows for note in row[name].notes]
             wanted = min(max(0, max(notes, default=0) - widths[name]), max(spare, 0))
             widths[name] += wanted
@@ -122,7 +125,7 @@ class Grid:
             yield from self._row(words, places, widths, _GAP, cells=row)
 
     def _folded(self) -> Iterator[Text]:
-        """Yield the names on lines of their own, which leaves the figures the whole width."""
+        """Yield the table with names on separate lines, which leaves the whole width to the other columns."""
         places = self._figures
         widths = list(self._natural)
         room = self._width - len(INDENT)
@@ -146,7 +149,7 @@ class Grid:
             yield from self._row(words, places, widths, gap, indent=INDENT, cells=row)
 
     def _widen_headings(self, widths: list[int], places: Sequence[int], spare: int) -> int:
-        """Give columns whose heading has several words what is left, so that it stands in one line. Returns what is left then."""
+        """Widen columns by up to ``spare`` in total to fit headings on one line; return the width left over."""
         for place in places:
             wanted = min(max(0, cell_len(self.columns[place].heading) - widths[place]), max(spare, 0))
             widths[place] += wanted
@@ -185,14 +188,14 @@ class Grid:
 
 
 def _squeeze(widths: list[int], places: Sequence[int], over: int) -> None:
-    """Take so many columns away from the widest, one by one."""
+    """Reduce the widths in place by ``over`` in total, always taking one from the widest column."""
     for _ in range(over):
         widest = max(places, key=lambda place: widths[place])
         widths[widest] = max(1, widths[widest] - 1)
 
 
 def _folded(words: str, width: int, cut: str = "") -> list[str]:
-    """Words in lines of at most so many columns, broken at spaces where that is possible; or shortened to one line."""
+    """Fold words into lines of at most ``width``, at spaces if possible; with ``cut``, shorten them to one line."""
     if cell_len(words) <= width:
         return [words]
     if cut:
@@ -215,7 +218,10 @@ def _cell_words(cell: Cell, step: int) -> str:
 
 
 def _strip_words(strip: Strip, step: int) -> str:
-    """The strip in ASCII, ``step`` bins a character; of the first part the bins that fill no character count as beyond it."""
+    """Return the strip in ASCII, ``step`` bins per character.
+
+    Leading bins of the first part that do not fill a character are added to the share below the strip.
+    """
     first, *others = strip.parts or ((),)
     spare = len(first) % step
     below = strip.below + sum(first[:spare])

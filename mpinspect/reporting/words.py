@@ -1,7 +1,7 @@
-"""How figures are worded, in tables and in sentences: one way for all of them.
+"""Formats figures and names in the same way in all tables and sentences.
 
-Three different words: a *measured* figure stands bare, an *estimate* is marked "~", with its bounds in brackets where they
-are far enough apart to decide something, and what is not known is "?". "-" means that the question does not arise.
+A *measured* figure has no mark. An *estimate* is marked "~", with its bounds in brackets if they are far enough apart
+to matter. An unknown figure is "?", and "-" means that the figure does not apply.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from mpinspect.numeric.exponents import Interval
 
-#: Bounds of a share that are no further apart decide nothing, unless a threshold lies between them.
+#: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
 _NEAR = 0.1
 
 UNKNOWN = "?"
@@ -19,17 +19,20 @@ NOT_APPLICABLE = "-"
 
 
 def scale_of(log2_scale: int) -> float:
-    """2^log2_scale as a float; exponents beyond FP32's range are cut to it, for no scaler could use them."""
+    """Return 2^log2_scale as a float, with the exponent clamped to FP32's normal range: no scaler could use others."""
     return math.ldexp(1.0, min(max(log2_scale, -126), 127))
 
 
 def power(log2_scale: int) -> str:
-    """ "2^13 = 8192"; the figure is left out where it would be long."""
+    """Return a power of two in words: "2^13 = 8192", or "2^-3" alone outside 2^0 .. 2^24."""
     return f"2^{log2_scale} = {2**log2_scale}" if 0 <= log2_scale <= 24 else f"2^{log2_scale}"
 
 
 def percent(fraction: float) -> str:
-    """Return a share 0..1 with two significant digits, never rounded to 0% or 100%: "87%", "0.3%", "<0.001%", "99.97%"."""
+    """Return a share 0..1 in percent with two significant digits: "87%", "0.3%".
+
+    Shares other than 0 and 1 are never rounded to 0% or 100%: "<0.001%", "99.97%".
+    """
     value = 100 * fraction
     if value == 0 or value == 100:
         return f"{value:.0f}%"
@@ -51,7 +54,7 @@ def power_of_two(scale: float | None) -> str:
 
 
 def bare_power(scale: float | None) -> str:
-    """Return a scale as a power of two alone: "2^13"; one that is none as a number, "?" for None."""
+    """Return a scale as a power of two: "2^13"; other scales as a plain number, and "?" for None."""
     if scale is None:
         return UNKNOWN
     mantissa, exponent = math.frexp(scale)
@@ -63,8 +66,8 @@ def share(interval: Interval | None, *, is_estimate: bool = False, near: float =
 
     Args:
         interval: the share.
-        is_estimate: of what counts can only estimate, such as the lost L1 share.
-        near: bounds that are further apart are shown.
+        is_estimate: whether counts can only estimate the share, as with the lost L1 share.
+        near: bounds further apart than this are shown.
     """
     if interval is None:
         return UNKNOWN
@@ -78,7 +81,7 @@ def share(interval: Interval | None, *, is_estimate: bool = False, near: float =
 
 
 def duration(us: float) -> str:
-    """Three digits and a unit: "0.85 us", "41.3 us", "12.6 ms", "3.20 s"."""
+    """Return a duration in microseconds as three digits and a unit: "0.85 us", "41.3 us", "12.6 ms", "3.20 s"."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         # 999.6 us would read 1000 us.
         if us >= 0.9995 * size:
@@ -91,7 +94,7 @@ def _three(value: float) -> str:
 
 
 def shortened(name: str, length: int, cut: str) -> str:
-    """A name of at most ``length`` characters, 4 or more: its "start" or its "middle", as ``cut`` says, gives way to "..."."""
+    """Return a name with its ``cut`` ("start" or "middle") replaced by "..." to fit ``length``, at least 4."""
     if len(name) <= length:
         return name
     tail = length - 3 if cut == "start" else (length - 3) // 3
@@ -99,33 +102,33 @@ def shortened(name: str, length: int, cut: str) -> str:
 
 
 def steps_named(first: int, last: int) -> str:
-    """ "step 7", "steps 800-999"."""
+    """Return a range of steps in words: "step 7", "steps 800-999"."""
     return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
 def lower_first(sentence: str) -> str:
-    """Return the sentence as the rest of one."""
+    """Return the sentence with a lower-case first letter, to continue another sentence."""
     return sentence[:1].lower() + sentence[1:]
 
 
 def upper_first(clause: str) -> str:
-    """Return the clause as a sentence of its own."""
+    """Return the clause with an upper-case first letter, to begin a sentence."""
     return clause[:1].upper() + clause[1:]
 
 
 def indefinite(noun: str) -> str:
-    """ "an int", "a list"."""
+    """Return the noun with its indefinite article: "an int", "a list"."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def some(names: list[str], limit: int = 5) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first ``limit`` names in words, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def format_name(name: str) -> str:
-    """Return the name that people use: "FP16" for "float16", "FP8 E4M3" for "float8_e4m3"."""
+    """Return a format's usual name: "FP16" for "float16", "FP8 E4M3" for "float8_e4m3"."""
     match = re.fullmatch(r"(b|t)?float(\d+)(?:_([a-z0-9]+))?(-ftz)?", name)
     if match is None:
         return name

@@ -1,4 +1,4 @@
-"""``mpinspect run``: runs an unmodified script with the inspector attached to what it trains. Imports no torch of its own."""
+"""``mpinspect run``: runs an unmodified script and inspects the models it trains. Does not import torch itself."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["LaunchOptions", "UnusableDirectoryError", "launch"]
 
-#: Programs that start the training in processes of their own, by name or module.
+#: Programs that start the training in separate processes, by name or module.
 _LAUNCHERS = frozenset(("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch"))
 
 
 def launch(options: LaunchOptions) -> RunReport | None:
-    """Run a script as Python would. The report is made when the process ends, after the script's own exit handlers.
+    """Run a script as Python would, and make the report when the process ends, after the script's own exit handlers.
 
     Returns:
-        With ``fail_on``, if the script ended with 0: the report, made after running the script's threads and exit handlers to
-        their end; None if it could not be made. Otherwise None.
+        With ``fail_on``, if the script's exit status is 0: the report, made after the script's threads have ended and
+        its exit handlers have run; None if it could not be made. Otherwise None.
 
     Raises:
-        UnusableDirectoryError: the run directory asked for can't be made; the script has not begun.
-        BaseException: whatever ends the script passes through; SystemExit and KeyboardInterrupt act as in Python.
+        UnusableDirectoryError: the requested run directory can't be made; the script has not begun.
+        BaseException: any exception that ends the script, including SystemExit and KeyboardInterrupt.
     """
     ending = None
     try:
@@ -52,7 +52,7 @@ def launch(options: LaunchOptions) -> RunReport | None:
 
 
 def _begin(options: LaunchOptions) -> Ending | None:
-    """Begin to inspect whatever the script does. Returns None where that fails: the script then runs uninspected."""
+    """Set up the inspection and return its ``Ending``, or None if this fails; the script then runs uninspected."""
     try:
         rank = Rank.of_environment()
         record = first_record(options, rank)
@@ -62,7 +62,7 @@ def _begin(options: LaunchOptions) -> Ending | None:
             ending.seen.note(trouble)
         if PurePath(options.target).name in _LAUNCHERS:
             ending.seen.note(_advice(options))
-        # Registered before the script's own, it runs after them: exit handlers run last in, first out.
+        # Exit handlers run last in, first out: registered before the script's own, this one runs after them.
         atexit.register(ending.finish)
         processes.follow(ending)
         when_imported("torch", ending.watch)
@@ -86,7 +86,7 @@ def _advice(options: LaunchOptions) -> str:
 
 
 def _note_error(error: BaseException, ending: Ending | None) -> None:
-    """Keep the exception that ends the script, and have it shown without our frames."""
+    """Record the exception that ends the script, and remove mpinspect's frames from its printed traceback."""
     try:
         if not isinstance(error, SystemExit):
             script.show_without_our_frames(script.forget_file)
@@ -98,7 +98,7 @@ def _note_error(error: BaseException, ending: Ending | None) -> None:
 
 
 def _report_now(ending: Ending) -> RunReport | None:
-    """Join threads and run exit handlers now instead of at exit: the exit status depends on the report."""
+    """Join threads and run exit handlers now instead of at exit, since the exit status depends on the report."""
     shut_down = getattr(threading, "_shutdown", None)
     if shut_down is not None:
         shut_down()

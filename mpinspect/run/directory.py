@@ -1,4 +1,4 @@
-"""The run directory: claims one for a job, and names and finds the directories of its processes."""
+"""Claims the run directory of a job, and names and finds the directories of the job's processes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mpinspect.run.record import FILE_NAME, job_of, write_first
 
 
 class UnusableDirectoryError(Exception):
-    """The directory that was asked for can't be made; the message is one sentence."""
+    """The requested run directory can't be made; the message is one sentence."""
 
 
-#: Most names that are tried where the wanted one holds another run already.
+#: Most names that are tried if the wanted directory already holds another run.
 _SIBLINGS = 1000
-#: Names of the directories of processes.
+#: Matches the names of process directories.
 _PROCESS = re.compile(r"(rank|process-)\d+")
 
 
 def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[Path, str]:
-    """Make the run directory of this process by creating its run.json, which fails where another process has.
+    """Make this process's run directory, and claim it by creating run.json, which must not exist yet.
 
     Args:
-        record: what run.json is to hold; its "job" distinguishes the ranks of one job from those of another.
+        record: the fields of run.json; "job" distinguishes the ranks of one job from those of another.
 
     Returns:
-        The absolute path of the whole job's directory, which without ranks is this process's own; and a sentence if it is not
-        the one wanted, else "".
+        The absolute path of the whole job's directory, which without ranks is this process's own; and a sentence if it
+        is not the wanted directory, else "".
 
     Raises:
         UnusableDirectoryError: the directory in ``options`` can't be made.
@@ -56,14 +56,14 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
 
 
 def shown(path: Path) -> str:
-    """Return a path as the user would write it: relative to the working directory if it lies below that."""
+    """Return a path as the user would write it: relative if it is inside the working directory, else unchanged."""
     with suppress(OSError, ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
 def process_name(directory: Path) -> str:
-    """Return what a process is called after its directory: "rank 1", "process-0"; "" for a run's own directory."""
+    """Return a process's name, from that of its directory: "rank 1", "process-0"; "" for a run directory itself."""
     name = directory.name
     return name.replace("rank", "rank ") if _PROCESS.fullmatch(name) else ""
 
@@ -77,7 +77,7 @@ def others_of(directory: Path, whole: Path) -> list[Path]:
 
 
 def in_order(name: str) -> list[tuple[str, int]]:
-    """Return a sort key that puts rank2 before rank10, and rank0/process-1 behind rank0."""
+    """Return a sort key that puts rank2 before rank10, and rank0/process-1 after rank0."""
     stems = [(part, part.rstrip("0123456789")) for part in name.split("/")]
     return [(stem, int(part[len(stem) :] or 0)) for part, stem in stems]
 
@@ -90,7 +90,7 @@ def _name(options: LaunchOptions, rank: Rank) -> str:
 
 
 def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path, bool]:
-    """Claim the wanted directory, or the next free name beside it. Returns it, and whether it is another than wanted."""
+    """Claim the wanted directory or the next free name, and return its path and whether it is not the wanted one."""
     for number in range(1, _SIBLINGS):
         base = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
@@ -99,7 +99,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
 
 
 def _is_foreign(base: Path, rank: Rank) -> bool:
-    """Return whether it holds ranks of another job, or a run without ranks where this one has some."""
+    """Return whether the directory holds another job's ranks, or only one of its run and this process has ranks."""
     jobs = [job_of(path.parent) for path in base.glob(f"rank*/{FILE_NAME}")]
     if rank.of < 2:
         return bool(jobs)

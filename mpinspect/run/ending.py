@@ -1,4 +1,4 @@
-"""The end of a launch: what was recorded becomes one report, on stderr and in the run directory."""
+"""Ends a launch: makes one report of the recordings, prints it on stderr and writes it to the run directory."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 #: Import names of the frameworks whose arithmetic is not inspected.
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
-#: Seconds that ``os._exit`` is delayed at most by a report, which may wait for a GPU that no longer answers.
+#: Most seconds that a report may delay ``os._exit``: the report waits for the GPU, which may no longer respond.
 _EXIT_DELAY_S = 20.0
-#: A session's note that the run's report repeats: whoever gave a pattern believes that it is in effect.
+#: Matches the session notes that the run's report repeats: a pattern given by the user had no effect.
 _UNMATCHED = re.compile(r"the pattern .* matches no ", re.DOTALL)
 
 
 def say(sentence: str) -> None:
-    """Print one line of ours on the stderr that the process was given, if that is still open. stdout is the script's."""
+    """Print one line on the process's original stderr, if it is still open; stdout is left to the script."""
     streams.say(sys.__stderr__, " ".join(sentence.splitlines()))
 
 
 class Ending:
-    """Reports when the script is over: once, on whichever way out comes first.
+    """Makes the report, exactly once, however the script ends.
 
     Args:
         options: of the launch.
         directory: this process's run directory, absolute.
-        record: what run.json holds since the start.
-        speaks: whether to print the report to stderr; else one line if something broke.
-        whole: directory of the whole run, where this process is one of several ranks.
-        leaves_no_trace: print and write nothing if this process trained nothing, as a pool's worker.
+        record: the fields of run.json as written at the start.
+        speaks: whether to print the whole report to stderr; if not, only one line if something broke.
+        whole: directory of the whole run, if this process is one of several ranks.
+        leaves_no_trace: print and write nothing if this process trained nothing, for example a pool's worker.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Ending:
         self.speaks = speaks
         self.seen = Seen()
         self.outcome = Outcome()
-        #: Whether the script's first line was reached, as far as is known.
+        #: False only if the script is known to have failed before its first line.
         self.started = True
         #: Made by finish().
         self.report: RunReport | None = None
@@ -77,11 +77,11 @@ class Ending:
 
     @property
     def over(self) -> bool:
-        """Whether the report has begun, or this is a forked child, which makes none."""
+        """Whether the report has begun, or this process is a forked child, which makes no report."""
         return self._once.locked()
 
     def watch(self) -> None:
-        """Begin to inspect what the script trains; called when torch has been imported."""
+        """Begin to inspect the models that the script trains; called when torch has been imported."""
         if self.over or self._watcher is not None:
             return
         self.seen.torch_imported = True
@@ -94,13 +94,13 @@ class Ending:
             self.seen.note(f"mpinspect failed when torch was imported, and watched nothing: {brief(error)}")
 
     def left_by(self, error: BaseException) -> None:
-        """Keep the exception that is about to end the script."""
+        """Record the exception that is about to end the script."""
         self.outcome = outcome_of(error)
         if self.outcome.by_error and self._watcher is not None:
             self._watcher.broke_off(error)
 
     def abandon(self) -> None:
-        """Leave inspection and report to the parent; called in a forked child."""
+        """Stop inspecting and make no report, since the parent does both; called in a forked child."""
         self._once = threading.Lock()
         self._once.acquire()
         if self._watcher is not None:
@@ -108,7 +108,7 @@ class Ending:
                 self._watcher.abandon()
 
     def finish(self, *, flush: bool = True) -> None:
-        """Report, once; never raises. Waits for the GPU, if the script used one. Ctrl-C cuts it short.
+        """Make the report, once; never raises. Waits for the GPU if the script used one. Ctrl-C stops the report early.
 
         Args:
             flush: whether to flush the script's stdout first, as the exit will do anyway.
@@ -125,7 +125,7 @@ class Ending:
             _die_by_interrupt()
 
     def finish_soon(self, outcome: Outcome) -> None:
-        """Report before ``os._exit`` or ``os.exec*``: in ``_EXIT_DELAY_S`` seconds at most, without flushing stdout."""
+        """Make the report before ``os._exit`` or ``os.exec*``, within ``_EXIT_DELAY_S`` s and without flushing stdout."""
         if self.over:
             return
         self.outcome = outcome
@@ -163,11 +163,11 @@ class Ending:
 
     @property
     def _failed_with_torch(self) -> bool:
-        """Whether an exception ended a process that had imported torch, and so may have been about to train."""
+        """Whether an exception ended a process that had imported torch and so may have been about to train."""
         return self.outcome.by_error and self.seen.torch_imported
 
     def _joined(self, recordings: Recordings) -> RunReport:
-        """Return the report, in the process that speaks with what broke in the others."""
+        """Return the joined report; if this process prints it, include what broke in the other processes."""
         report = join(recordings, self.seen, self.outcome, self.options, self._whole)
         unmatched = [note for model in recordings.models for note in model.session.notes if _UNMATCHED.match(note)]
         report = replace(report, saw=tuple(dict.fromkeys([*unmatched, *report.saw])))
@@ -181,7 +181,7 @@ class Ending:
             )
 
     def _never_started(self) -> None:
-        """Say that nothing was recorded. Python has said why the script could not be started."""
+        """Print that nothing was recorded; Python has already printed why the script could not be started."""
         if self.speaks:
             kept = shown(self.directory / FILE_NAME)
             say(f"the script could not be started: nothing was recorded ({kept} keeps the command)")
@@ -189,7 +189,7 @@ class Ending:
             self._write_last_record()
 
     def _save(self, report: RunReport, models: list[RecordedModel]) -> None:
-        """Write the report and the last run.json. Raises OSError."""
+        """Write the report and the final run.json. Raises OSError."""
         for model in models:
             _save_again(model)
         for name in REPORTS:
@@ -208,13 +208,13 @@ class Ending:
         write_record(self.directory, self._record | ended | more)
 
     def _say(self, sentence: str) -> None:
-        """Print one line of this process on stderr."""
+        """Print one line on stderr, preceded by the process's name if there are several processes."""
         self._said.add(sentence)
         say(self._lead + sentence)
 
 
 def _save_again(model: RecordedModel) -> None:
-    """Write a session file anew if the script has removed it."""
+    """Write a model's session file again if the script has removed it."""
     from mpinspect.ranges.store import FILE_NAME as SESSION
 
     if model.log_dir is not None and not (Path(model.log_dir) / SESSION).exists():
@@ -223,10 +223,10 @@ def _save_again(model: RecordedModel) -> None:
 
 
 def _die_by_interrupt() -> None:
-    """Raise and catch Ctrl-C once more.
+    """Raise and catch KeyboardInterrupt once more, so that Python dies by SIGINT.
 
-    Python dies by the signal only if it remembers that KeyboardInterrupt passed through, and any ``exec`` of a text, as in
-    dataclasses, makes it forget.
+    Python does so only if it still has its internal record of an uncaught KeyboardInterrupt, which any ``exec`` of a
+    string clears; dataclasses use such an ``exec``.
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")

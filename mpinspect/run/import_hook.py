@@ -10,9 +10,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call back once, right after the module of that name has been executed; at once if it is loaded already.
+    """Call ``callback`` once, right after the named module has been executed, or now if it is already loaded.
 
-    The module, its spec and its loader are those of a plain import. Exceptions of the callback are dropped.
+    The module, its spec and its loader are those of a plain import. Exceptions raised by the callback are ignored.
     """
     if name in sys.modules:
         _call(callback)
@@ -21,7 +21,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """A finder, first in ``sys.meta_path`` until the module is imported, that asks the other finders for its spec."""
+    """A finder that gets the module's spec from the other finders; first in ``sys.meta_path`` until the import."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self._name = name
@@ -41,7 +41,7 @@ class _Finder:
         return None
 
     def _wrap(self, spec: ModuleSpec) -> None:
-        """Wrap this loader's ``exec_module`` once, to call back when it has executed the module."""
+        """Wrap ``exec_module`` of the spec's loader once, to call the callback after the module has been executed."""
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
         if execute is None:
@@ -54,7 +54,7 @@ class _Finder:
                 sys.meta_path.remove(self)
                 _call(self._callback)
 
-        # The loader of built-in modules takes no attributes; nothing that is waited for is built in.
+        # The loader of built-in modules accepts no attributes, but no module used here is built in.
         with contextlib.suppress(AttributeError, TypeError):
             loader.exec_module = execute_and_call  # type: ignore[union-attr, method-assign]
 

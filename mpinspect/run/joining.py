@@ -1,4 +1,4 @@
-"""Analyses everything recorded of a run and joins it into one report, with what broke in the run's other processes."""
+"""Analyses all recordings of a run and joins them into one report, including what broke in its other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpinspect.run.report import ModelPart, RunReport
     from mpinspect.shapes.analysis import ShapeReport
 
-#: Seconds spent at most on reading other processes' sessions: there may be hundreds, on a network file system.
+#: Most seconds spent reading other processes' sessions: there may be hundreds, on a network file system.
 _PATIENCE_S = 5.0
 _NO_GPU = f"--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in {TRACE}"
 
@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 
 
 def join(recordings: Recordings, seen: Seen, outcome: Outcome, options: LaunchOptions, directory: Path) -> RunReport:
-    """Return the report of a run. A part whose analysis fails is left out, and a sentence says so."""
+    """Return the report of a run; if the analysis of a part fails, leave the part out and add a sentence about it."""
     from mpinspect.run.report import RunReport
 
     notes: list[str] = []
@@ -94,7 +94,7 @@ def _kernels(
 
 
 class _Break(NamedTuple):
-    """The gravest event of a model. ``process`` is its directory's name; "" for this process's own."""
+    """A model's most severe event. ``process`` is the name of its process's directory; "" for this process."""
 
     event: Event
     process: str
@@ -102,7 +102,7 @@ class _Break(NamedTuple):
 
 
 def with_others(report: RunReport, others: Iterable[Path]) -> RunReport:
-    """Return the report of a process with what broke earlier in others, as far as they have written it. Waits for none."""
+    """Return the report with what other processes have recorded as broken so far; do not wait for those processes."""
     others = list(others)
     errors = [f"{process_name(path)} ended by {error}" for path in others if (error := _error(path))]
     first = _first(report, others)
@@ -119,7 +119,7 @@ def with_others(report: RunReport, others: Iterable[Path]) -> RunReport:
 
 
 def _first(report: RunReport, others: Iterable[Path]) -> _Break | None:
-    """Return the gravest break of all, the earliest of those; of two at once this process's own."""
+    """Return the most severe break, and of equally severe ones the earliest; prefer this process's own in a tie."""
     from mpinspect.ranges.analysis.first_line import gravest
 
     breaks = [*_own(report), *_theirs(others)]
@@ -154,7 +154,7 @@ def _theirs(others: Iterable[Path]) -> Iterator[_Break]:
 
 
 def _error(directory: Path) -> str:
-    """Return the exception that ended a process; "" where none has."""
+    """Return the exception that ended a process, in words; "" if none did."""
     with suppress(OSError, DecodingError):
         record = load_record(directory)
         if record.get("by_error") is True:

@@ -1,4 +1,4 @@
-"""What a launch was asked for, and which process of a job this is: plain data that can be handed to a spawned process."""
+"""The options of a launch, and this process's rank in a job: plain data that can be passed to a spawned process."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import PurePath
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A script and how to inspect it.
+    """The script to run, and how to inspect it.
 
     Args:
         target: the script's path, or a directory or zip file with a ``__main__.py``; a module's name if ``is_module``.
         is_module: whether ``target`` is a module, as after ``python -m``.
-        arguments: the script's own.
+        arguments: the script's arguments.
         log_dir: the run directory; None: a new one below ``runs``.
-        kinds: of tensors to count, of ``ranges.kinds.KINDS``; None: the Inspector's default.
-        include, exclude: shell patterns over dotted paths; None: everything, nothing.
-        every: sample every n-th step, 1 or more; with ``max_overhead`` the least interval.
-        dense: number of first steps that are all sampled, 0 or more; ignored with ``max_overhead``.
+        kinds: kinds of tensors to count, from ``ranges.kinds.KINDS``; None: the Inspector's default.
+        include, exclude: shell patterns for dotted paths; None: include everything, exclude nothing.
+        every: sample every n-th step, 1 or more; with ``max_overhead`` the smallest interval.
+        dense: number of initial steps that are all sampled, 0 or more; ignored with ``max_overhead``.
         steps: stop inspecting a model after this many of its steps; None: never.
-        lint: record the matrix products of one step; None: where nothing stands in the way, and without a word where it does.
+        lint: record the matrix products of one step; None: record them if possible, and skip them silently if not.
         kernels: profile one step.
-        gpu: the GPU that shapes and kernels are judged for; None: the one at hand.
+        gpu: the GPU that shapes and kernels are judged for; None: this machine's GPU.
         watch: check every step for infinities and NaNs.
-        loss_scale: of a script that multiplies its loss by hand; None: that of its scaler, if it has one.
-        max_overhead: most that inspecting may cost over the script's own time, 0..1; None: no limit, ``every`` decides.
+        loss_scale: the scale by which the script multiplies its loss by hand; None: the scale of its scaler, if any.
+        max_overhead: limit on the inspection's time relative to the script's own, 0..1; None: no limit, use ``every``.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
     """
 
@@ -56,7 +56,7 @@ class LaunchOptions:
 
     @property
     def stem(self) -> str:
-        """A short name of the script, for a directory: ``train`` of train.py, ``package.train`` of -m package.train."""
+        """A short name for directories: ``train`` for train.py, ``package.train`` for -m package.train."""
         name = self.target if self.is_module else PurePath(self.target).stem
         return name.lstrip(".") or "script"
 
@@ -67,8 +67,8 @@ class Rank:
 
     Args:
         number: 0 .. of - 1.
-        of: the number of processes; 1 where there is no job.
-        job: identifies the job, the same in all its processes; "" where there is none.
+        of: the number of processes; 1 if there is no job.
+        job: identifies the job, the same in all its processes; "" if there is no job.
     """
 
     number: int = 0
@@ -77,12 +77,12 @@ class Rank:
 
     @property
     def folder(self) -> str:
-        """Name of this rank's folder in the job's directory; "" where there is no job."""
+        """The name of this rank's folder in the job's directory; "" if there is no job."""
         return f"rank{self.number}" if self.of > 1 else ""
 
     @classmethod
     def of_environment(cls) -> Rank:
-        """Read RANK and WORLD_SIZE, which torchrun and similar launchers set before the script begins."""
+        """Return the rank given by RANK and WORLD_SIZE, which torchrun and similar launchers set for the script."""
         try:
             number, of = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         except (KeyError, ValueError):

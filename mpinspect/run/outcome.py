@@ -1,4 +1,4 @@
-"""How a launched script ended, what it was seen to do, and what was recorded of it: plain data and its sentences."""
+"""Plain data on how a launched script ended, what it did and what was recorded, with the sentences that describe it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.session import Session
     from mpinspect.shapes.records import MatmulRecording
 
-#: Characters of an exception's message that are quoted.
+#: Most characters quoted of an exception's message.
 _LONGEST = 200
 #: Most notes that are kept: a script that repeats a fault must not fill the report.
 _MOST_NOTES = 40
@@ -24,7 +24,7 @@ class Outcome:
 
     Args:
         words: "ended", "exit status 3", "RuntimeError: ...", "stopped by Ctrl-C".
-        status: the exit status; None where a signal ends the process, or another program has taken its place.
+        status: the exit status; None if a signal ends the process or another program replaces it.
         by_error: whether an uncaught exception ended it.
     """
 
@@ -33,26 +33,26 @@ class Outcome:
     by_error: bool = False
 
 
-#: The process then dies by the signal.
+#: With this outcome the process dies by the signal.
 STOPPED = Outcome("stopped by Ctrl-C", None)
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Return how Python ends on an exception that nothing catches."""
+    """Return the outcome of a script that ends with this uncaught exception."""
     if isinstance(error, KeyboardInterrupt):
         return STOPPED
     if not isinstance(error, SystemExit):
         return Outcome(brief(error), 1, by_error=True)
     code = error.code
     if code is None or isinstance(code, int):
-        # The system keeps eight bits.
+        # The system keeps the low eight bits of the status.
         status = (code or 0) & 0xFF
         return Outcome(f"exit status {status}", status) if status else Outcome()
     return Outcome(f"exit status 1: {_first_line(code)}", 1)
 
 
 def brief(error: BaseException) -> str:
-    """Return an exception in one line: its type and the first line of its message."""
+    """Return one line that describes an exception: its type and the first line of its message."""
     text = _first_line(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -73,10 +73,10 @@ class RecordedModel:
     """A model that was inspected.
 
     Attributes:
-        name: its class, its path in a larger model ("ActorCritic.actor") or the script's variable; "-2" and so on is
-            appended where several would have the same.
+        name: its class, its path in a larger model ("ActorCritic.actor") or the script's variable; a number like "-2"
+            is appended if the name is already taken.
         session: its record.
-        log_dir: the directory of its session file and TensorBoard log; None where none could be written.
+        log_dir: the directory of its session file and TensorBoard log; None if none could be written.
     """
 
     name: str
@@ -90,8 +90,8 @@ class Recordings:
 
     Attributes:
         models: in the order in which they were attached.
-        matmuls: the matrix products of one training step, with --lint; None without, or where recording failed.
-        trace: path of the profile of one training step, with --kernels; None without, or where profiling failed.
+        matmuls: the matrix products of one training step; None if not recorded.
+        trace: path of the profile of one training step, with --kernels; None if none was made.
     """
 
     models: list[RecordedModel] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Seen:
         optimizers: torch optimizers made.
         models: models inspected.
         backwards: backward passes of any model.
-        forwards_without_gradient: calls of outermost modules with gradients off, or of models that are never trained.
+        forwards_without_gradient: calls of outermost modules with gradients disabled.
         steps: optimizer steps.
         forked, spawned: child processes by fork, and by multiprocessing's spawn or forkserver.
         watched_children: spawned children that were inspected too.
@@ -129,19 +129,19 @@ class Seen:
     notes: list[str] = field(default_factory=list)
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence for the report; one that is there already is ignored."""
+        """Keep a sentence for the report, unless it is a repetition or there are too many."""
         if sentence not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(sentence)
 
     def sentences(self) -> list[str]:
-        """Return what was seen and what was not, in sentences, the most important first."""
+        """Return sentences on what was seen and what was not, the most important first."""
         return [*self._of_torch(), *self._of_frameworks(), *self._of_children(), *self.notes]
 
     def _of_torch(self) -> list[str]:
         if not self.torch_imported:
             return ["torch was never imported: there was nothing to inspect"]
         if self.watched_children and not (self.optimizers or self.models or self.backwards):
-            # Its children did the training.
+            # The child processes did the training.
             return []
         made = _count(self.optimizers, "optimizer was", "optimizers were") + " made"
         if self.models and not self.backwards:
@@ -158,7 +158,7 @@ class Seen:
             ]
         backwards = _count(self.backwards, "backward", "backwards")
         found_none = f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"
-        # The parameters of a copied or replaced model are not those that get the gradients.
+        # If the model was copied or replaced, the optimizer's parameters are not those that get the gradients.
         likely = ": is the model that is trained a copy, or made after the optimizer?" if self.optimizers else ""
         return [found_none + likely]
 

@@ -1,6 +1,7 @@
-"""Follows the script into the processes that it makes, and reports before it leaves without running exit handlers.
+"""Follows the script into its child processes, and makes the report before exits that skip exit handlers.
 
-Forked children are not inspected. Spawned ones inspect themselves: their process object carries a payload that begins it.
+Forked children are not inspected. Spawned children inspect themselves: their process object carries a payload that
+starts the inspection when unpickled.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 
     from mpinspect.run.ending import Ending
 
-#: Modules whose processes compute nothing of the training: data loaders' workers, managers' servers.
+#: Modules whose processes take no part in training: data loader workers, manager servers.
 _HELPERS = ("torch.utils.data.", "multiprocessing.managers")
 #: The attribute of a process object that carries the payload.
 _ATTRIBUTE = "_mpinspect_payload"
-#: A finalizer's priority below all others.
+#: A finalizer priority lower than all others.
 _LAST = -1_000_000
 
 _PAYLOAD = """
@@ -42,7 +43,7 @@ except Exception:
 
 
 def follow(ending: Ending) -> None:
-    """From now on inspect spawned children, not forked ones, and report before ``os._exit`` and ``os.exec*`` too."""
+    """Begin to inspect spawned (not forked) children, and to report before ``os._exit`` and ``os.exec*``."""
     children = _Children(ending)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_parent=children.forked, after_in_child=ending.abandon)
@@ -52,7 +53,7 @@ def follow(ending: Ending) -> None:
 
 
 class _Children:
-    """Counts the children of a process, and puts a payload into those that multiprocessing spawns."""
+    """Counts the children of a process, and attaches the payload to those that multiprocessing spawns."""
 
     def __init__(self, ending: Ending) -> None:
         self._ending = ending
@@ -65,7 +66,7 @@ class _Children:
             self._ending.seen.forked += 1
 
     def follow_starts(self) -> None:
-        """Wrap the method by which every process of multiprocessing starts; called when that has been imported."""
+        """Wrap ``BaseProcess.start``, which starts all children; called when multiprocessing has been imported."""
         from multiprocessing.process import BaseProcess
 
         original = BaseProcess.start
@@ -112,7 +113,7 @@ def _method(process: BaseProcess) -> str:
 
 
 def _report_before_exit(ending: Ending) -> None:
-    """Wrap ``os._exit``, which runs no exit handlers."""
+    """Wrap ``os._exit``, which runs no exit handlers, to make the report first."""
     leave = os._exit
 
     @functools.wraps(leave)
@@ -124,12 +125,12 @@ def _report_before_exit(ending: Ending) -> None:
 
 
 def _report_before_exec(ending: Ending) -> None:
-    """Wrap ``os.execv`` and ``os.execve``, which replace this program without running exit handlers."""
+    """Wrap ``os.execv`` and ``os.execve``, which run no exit handlers, to make the report first."""
 
     def wrap(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         @functools.wraps(execute)
         def replace_process(path: Any, *rest: Any) -> NoReturn:
-            # os.execvp tries directory after directory: report only before the call that will succeed.
+            # os.execvp tries one directory after another: report only before the call that will succeed.
             if isinstance(path, int) or os.access(path, os.X_OK):
                 _report_now(ending, Outcome("replaced by another program, which was not seen", None))
             execute(path, *rest)
@@ -149,9 +150,9 @@ def _report_now(ending: Ending, outcome: Outcome) -> None:
 
 
 class SpawnPayload:
-    """Begins the inspection in the child that unpickles it, after the main module and the arguments.
+    """Starts the inspection in the child process that unpickles it.
 
-    It is pickled as Python source, so that a child that can't import mpinspect runs uninspected.
+    It is pickled as Python source, so that a child that can't import mpinspect still runs, uninspected.
     """
 
     def __init__(self, options: LaunchOptions, directory: Path, speaks: bool) -> None:
@@ -168,7 +169,7 @@ class SpawnPayload:
 
 
 def begin_in_child(options: LaunchOptions, directory: str, speaks: bool) -> None:
-    """Inspect this spawned process, and report when its function has returned or raised."""
+    """Begin to inspect this spawned process, and make its report when its function has returned or raised."""
     from multiprocessing import util
 
     from mpinspect.run.ending import Ending
@@ -178,7 +179,7 @@ def begin_in_child(options: LaunchOptions, directory: str, speaks: bool) -> None
     ending = Ending(options, Path(directory), record, speaks=speaks, leaves_no_trace=True)
     follow(ending)
     _end_with_the_process(ending)
-    # A forkserver's child clears its finalizers when it begins to run the process's function.
+    # A forkserver's child clears its finalizers before it runs the process's function, and then calls this again.
     util.register_after_fork(ending, _end_with_the_process)
     when_imported("torch", ending.watch)
 
@@ -190,7 +191,7 @@ def _end_with_the_process(ending: Ending) -> None:
 
 
 def _end(ending: Ending) -> None:
-    # Finalizers run in the ``finally`` around the process's function: an exception of that is still being handled.
+    # Finalizers run in the ``finally`` around the process's function, so its exception is still being handled.
     error = sys.exc_info()[1]
     if error is not None:
         ending.outcome = _outcome(error)
@@ -198,7 +199,7 @@ def _end(ending: Ending) -> None:
 
 
 def _outcome(error: BaseException) -> Outcome:
-    """Return how the child ended. torch.multiprocessing turns an exception into an exit: the exception is the one to name."""
+    """Return the child's outcome; if torch.multiprocessing turned an exception into SystemExit, name the exception."""
     outcome = outcome_of(error)
     cause = error.__context__
     if isinstance(error, SystemExit) and outcome.status and isinstance(cause, Exception):

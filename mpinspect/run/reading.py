@@ -1,4 +1,4 @@
-"""Reads a run directory back: the sessions and the trace that ``mpinspect run`` wrote become one report. Needs no torch."""
+"""Makes one report of the sessions and traces in a directory written by ``mpinspect run``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from mpinspect.run.record import REPORTS, TRACE, ProcessRecord, read_record
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime.decoding import DecodingError, json_of
 
-#: Bytes of the largest report.json that is read: that of 20,000 layers.
+#: Most bytes of a report.json that is read, enough for 20,000 layers.
 _LARGEST_REPORT = 64 << 20
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
-    """Return whether ``read_run`` is the one to ask: the directory of a process or of several, or a folder of runs."""
+    """Return whether ``read_run`` is the function for this path: a directory of one or more processes, or of runs."""
     folder = Path(path)
     return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
 def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
-    """Return the report of a run directory, also while the run goes on and after it was killed.
+    """Return the report of a run directory, even if the run is still going on or was killed.
 
-    It names what is damaged or missing, and contains the rest. Shapes are not read back: the report refers to the
-    ``report.md`` that the run wrote at its end.
+    The report names what is damaged or missing, and contains the rest. Shapes are not read back: the report refers to
+    the ``report.md`` that the run wrote at its end.
 
     Args:
         path: the directory.
-        format: what its models are judged against; None: what each uses.
+        format: the number format to judge the models against; None: the format that each uses.
 
     Raises:
-        SessionError: nothing there can be read, or several runs are there.
+        SessionError: the directory contains nothing readable, or several runs.
         OSError: the directory can't be listed.
     """
     folder = Path(path)
@@ -67,7 +67,7 @@ def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
 
 
 def _processes(folder: Path) -> dict[str, Path]:
-    """Return the directories that processes wrote to, by name below ``folder``, which itself has the name ""."""
+    """Return the directories of processes, by path relative to ``folder``; ``folder`` itself has the name ""."""
     found = {"": folder} if _is_process(folder) else {}
     below = [path for path in (*folder.glob("*"), *folder.glob("rank*/process-*")) if process_name(path)]
     names = {path.relative_to(folder).as_posix(): path for path in below if _is_process(path)}
@@ -79,7 +79,7 @@ def _is_process(place: Path) -> bool:
 
 
 def _runs_in(folder: Path) -> list[str]:
-    """Return the names of the whole runs in a folder."""
+    """Return the names of the run directories in a folder, without those of single ranks and child processes."""
     return sorted(path.parent.name for path in folder.glob(f"*/{RECORD}") if not process_name(path.parent))
 
 
@@ -94,7 +94,7 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _found(place: Path, process: str, record: ProcessRecord, format: str | None) -> Iterator[ModelPart | str]:
-    """Yield a process's models, and sentences: on what can't be read, and on what the process saw."""
+    """Yield a process's models, and sentences on what can't be read and on what the process saw."""
     report = _report(place)
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
@@ -118,7 +118,7 @@ def _found(place: Path, process: str, record: ProcessRecord, format: str | None)
 
 
 def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[str]:
-    """Yield what the process saw, from its record or, where that is damaged, from its report; and what is not shown."""
+    """Yield sentences on what the process saw, from its record or else its report, and on what is not shown."""
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
@@ -140,7 +140,7 @@ def _made(path: Path) -> float:
 
 
 def _report(place: Path) -> dict[str, Any]:
-    """Return the fields of the report.json that the run wrote at its end; none where it can't be read."""
+    """Return the fields of the report.json that the run wrote at its end; {} if the file can't be read."""
     try:
         report = json_of(place / REPORTS[1], _LARGEST_REPORT)
     except (OSError, DecodingError):
@@ -157,5 +157,5 @@ def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
     except (TraceError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
-    # Without GPU work there is nothing to judge, and the run's record says so.
+    # Without GPU work there are no kernels to judge, and the run's record says so.
     return report if any(rank.has_gpu_work for rank in report.ranks) else None

@@ -1,4 +1,4 @@
-"""run.json, written at the start and at the end, and read: what was run, how it ended, what was seen."""
+"""Writes run.json at the start and end of a process, and reads it: the command, how it ended, and what was seen."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
 FILE_NAME = "run.json"
-#: Names of the other files beside it: the report in three forms, and with --kernels the trace.
+#: Names of the other files beside run.json: the report in three forms and, with --kernels, the trace.
 REPORTS = ("report.md", "report.json", "report.html")
 TRACE = "trace.json.gz"
 
-#: Outcomes of a process that has not written its end.
+#: Outcomes reported for a process that has not written its final run.json.
 _KILLED = "ended without a report (killed, or it crashed)"
 _RUNNING = "still running, or killed"
-#: A process's number, a pid_t.
+#: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
 
 # -- writing -------------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
 
 
 def write_first(directory: Path, record: dict[str, Any]) -> bool:
-    """Write run.json, and make its directory; returns False if there is a run.json already. Raises OSError."""
+    """Create the directory and its run.json; return False if a run.json exists already. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with (directory / FILE_NAME).open("x", encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def write_first(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Replace run.json atomically; a directory that was removed meanwhile is made again. Raises OSError."""
+    """Replace run.json atomically, creating the directory again if it was removed. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE_NAME
     beside = path.with_name(f".{FILE_NAME}.{os.getpid()}")
@@ -81,8 +81,8 @@ def load_record(directory: Path) -> dict[str, Any]:
     """Return the fields of a directory's run.json, unchecked.
 
     Raises:
-        DecodingError: it holds no JSON object.
-        OSError: it can't be read.
+        DecodingError: run.json holds no JSON object.
+        OSError: run.json can't be read.
     """
     record = json_of(directory / FILE_NAME)
     if not isinstance(record, dict):
@@ -91,7 +91,7 @@ def load_record(directory: Path) -> dict[str, Any]:
 
 
 def job_of(directory: Path) -> str | None:
-    """Return the job in a directory's run.json; None where it can't be read, as while another rank writes it."""
+    """Return the job in a directory's run.json; None if unreadable, for example while another rank writes the file."""
     with suppress(OSError, DecodingError):
         job = load_record(directory).get("job")
         return job if isinstance(job, str) else None
@@ -99,12 +99,12 @@ def job_of(directory: Path) -> str | None:
 
 
 def now() -> str:
-    """Return the time, in UTC, as ISO 8601 with seconds."""
+    """Return the current time in UTC, as ISO 8601 with seconds."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _text(record: dict[str, Any]) -> str:
-    # ASCII, since a file name in it need not be valid UTF-8.
+    # ASCII, since file names in the record need not be valid UTF-8.
     return json.dumps(record, indent=1, ensure_ascii=True) + "\n"
 
 
@@ -120,15 +120,15 @@ def _working_directory() -> str:
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What can be read of a process's run.json.
+    """The readable fields of a process's run.json.
 
     Args:
-        command: the script and its arguments; "" where unknown.
-        outcome: how the process ended, in words; "unknown" where the field can't be read.
-        ended: whether the process wrote its end, with the report.
-        saw: sentences on what was seen; empty before the end.
-        models: names of the directories of the recorded models; empty before the end.
-        trouble: what is wrong with the file, as a sentence; "" if nothing is.
+        command: the script and its arguments; "" if unknown.
+        outcome: how the process ended, in words; "unknown" if the field can't be read.
+        ended: whether the process wrote its final run.json, and so its report.
+        saw: sentences on what was seen; empty until the process has ended.
+        models: names of the recorded models' directories; empty until the process has ended.
+        trouble: what is wrong with run.json, as a sentence; "" if nothing is.
     """
 
     command: str = ""
@@ -161,7 +161,7 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
         outcome = _KILLED if _is_gone(record) else _RUNNING
-    # A model of which nothing could be written has no directory.
+    # A model has no directory if none of its files could be written.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
     return ProcessRecord(command, outcome, has_ended, saw, directories, trouble)
 
@@ -177,7 +177,7 @@ Value = TypeVar("Value")
 def _field(
     record: dict[str, Any], name: str, kind: type[Value], damaged: list[str], *, needed: bool = True
 ) -> Value | None:
-    """Return a field's value; None where it is not of this kind, and its name is then added to ``damaged``."""
+    """Return a field's value; if it is not of type ``kind``, add its name to ``damaged`` and return None."""
     if name not in record and not needed:
         return None
     try:
@@ -188,7 +188,7 @@ def _field(
 
 
 def _is_gone(record: dict[str, Any]) -> bool:
-    """Return whether the process ran on this machine and has ended; False where that can't be known."""
+    """Return whether the process ran on this machine and has ended; False if this can't be determined."""
     process = _field(record, "process", _Process, [])
     if os.name != "posix" or record.get("host") != platform.node() or process is None:
         return False

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from mpinspect.run.options import LaunchOptions
 from mpinspect.runtime import own_code
 
-#: Loaded before the first line of any script: a file beside the script never takes their place.
+#: Modules loaded before the first line of any script, so that a file beside the script never shadows them.
 _LOADED_BY_PYTHON = {
     *("_collections_abc", "abc", "builtins", "codecs", "encodings", "genericpath", "io", "ntpath", "os", "posixpath"),
     *("site", "sitecustomize", "stat", "sys", "usercustomize", "zipimport"),
@@ -26,10 +26,10 @@ _IMPORT_MACHINERY = ("<frozen importlib._bootstrap>", "<frozen importlib._bootst
 
 
 def load(options: LaunchOptions) -> Callable[[], None]:
-    """Find and compile the script, and return a function that runs it once. Modules and folders are found only when run.
+    """Compile the script and return a function that runs it once; modules and folders are found only when run.
 
     Raises:
-        OSError: it can't be opened.
+        OSError: the script can't be opened.
         SyntaxError: as Python would raise it.
     """
     if options.is_module:
@@ -51,7 +51,7 @@ def _run_file(options: LaunchOptions, path: str, code: CodeType, loader: object)
     if "__cached__" in before:
         main.__dict__["__cached__"] = None
     names = main.__dict__
-    # Keep no reference, so that the module is freed when it would be in Python.
+    # Keep no reference, so that the module is freed at the same time as in plain Python.
     del main
     try:
         exec(code, names)
@@ -60,7 +60,7 @@ def _run_file(options: LaunchOptions, path: str, code: CodeType, loader: object)
 
 
 def _flush() -> None:
-    """Flush as Python does after the last line of a script, before its exit handlers run."""
+    """Flush stderr and stdout, as Python does after the last line of a script, before its exit handlers run."""
     for name in ("stderr", "stdout"):
         with suppress(Exception):
             getattr(sys, name).flush()
@@ -69,7 +69,7 @@ def _flush() -> None:
 def _run_module(options: LaunchOptions) -> None:
     import runpy
 
-    # The interpreter's value while it looks for the module.
+    # sys.argv[0] is "-m" in Python too, until it has found the module.
     sys.argv[:] = ["-m", *options.arguments]
     _lead_the_path(os.getcwd())
     _new_main()
@@ -86,7 +86,7 @@ def _run_folder(options: LaunchOptions) -> None:
 
 
 def _new_main() -> ModuleType:
-    """Put a fresh ``__main__`` in place, as the interpreter makes it; the present one holds the names of our command."""
+    """Install and return a fresh ``__main__``, like the interpreter's; the present one is that of our command."""
     main = ModuleType("__main__")
     if "__annotations__" in vars(sys.modules["__main__"]):
         main.__annotations__ = {}
@@ -96,7 +96,7 @@ def _new_main() -> ModuleType:
 
 
 def _lead_the_path(directory: str, *, always: bool = False) -> None:
-    """Put a directory first in sys.path, in the place of our own command's; in Python's safe mode only if ``always``."""
+    """Replace our command's entry at the front of sys.path by a directory; in Python's safe mode only if ``always``."""
     safe = getattr(sys.flags, "safe_path", bool(sys.flags.isolated))
     if not safe and sys.path:
         del sys.path[0]
@@ -106,7 +106,7 @@ def _lead_the_path(directory: str, *, always: bool = False) -> None:
 
 
 def _unload_shadowed(directory: str) -> None:
-    """Unload modules of the standard library that a file in the directory shadows: in Python the script would import the file."""
+    """Unload standard library modules that a file in the directory shadows, so that the script imports the file."""
     for name in sys.stdlib_module_names.intersection(sys.modules).difference(
         _LOADED_BY_PYTHON, sys.builtin_module_names
     ):
@@ -116,7 +116,7 @@ def _unload_shadowed(directory: str) -> None:
 
 
 def forget_file() -> None:
-    """Delete ``__file__``, as Python does when a script's code is over, before its threads and exit handlers end."""
+    """Delete ``__file__``, as Python does after a script's last line, before its threads and exit handlers end."""
     main = getattr(sys.modules.get("__main__"), "__dict__", {})
     if main.get("__spec__") is None:
         main.pop("__file__", None)
@@ -124,7 +124,7 @@ def forget_file() -> None:
 
 
 def was_not_found(error: BaseException) -> bool:
-    """Return whether Python ended before the first line, for want of the module or of a ``__main__`` in the directory."""
+    """Return whether the script never began, because the module or the directory's ``__main__`` was not found."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -135,14 +135,14 @@ def was_not_found(error: BaseException) -> bool:
 
 
 def _is_importable(target: str) -> bool:
-    """Return whether it is a directory or a zip file."""
+    """Return whether the target is a directory or a zip file."""
     from pkgutil import get_importer
 
     return os.path.exists(target) and get_importer(_absolute(target)) is not None
 
 
 def _absolute(path: str) -> str:
-    """Make a path absolute as Python does for a script: nothing in it is resolved or shortened."""
+    """Return the absolute path, as Python forms it for a script, without resolving or shortening anything."""
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
@@ -159,7 +159,7 @@ def _compiled(path: str) -> tuple[CodeType, object]:
     return compile(source, path, "exec", dont_inherit=True), SourceFileLoader("__main__", path)
 
 
-#: Our innermost frames above the script's own, or above the error that it can't be compiled.
+#: Code of our functions that call the script's, or that raise the error if it can't be compiled.
 _LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_file, _run_module, _run_folder))
 
 
@@ -167,10 +167,10 @@ _LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_file, _r
 
 
 def show_without_our_frames(afterwards: Callable[[], None]) -> None:
-    """Replace sys.excepthook once more: the present hook gets the exception that ends the script without our frames.
+    """Wrap sys.excepthook, so that the exception that ends the script is shown without our frames.
 
     Args:
-        afterwards: called when the exception has been shown.
+        afterwards: called after the exception has been shown.
     """
     # The script may have deleted it.
     is_missing = not hasattr(sys, "excepthook")
@@ -181,7 +181,7 @@ def show_without_our_frames(afterwards: Callable[[], None]) -> None:
         sys.last_traceback = error.__traceback__
         if is_missing:
             _write("sys.excepthook is missing\n")
-        # The script's hook finds sys.excepthook as it left it.
+        # The script's hook sees the value of sys.excepthook that the script set.
         sys.excepthook = shown_by
         _show(shown_by, error)
         afterwards()
@@ -190,7 +190,7 @@ def show_without_our_frames(afterwards: Callable[[], None]) -> None:
 
 
 def clean(error: BaseException) -> None:
-    """Take our frames out of the tracebacks of an exception and of all its causes and contexts."""
+    """Remove our frames from the tracebacks of an exception and of all its causes and contexts."""
     for each in _family(error):
         each.__traceback__ = _without_ours(each.__traceback__)
 
@@ -218,7 +218,7 @@ def _write(text: str) -> None:
 
 
 def _family(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, its causes and contexts, and those of a group, each once."""
+    """Yield the exception, its causes and contexts, and the members of exception groups, each once."""
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -243,8 +243,8 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 def _dropped(frames: list[TracebackType]) -> list[bool]:
     """Return for each frame whether to drop it.
 
-    Dropped are all up to the one that runs the script, ours wherever they are, and the import machinery right before one of
-    ours: Python drops that itself, but not where a wrapper of ours stands between.
+    Drop all frames up to the one that runs the script, all frames of ours, and frames of the import machinery right
+    before one of ours, which Python drops by itself only if no wrapper of ours is in between.
     """
     starts = [i for i, link in enumerate(frames) if link.tb_frame.f_code in _LAST_OF_OURS]
     first = starts[-1] + 1 if starts else 0

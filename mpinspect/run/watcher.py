@@ -47,12 +47,12 @@ class Watcher(Guarded):
         self._parts: _Parts | None = None
 
     def install(self) -> None:
-        """Patch torch. Little more is imported until the script makes an optimizer or runs a backward."""
+        """Patch torch; most of mpinspect is imported only when the script makes an optimizer or runs a backward."""
         self._active = True
         self._patches.install()
 
     def finish(self) -> Recordings:
-        """Remove the patches, detach from every model (waits for the GPU) and return what was recorded. Never raises."""
+        """Remove the patches, detach from every model (waits for the GPU) and return the recordings. Never raises."""
         try:
             return self._finish()
         except Exception as error:
@@ -61,12 +61,12 @@ class Watcher(Guarded):
 
     @guarded
     def broke_off(self, error: BaseException) -> None:
-        """Note what an exception that is about to end the script interrupts; all its objects are still alive."""
+        """Note what the exception that is about to end the script interrupted; call it while the models are alive."""
         if self._parts is not None:
             self._parts.models.broke_off(error)
 
     def abandon(self) -> None:
-        """Make everything inert and write nothing: this is a forked child.
+        """Stop everything without writing, in a forked child.
 
         Takes no lock: another thread of the parent may have held it at the fork.
         """
@@ -79,7 +79,7 @@ class Watcher(Guarded):
         self._patches.remove()
 
     def attached(self) -> None:
-        """Adapt the patches to what is still to be found; called when a model was attached."""
+        """Move our listeners last, and stop watching backwards if not needed; called after attaching to a model."""
         self._patches.listen_last()
         parts = self._made()
         by_hand = any(not each.had_optimizers for each in parts.models.all)
@@ -90,7 +90,7 @@ class Watcher(Guarded):
 
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's ``__init__`` has run, or at least torch's part of it."""
+        """Find the models of a new optimizer; called when torch's ``Optimizer.__init__`` has run."""
         if not self._active or not isinstance(getattr(optimizer, "param_groups", None), list):
             return
         with self._lock.held():
@@ -104,7 +104,7 @@ class Watcher(Guarded):
 
     @guarded
     def backward_begins(self, tensors: Any) -> None:
-        """A backward is about to run."""
+        """Attach to models that the backward will reach; called when a backward is about to run."""
         if not self._active:
             return
         with self._lock.held():
@@ -115,19 +115,19 @@ class Watcher(Guarded):
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` is about to run."""
+        """Mark the recorded step as inside the optimizer; called when ``optimizer.step()`` is about to run."""
         if self._active and self._parts is not None:
             self._parts.one_step.optimizer_steps(optimizer)
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` has run."""
+        """Count the step and update what is inspected and recorded; called when ``optimizer.step()`` has run."""
         if not self._active:
             return
         with self._lock.held():
             self.seen.steps += 1
             if id(optimizer) not in self._known:
-                # It was unpickled or copied, so that its __init__ did not run.
+                # The optimizer was unpickled or copied, so its __init__ did not run.
                 self.optimizer_made(optimizer)
             parts = self._made()
             parts.models.pause_if_due()
@@ -136,7 +136,7 @@ class Watcher(Guarded):
 
     @guarded
     def module_compiled(self, given: object) -> None:
-        """``torch.compile(given)`` has run."""
+        """Remove hooks from what was compiled; called when ``torch.compile(given)`` has run."""
         if not self._active:
             return
         with self._lock.held():
@@ -148,13 +148,13 @@ class Watcher(Guarded):
 
     @guarded
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """``scaler.scale(given)`` returned ``scaled``."""
+        """Keep the scaled loss for the search; called when ``scaler.scale(given)`` has returned ``scaled``."""
         if self._active and self._parts is not None and not self._parts.backwards.settled:
             with self._lock.held():
                 self._parts.backwards.scaled(scaler, scaled)
 
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` is about to run."""
+        """Watch for a skipped step; called when ``scaler.step(optimizer)`` is about to run."""
         if self._active and self._parts is not None:
             self._parts.one_step.scaler_steps()
 
@@ -166,7 +166,7 @@ class Watcher(Guarded):
         """Take no note: the inspectors do."""
 
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` has returned."""
+        """Handle a skipped step; called when ``scaler.step(optimizer)`` has returned."""
         if self._active and self._parts is not None:
             with self._lock.held():
                 self._parts.one_step.scaler_stepped(optimizer)
@@ -189,7 +189,7 @@ class Watcher(Guarded):
     def _made(self) -> _Parts:
         if self._parts is None:
             with warnings.catch_warnings():
-                # Warnings of libraries that are imported here are not for the script, which may turn them into errors.
+                # Hide warnings of libraries imported here: the script may turn warnings into errors.
                 warnings.simplefilter("ignore")
                 self._parts = self._make_parts()
         return self._parts
@@ -208,7 +208,7 @@ class Watcher(Guarded):
 
 
 class _Parts(NamedTuple):
-    """What finds, inspects and records models; made, and its modules imported, at the first optimizer or backward."""
+    """The objects that find, inspect and record models; created at the first optimizer or backward."""
 
     models: InspectedModels
     attaching: Attacher

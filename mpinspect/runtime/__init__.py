@@ -1,1 +1,1 @@
-"""What touches torch's or Python's machinery, whatever the question: hooks, threads, files, stack checks, GPUs as data."""
+"""Shared code close to torch and Python: hooks, threads, files, stack checks, emulation and data on GPUs."""

@@ -1,4 +1,4 @@
-"""A file that only grows, by whole records: a write that fails leaves nothing of its record behind."""
+"""Appends whole records to a file; a failed write leaves no part of its record behind."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 import errno
 from io import FileIO
 
-#: What the system says where the disk, a quota or the size that a file may have is used up: there may be room again.
+#: Error numbers for a full disk, an exhausted quota or a file at its size limit, all of which may pass.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class AppendedFile:
-    """Appends records to an unbuffered file, each of them as a whole.
+    """Appends whole records to an unbuffered file.
 
     Args:
-        file: at whose end is written.
-        size: bytes that it has.
+        file: the file, positioned at its end.
+        size: its present size in bytes.
 
     Attributes:
         file, size: as given; ``size`` grows with each record.
@@ -27,11 +27,11 @@ class AppendedFile:
         self._torn = False
 
     def append(self, data: bytes) -> None:
-        """Write a record, complete when this returns.
+        """Write a whole record.
 
         Raises:
-            OSError: the disk refuses. Then the record is cut off again, at the latest before the next: half a record would
-                hide all that follows from readers.
+            OSError: the write failed. The part written is cut off again, at the latest before the next record, since
+                half a record would hide all later records from readers.
         """
         self._mend()
         self._torn = True
@@ -52,12 +52,12 @@ class AppendedFile:
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Write all of ``data``, of which an unbuffered write may take only a part (a full disk, a signal). Raises OSError."""
+    """Write all of ``data``, repeating partial writes (after a signal, on a nearly full disk). Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def no_room(error: BaseException) -> bool:
-    """Return whether a write failed for want of room, so that a later one may not."""
+    """Return whether a write failed for lack of space, so that a later write may succeed."""
     return isinstance(error, OSError) and error.errno in _NO_ROOM

@@ -1,8 +1,8 @@
-"""Work beside the training: a thread of our own that lives while there is some, and gives way to the user's threads.
+"""Does work on a background thread that lives only while there is work, and that yields to the user's threads.
 
-Python's threads share one lock. A thread that computes in Python keeps it for up to 5 ms at a time
-(``sys.getswitchinterval``), and a training step that calls a hundred small operations would wait as often. So the work calls
-``give_way`` between its parts.
+Python's threads share the GIL. A thread that computes in Python keeps the GIL for up to 5 ms at a time
+(``sys.getswitchinterval``), and a training step with a hundred small operations would wait for it a hundred times. The
+work therefore calls ``give_way`` between its parts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-#: Seconds of work between two rests: what a step may have to wait for at once ...
+#: Seconds of work between two rests, and so the longest that a step waits at a time.
 _WORK_S = 0.001
-#: ... and how many times as long the rest is: a tenth of Python's time is asked for while nobody waits for the work.
+#: A rest lasts this many times as long as the work before it: unless urgent, the work takes a tenth of Python's time.
 _REST = 9.0
 _LONGEST_REST_S = 0.05
 _LOOK_AGAIN_S = 0.05
@@ -25,39 +25,39 @@ _of_this_thread = threading.local()
 
 
 def give_way() -> None:
-    """Let others work, if this is a background thread and was at work for a millisecond. Elsewhere nothing."""
+    """Sleep a while if this is a background thread that has worked for a millisecond; in other threads do nothing."""
     rest: Callable[[], None] | None = getattr(_of_this_thread, "rest", None)
     if rest is not None:
         rest()
 
 
 class Background:
-    """Calls functions in the order in which they came, on one thread beside the caller's.
+    """Calls functions in the order in which they were submitted, on one background thread.
 
-    The thread ends when nothing is left, so an idle Background holds nothing and no interpreter waits for it; one at work is
-    waited for at the interpreter's exit. Where no thread can be started (the interpreter is shutting down) the caller's does the
-    work. A forked child inherits nothing: its calls do nothing, and nothing there waits.
+    The thread ends when no work is left; at exit the interpreter waits only for a thread that is at work. If no thread can
+    be started (the interpreter is shutting down), the calling thread does the work. In a forked child all methods do
+    nothing.
 
-    Any thread may call any method, from a signal handler or a finalizer too.
+    Any thread may call any method, also from a signal handler or a finalizer.
     """
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may come while this thread holds it.
+        # Reentrant, because a signal handler may run while this thread holds the lock.
         self._lock = threading.RLock()
         self._waiting: deque[Callable[[], None]] = deque()
         self._worker: threading.Thread | None = None
         self._process = os.getpid()
-        #: Somebody waits: no more rests until all is done.
+        #: Whether to take no more rests until all work is done.
         self._urgent = False
         self._at_work_since = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether something is still to be done."""
+        """Whether any work is left."""
         return self._worker is not None
 
     def call(self, work: Callable[[], None], *, urgent: bool = False) -> None:
-        """Have ``work`` called soon; it must not raise. ``urgent``: it, and what comes before it, without rests."""
+        """Submit ``work``, which must not raise; ``urgent``: do it, and all work submitted before it, without rests."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -69,7 +69,7 @@ class Background:
         self._work()
 
     def wait(self, most_s: float = math.inf) -> None:
-        """Return when all that was asked for is done, or time is up. On the background thread, and in a forked child, at once."""
+        """Wait until all work is done or time is up; return at once on the background thread and in a forked child."""
         if os.getpid() != self._process:
             return
         self._urgent = True
@@ -78,11 +78,11 @@ class Background:
             None,
             threading.current_thread(),
         ):
-            # Not for longer: it may be the main thread at its end, doing the work itself.
+            # Wait with a timeout: the worker may be the main thread, which does the work itself at its end.
             worker.join(min(_LOOK_AGAIN_S, left))
 
     def _started(self) -> bool:
-        # Once the interpreter waits for threads no more, a new one would be frozen in the middle of a write.
+        # After the main thread has ended, a new thread could be frozen in the middle of a write.
         if not threading.main_thread().is_alive():
             return False
         try:
@@ -91,7 +91,7 @@ class Background:
         except RuntimeError:
             return False
         except BaseException:
-            # Ctrl-C: it may run or not. If it does it finds that it is not the one, and ends.
+            # Ctrl-C: the thread may have started; if so, it finds that it is not the worker and ends.
             self._worker = None
             raise
         return True
@@ -104,7 +104,7 @@ class Background:
             while (work := self._next()) is not None:
                 work()
         except BaseException:
-            # Ctrl-C in the caller's thread. What is left is done at the next call.
+            # Ctrl-C in the caller's thread: the remaining work is done at the next call.
             self._worker = None
             raise
         finally:

@@ -1,6 +1,7 @@
-"""Listening to calls of backward: ``torch.autograd.backward`` is wrapped while anyone listens, and put back after.
+"""Calls listeners at each backward, by wrapping ``torch.autograd.backward`` as long as there are listeners.
 
-``Tensor.backward`` looks it up when it is called. Where somebody else has wrapped it meanwhile, ours stays below, without effect.
+``Tensor.backward`` looks this function up at each call. If other code has wrapped it in the meantime, our wrapper stays
+in place without effect.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: Given what backward was called for, before it begins. Must not raise.
+#: Called with the tensors passed to backward, before it begins; must not raise.
 Listener = Callable[[Any], None]
 
 _listeners: list[Listener] = []
@@ -19,7 +20,7 @@ _wrapped: list[tuple[Any, Any]] = []
 
 
 def listen(listener: Listener) -> None:
-    """Call ``listener`` at every backward from now on, after those that listen already."""
+    """Call ``listener`` at every backward from now on, after the listeners already registered."""
     if not _wrapped:
         original = torch.autograd.backward
         ours = _telling(original)
@@ -29,7 +30,7 @@ def listen(listener: Listener) -> None:
 
 
 def unlisten(listener: Listener) -> None:
-    """Stop calling ``listener``; the last one leaves torch's function as it was."""
+    """Stop calling ``listener``, and restore torch's function if no listener is left."""
     if listener in _listeners:
         _listeners.remove(listener)
     if not _listeners and _wrapped:

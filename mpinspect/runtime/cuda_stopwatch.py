@@ -1,4 +1,4 @@
-"""Times what callbacks make a CUDA device do, by events in its stream, read later without waiting for them."""
+"""Times a CUDA device's work for callbacks, with events in its stream that are read later without waiting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class CudaStopwatch:
-    """Pairs of events around callbacks, on the device and stream that are current when one begins (Meter's DeviceStopwatch).
+    """Records a pair of CUDA events around each callback, on the current device and stream; a DeviceStopwatch for Meter.
 
-    Between the two lie the kernels of ours and the gaps between them where the host is slower: both keep the device from the
+    A pair encloses our kernels and the gaps between them where the host is slower; both keep the device from the
     training's own work.
     """
 
@@ -19,27 +19,27 @@ class CudaStopwatch:
         self._begun: Any = None
         self._pairs: list[tuple[Any, Any]] = []
         self._travelling: deque[list[tuple[Any, Any]]] = deque()
-        #: Events that were read and can be recorded again.
+        #: Events that have been read and can be reused.
         self._free: list[Any] = []
 
     def begin(self) -> None:
-        """A callback begins. Nothing is recorded while the stream captures a graph: the graph would hold the event."""
+        """Record the begin of a callback, unless the stream is capturing a graph, which would include the event."""
         self._begun = None if torch.cuda.is_current_stream_capturing() else self._recorded()
 
     def end(self) -> None:
-        """It is over."""
+        """Record the end of the callback."""
         if self._begun is not None:
             self._pairs.append((self._begun, self._recorded()))
             self._begun = None
 
     def end_step(self) -> None:
-        """All callbacks of a step are over."""
+        """Complete the pairs of a step; called after its last callback."""
         if self._pairs:
             self._travelling.append(self._pairs)
             self._pairs = []
 
     def arrived(self) -> list[float]:
-        """Seconds of each step whose events have all been passed and that was not told of yet. Does not wait."""
+        """Return the seconds of each completed step not returned before; does not wait for the GPU."""
         seconds = []
         while self._travelling and all(end.query() for _, end in self._travelling[0]):
             pairs = self._travelling.popleft()

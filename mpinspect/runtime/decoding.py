@@ -1,8 +1,8 @@
-"""Bytes of files as Python objects: bounded in memory, strict, and typed by the annotations of the records.
+"""Decodes files into Python objects, strictly, within bounded memory, and typed by the annotations of the records.
 
-Sessions, baselines and run records travel between people, and may be damaged or made to do harm. Every reader decodes here:
-``inflated`` and ``parsed`` bound what a few bytes can become, ``typed`` checks each value against the annotation of its
-field, with ``Annotated`` bounds, so that the code behind a reader never meets a value that its types exclude.
+Sessions, baselines and run records are passed between people, and may be damaged or malicious. Every reader uses this
+module: ``inflated`` and ``parsed`` bound the memory that a few bytes can take, and ``typed`` checks each value against
+its field's annotation, including ``Annotated`` bounds, so that the code using a reader gets only values of the right type.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-#: Bytes of JSON that are parsed at once: a list of a million empty lists takes 24 times as much memory as its text.
+#: Most bytes of JSON parsed at once: a list of a million empty lists takes 24 times as much memory as its text.
 LARGEST_JSON = 32 << 20
-#: Characters of a value that an error quotes.
+#: Most characters of a value that an error quotes.
 _QUOTED = 40
 
 Kind = TypeVar("Kind")
 
 
 class DecodingError(ValueError):
-    """Something read is not what it should be. The message is a phrase: which field, what is wrong with it.
+    """Decoded data is not as expected. The message is a phrase that names the field and what is wrong with it.
 
     Args:
-        phrase: what is wrong, to stand behind the name of what was read.
-        field: dotted path of the field; "" for the whole.
+        phrase: what is wrong, to follow the name of the file or field.
+        field: dotted path of the field; "" for the whole file.
     """
 
     def __init__(self, phrase: str, field: str = "") -> None:
@@ -41,19 +41,19 @@ class DecodingError(ValueError):
         self.field = field
 
     def below(self, name: str) -> DecodingError:
-        """Return the same, seen from the record in which the field ``name`` holds what was read."""
+        """Return the same error with the field's path prefixed by ``name``, the field of the enclosing record."""
         return DecodingError(self.phrase, f"{name}.{self.field}" if self.field else name)
 
 
 class Between(typing.NamedTuple):
-    """A bound for numbers, in an ``Annotated``: ``low`` <= number <= ``high``."""
+    """A bound on numbers, for use in ``Annotated``: ``low`` <= number <= ``high``."""
 
     low: float
     high: float
 
 
 class OneOf(typing.NamedTuple):
-    """The strings that a field may hold, in an ``Annotated``."""
+    """The strings allowed in a field, for use in ``Annotated``."""
 
     words: tuple[str, ...]
 
@@ -66,11 +66,11 @@ def bytes_of(path: Path, most: int) -> bytes:
 
     Args:
         path: of the file.
-        most: bytes that it may have; no more than that are read.
+        most: largest allowed size in bytes; the rest of a larger file is not read.
 
     Raises:
-        DecodingError: it is larger.
-        OSError: it can't be read.
+        DecodingError: the file is larger.
+        OSError: the file can't be read.
     """
     with path.open("rb") as file:
         data = file.read(most + 1)
@@ -80,14 +80,14 @@ def bytes_of(path: Path, most: int) -> bytes:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """Return what a zlib stream unpacks to. Bytes behind its end are ignored.
+    """Return the decompressed data of a zlib stream; ignore bytes after its end.
 
     Args:
         data: the whole stream.
-        most: bytes that it may unpack to; no more than that are unpacked.
+        most: largest allowed size of the decompressed data, in bytes; the rest is not decompressed.
 
     Raises:
-        DecodingError: it is none, it is cut short, or it unpacks to more.
+        DecodingError: ``data`` is no zlib stream, is cut short, or decompresses to more.
     """
     stream = zlib.decompressobj()
     try:
@@ -105,14 +105,14 @@ def inflated(data: bytes, most: int) -> bytes:
 
 
 def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
-    """Return the value that JSON text stands for: strict JSON, so no NaN and no infinity, and no key twice in an object.
+    """Return the value of strict JSON text, without NaN, infinities or duplicate keys in an object.
 
     Args:
-        text: if bytes, in UTF-8, in which a lone surrogate may be encoded like any other code point.
-        most: characters or bytes that it may have.
+        text: a string, or bytes in UTF-8, which may contain encoded lone surrogates.
+        most: largest allowed length, in characters or bytes.
 
     Raises:
-        DecodingError: it is larger, nested too deeply to be parsed (by the interpreter's recursion limit), or no JSON.
+        DecodingError: the text is longer, nested beyond the interpreter's recursion limit, or not valid JSON.
     """
     if len(text) > most:
         raise DecodingError(f"has {len(text):,} bytes of JSON, more than {most:,}")
@@ -125,17 +125,17 @@ def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
     except DecodingError:
         raise
     except ValueError as error:
-        # A decoding error of UTF-8 quotes all of the text.
+        # The message of a UnicodeDecodeError quotes the whole text.
         why = error.reason if isinstance(error, UnicodeDecodeError) else error
         raise DecodingError(f"is no valid JSON ({why})") from None
 
 
 def json_of(path: Path, most: int = LARGEST_JSON) -> Any:
-    """Return the value that a file of JSON holds.
+    """Return the value in a JSON file.
 
     Raises:
-        DecodingError: as ``parsed`` does.
-        OSError: it can't be read.
+        DecodingError: as for ``bytes_of`` and ``parsed``.
+        OSError: the file can't be read.
     """
     return parsed(bytes_of(path, most), most)
 
@@ -156,8 +156,8 @@ _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_number)
 
 # -- types ----------------------------------------------------------------------------------------------------------------
 
-#: Many values of one annotation at once, checked and made what the annotation says: a check of a column is a few calls of
-#: built-in functions, however long it is.
+#: Checks and converts many values of one annotation at once: checking a column takes a few calls of built-in functions,
+#: however long the column is.
 _Reader = Callable[[list[Any]], list[Any]]
 
 
@@ -168,17 +168,17 @@ def typed(kind: type[Kind], value: Any) -> Kind:
 
 
 def each(kind: type[Kind], values: list[Any]) -> list[Kind]:
-    """Parsed JSON values, each as an instance of ``kind``.
+    """Return parsed JSON values, each as an instance of ``kind``.
 
     Args:
-        kind: a dataclass or NamedTuple (from an object: a field that it does not know is skipped, one that is not there takes
-            its default; a NamedTuple also from an array), or what their fields may be annotated with: str, int, float (also
-            of the strings "inf", "-inf" and "nan"), bool, tuple[X, ...], Mapping[str, X], X | None, and Annotated with
-            Between or OneOf.
-        values: of ``parsed``.
+        kind: a dataclass or NamedTuple, or an annotation that their fields may have: str, int, float, bool,
+            tuple[X, ...], Mapping[str, X], X | None, and Annotated with Between or OneOf. Dataclasses and NamedTuples
+            are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples also from arrays.
+            A float may also be one of the strings "inf", "-inf" and "nan".
+        values: as returned by ``parsed``.
 
     Raises:
-        DecodingError: one of them is none.
+        DecodingError: a value can't be converted to ``kind``.
     """
     found: list[Kind] = _reader(typing.cast(Hashable, kind))(values)
     return found
@@ -220,14 +220,14 @@ def _plain(kind: type) -> _Reader:
 
 
 def _require(kind: type, values: list[Any]) -> None:
-    """Raises DecodingError where a value is of another type; True is no whole number."""
+    """Raise DecodingError if a value is not exactly of type ``kind``; True, for example, is no int."""
     if not set(map(type, values)) <= {kind}:
         wrong = next(value for value in values if type(value) is not kind)
         raise DecodingError(f"is {_shown(wrong)}, not {_NAMES[kind]}")
 
 
 def _shown(value: Any) -> str:
-    """Return a value in an error: short, and of a container only what it is, which may be nested deeply."""
+    """Return a short text of a value for an error; only the type of a container, which may be deeply nested."""
     if isinstance(value, (list, dict)) or value is None:
         return _NAMES[type(value)]
     text = repr(value[:_QUOTED] if isinstance(value, str) else value)
@@ -240,7 +240,7 @@ def _floats(values: list[Any]) -> list[Any]:
 
 def _float(value: Any) -> float:
     if type(value) is float or type(value) is int:
-        # A number that is too large is not an infinity that was meant.
+        # Reject a number beyond float64 instead of making it infinite.
         if abs(value) <= _LARGEST_FLOAT:
             return float(value)
         raise DecodingError(f"is {_shown(value)}, beyond float64")
@@ -260,7 +260,7 @@ def _bounded(read: _Reader, bounds: list[Between | OneOf]) -> _Reader:
                 if not set(found) <= set(bound.words):
                     wrong = next(value for value in found if value not in bound.words)
                     raise DecodingError(f"is {_shown(wrong)}, none of {', '.join(bound.words)}")
-            # Written so that it does not hold of a NaN.
+            # Also rejects NaN.
             elif not (bound.low <= min(found) and max(found) <= bound.high and not any(map(math.isnan, found))):
                 wrong = next(value for value in found if not bound.low <= value <= bound.high)
                 raise DecodingError(f"is {_shown(wrong)}, not within {bound.low:,} .. {bound.high:,}")
@@ -298,7 +298,7 @@ def _mapping(read: _Reader) -> _Reader:
 
 
 def _record(kind: Any) -> _Reader:
-    """Of a dataclass or a NamedTuple."""
+    """Return the reader of a dataclass or a NamedTuple."""
     annotations = typing.get_type_hints(kind, include_extras=True)
     names = _field_names(kind)
     readers = {name: _reader(annotations[name]) for name in names}
@@ -348,7 +348,7 @@ def _transposed(rows: list[list[Any]], width: int) -> Iterable[Iterable[Any]]:
 
 
 def _present(read: _Reader, values: list[Any], default: Any) -> list[Any]:
-    """Return a column in which a field that is not there takes its default."""
+    """Return a column with each missing field replaced by its default."""
     missing = [value is _MISSING for value in values]
     if not any(missing):
         return read(values)

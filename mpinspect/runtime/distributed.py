@@ -1,4 +1,4 @@
-"""Distributed tensors: only this process's part of them is ever looked at, so no hook starts a collective."""
+"""Handles distributed tensors, reading only this process's part of them, so that no hook starts a collective."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a DTensor, and what a collective under way brings; any other tensor as it is.
+    """Return this process's part of a DTensor, the result of a collective under way, or any other tensor unchanged.
 
-    Starts no communication. For a collective that the training has started it waits as the tensor's next user would: the host
-    for gloo's, the current stream for NCCL's.
+    Starts no communication. Waits for a collective that the training has started, as the tensor's next use would: with
+    gloo the host waits, with NCCL the current stream.
     """
     if type(tensor) is torch.Tensor:
-        # Nearly always, and cheaper than to ask for an attribute that is not there.
+        # The usual case; this check is cheaper than looking up a missing attribute.
         return tensor
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return local_part(local)
     if hasattr(tensor, "trigger_wait"):
-        # An AsyncCollectiveTensor, whose class is not imported by those who have none.
+        # An AsyncCollectiveTensor; its class is not imported here, since most processes do not use it.
         under_way: Any = tensor
         with torch.no_grad():
             arrived: torch.Tensor = under_way.wait()
@@ -29,5 +29,5 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_distributed(parameter: torch.Tensor) -> bool:
-    """Return whether it is a DTensor: tensor hooks never fire on those of FSDP2, post-accumulate hooks do."""
+    """Return whether it is a DTensor; on FSDP2's parameters post-accumulate hooks run, but tensor hooks never do."""
     return hasattr(parameter, "_local_tensor")

@@ -1,7 +1,8 @@
-"""NVIDIA's GPUs as data: architecture, the dtypes that their Tensor Cores multiply, and peak rates for rooflines.
+"""Data on NVIDIA's GPUs: architecture, the dtypes that their Tensor Cores multiply, and peak rates for rooflines.
 
-Rates are dense (without structured sparsity) peaks in TFLOP/s at boost clock with FP32 accumulation, bandwidths in GB/s, as
-NVIDIA's data sheets and architecture white papers give them (sources beside the rows): bounds, not what a kernel reaches.
+Rates are dense (without structured sparsity) peaks in TFLOP/s at boost clock with FP32 accumulation, and bandwidths are
+in GB/s, from NVIDIA's data sheets and architecture white papers (sources beside the rows). They are upper bounds that
+kernels do not reach.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from difflib import get_close_matches
 
 ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
 
-#: dtype keys of the rates: torch's names, with "tfloat32" for FP32 storage, "float8" and "float4" for any such format.
+#: The rates' dtype keys are torch's names, except "tfloat32" for FP32 storage, and "float8", "float4" for all such formats.
 _16_BIT = ("float16", "bfloat16")
 
-#: What Tensor Cores multiply, by architecture (NVIDIA's tuning guides and white papers). FP64 only on the data-centre chips.
+#: Dtypes that Tensor Cores multiply (NVIDIA's tuning guides and white papers); FP64 only on data-centre chips.
 TENSOR_CORE_DTYPES = {
     "volta": ("float16",),
     "turing": ("float16", "int8"),
@@ -25,7 +26,7 @@ TENSOR_CORE_DTYPES = {
     "blackwell": (*_16_BIT, "tfloat32", "int8", "float64", "float8", "float4"),
 }
 
-#: The card an architecture's name stands for in rooflines: its first data-centre one.
+#: The card whose rates represent an architecture in rooflines: its first data-centre card.
 _REFERENCE = {
     "volta": "V100 SXM2",
     "turing": "T4",
@@ -38,15 +39,15 @@ _REFERENCE = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or what is known of one.
+    """A GPU, as far as it is known.
 
     Args:
-        name: the card, or what the device calls itself.
-        architecture: one of ARCHITECTURES; "" where it is older, another vendor's or unknown.
-        has_tensor_cores: None where unknown.
-        tensor_core_tflops: peak by dtype; empty where unknown.
-        cuda_core_tflops: peak without Tensor Cores by dtype ("float32", "float16"); empty where unknown.
-        bandwidth_gb_s: peak memory bandwidth; None where unknown.
+        name: the card, or the name that the device reports.
+        architecture: one of ARCHITECTURES; "" if it is older, another vendor's or unknown.
+        has_tensor_cores: None if unknown.
+        tensor_core_tflops: peak by dtype; empty if unknown.
+        cuda_core_tflops: peak without Tensor Cores by dtype ("float32", "float16"); empty if unknown.
+        bandwidth_gb_s: peak memory bandwidth; None if unknown.
         vendor: "NVIDIA", "AMD" or "".
     """
 
@@ -59,7 +60,7 @@ class Gpu:
     vendor: str = "NVIDIA"
 
     def multiplies(self, dtype: str) -> bool | None:
-        """Return whether its Tensor Cores multiply a dtype ("float32" means TF32, "float8_e4m3fn" float8); None where unknown."""
+        """Return whether its Tensor Cores multiply a dtype (TF32 for "float32", float8 for "float8_e4m3fn"), or None."""
         if self.has_tensor_cores is None:
             return None
         if not self.has_tensor_cores:
@@ -69,12 +70,12 @@ class Gpu:
         if self.architecture not in TENSOR_CORE_DTYPES:
             return None
         known = rate_key(dtype) in TENSOR_CORE_DTYPES[self.architecture]
-        # FP64 is in the Tensor Cores of an architecture's data-centre chips only, and this card is not in the table.
+        # Only an architecture's data-centre chips have FP64 Tensor Cores, and this card is not in the table.
         return None if known and dtype == "float64" else known
 
 
 def rate_key(dtype: str) -> str:
-    """Return the key of the rates for a dtype's name: "float32" -> "tfloat32", "float8_e4m3fn" -> "float8"; others themselves."""
+    """Return the rates' key for a dtype name: "float32" -> "tfloat32", "float8_e4m3fn" -> "float8"; else the name."""
     if dtype == "float32":
         return "tfloat32"
     if dtype == "uint8":
@@ -100,7 +101,7 @@ class _Card:
     four_bit: float | None = None
 
 
-#: Patterns are searched in the device's name as ``_words`` gives it, first match wins: the special card before the general one.
+#: Patterns are searched in the device's name after ``_words``; the first match wins, so special cards precede general ones.
 _CARDS = (
     # Volta: V100 data sheet (2020); Titan V and GV100 product pages.
     _Card("V100 PCIe", r"v100 pcie|v100s", "volta", 112, 14.0, 28.0, 900),
@@ -149,10 +150,10 @@ _CARDS = (
 )
 
 
-#: A slice of a card (MIG's "1g.5gb", a virtual GPU's "8C") has not the card's rates.
+#: Matches a slice of a card (MIG's "1g.5gb", a virtual GPU's "8C"), to which the card's rates do not apply.
 _SLICE = re.compile(r"\bmig\b|\b\d+g \d+gb\b|\b\d{1,3}[abcq]\b")
 
-#: Turing's chips without Tensor Cores, TU116 and TU117, say 7.5 as the others do (Turing white paper).
+#: Turing's chips without Tensor Cores, TU116 and TU117, also have compute capability 7.5 (Turing white paper).
 _TURING_WITHOUT = re.compile(r"gtx 16\d\d|\bt(?:400|500|550|600|1000|1200|2000)\b|mx ?[45]50")
 
 #: Compute capability by a model's token in the name, first match wins (developer.nvidia.com/cuda-gpus), with examples.
@@ -190,14 +191,14 @@ _AMD = re.compile(r"\b(?:amd|instinct|radeon)\b|\bmi\d{2,3}[a-z]?\b|\bgfx\d+[a-z
 
 
 def named(text: str) -> Gpu:
-    """Return a GPU by any of its names, case aside.
+    """Return the GPU of a given name, ignoring case.
 
     Args:
-        text: an architecture ("hopper": the rates of its first data-centre card), a card ("H100 PCIe"), what nvidia-smi or a
-            trace calls one ("NVIDIA GeForce RTX 4090 Laptop GPU": told by its model), or a compute capability ("sm_90", "9.0").
+        text: an architecture ("hopper": the rates of its first data-centre card), a card ("H100 PCIe"), a name from
+            nvidia-smi or a trace ("NVIDIA GeForce RTX 4090 Laptop GPU"), or a compute capability ("sm_90", "9.0").
 
     Raises:
-        ValueError: none of these; the message names what is near and lists what there is.
+        ValueError: no GPU is known by this name; the message suggests similar names and lists all.
     """
     wanted = text.strip().lower()
     by_name = {card.name.lower(): card for card in _CARDS}
@@ -224,13 +225,13 @@ def named(text: str) -> Gpu:
 
 
 def _words(name: str) -> str:
-    """Return a device's name in lower case, its words and numbers one space apart: "rtx 4090 laptop gpu"."""
+    """Return a device's name in lower case, with words and numbers separated by one space: "rtx 4090 laptop gpu"."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
     return re.sub(r"\b(rtx|gtx)(?=[a\d])", r"\1 ", words)
 
 
 def _capability(words: str) -> tuple[int, int] | None:
-    """Return the compute capability of the model that a name spells; None where it spells none known."""
+    """Return the compute capability of the GPU model in a name; None if no known model is in the name."""
     return next(
         (capability for capability, model, _ in _MODELS if re.search(rf"(?<![a-z0-9])(?:{model})(?![0-9])", words)),
         None,
@@ -238,7 +239,7 @@ def _capability(words: str) -> tuple[int, int] | None:
 
 
 def _of_capability(name: str, major: int, minor: int) -> Gpu:
-    """Return the reference card of a compute capability; one without rates where that is another chip's."""
+    """Return the reference card of a compute capability, or a GPU without rates if that card has another capability."""
     of = of_device(name, major, minor)
     reference = next((card for card in _CARDS if card.name == _REFERENCE.get(of.architecture)), None)
     if reference is not None and _capability(_words(reference.name)) == (major, minor):
@@ -247,13 +248,13 @@ def _of_capability(name: str, major: int, minor: int) -> Gpu:
 
 
 def of_device(name: str, major: int | None, minor: int | None = None, vendor: str = "NVIDIA") -> Gpu:
-    """Return the GPU that a device describes itself to be: a trace's deviceProperties, or torch.cuda.get_device_properties.
+    """Return the GPU for the properties of a device, from a trace or from torch.cuda.get_device_properties.
 
-    ``major``, ``minor``: CUDA compute capability; None where the trace has none, and the model in the name tells it. A card that
-    the table lacks, and a slice of one (MIG), gets its architecture and no rates.
+    ``major`` and ``minor`` are the CUDA compute capability; if None, it follows from the model in the name. A card that is
+    not in the table, or a slice of a card (MIG), gets its architecture and no rates.
     """
     if vendor == "AMD":
-        # Matrix cores, not Tensor Cores, with kernel names and shape rules of their own: nothing here applies to them.
+        # AMD's matrix cores have their own kernel names and shape rules: nothing here applies to them.
         return Gpu(name or "AMD GPU", has_tensor_cores=None, vendor="AMD")
     words = _words(name)
     if major is None:
@@ -271,7 +272,7 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
 
 
 def architecture_of(major: int, minor: int | None = None) -> str:
-    """Return the architecture of a CUDA compute capability; "" for one without Tensor Cores or not known here."""
+    """Return the architecture of a CUDA compute capability; "" if it has no Tensor Cores or is not known here."""
     if major == 7:
         return "turing" if minor == 5 else "volta"
     if major == 8:

@@ -1,4 +1,4 @@
-"""No fault of ours may reach the user's training: it is noted, and costs no more than what it was about."""
+"""Keeps our exceptions out of the user's training: each one is noted, and only the work that failed is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Nameable:
-    """What a method may be called for: a fault of the method says its name, as ``str`` gives it."""
+    """Base of objects, such as layers, that the note on a failed method names if they are its first argument."""
 
     __slots__ = ()
 
@@ -27,23 +27,23 @@ Key = TypeVar("Key")
 
 
 class Guarded:
-    """Something whose ``guarded`` methods never raise an Exception.
+    """Base of classes whose ``guarded`` methods never raise an Exception.
 
-    A method that failed is called again the next time: what failed at one layer, or at one step, may serve all others.
+    A method that failed is still called later: it may work for other layers or steps.
 
     Args:
-        note: called with a sentence about each fault.
+        note: called with a sentence about each new kind of exception in a method.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        #: Methods, and types of errors, that were told of: an error's text may differ every time.
+        #: Methods and exception types already noted; not the messages, which may differ every time.
         self._told: set[tuple[str, type[Exception]]] = set()
-        #: Times the entrances; None where nobody asks what they cost.
+        #: Times the ``entrance`` methods; None if their cost is not measured.
         self.meter: Meter | None = None
 
     def fault(self, method: str, args: tuple[Any, ...], error: Exception) -> None:
-        """Note that a method failed, with the layer or parameter that it was called for, if any."""
+        """Note once that a method raised, with the layer or parameter that it was called for, if any."""
         if (method, type(error)) in self._told:
             return
         self._told.add((method, type(error)))
@@ -55,9 +55,9 @@ class Guarded:
 
 
 class Unread(Generic[Key]):
-    """Gathers the tensors, by whatever tells them apart, that could not be read, for the report to name them with the reason.
+    """Collects the keys of tensors that could not be read, with the reasons, for the report.
 
-    A fault at a tensor costs that tensor where it happens. It is read again the next time, which may go well.
+    A tensor that can't be read is left out this time, and read again the next time.
     """
 
     def __init__(self) -> None:
@@ -65,21 +65,21 @@ class Unread(Generic[Key]):
         self._new: dict[str, list[Key]] = {}
 
     def failed(self, key: Key, error: Exception) -> None:
-        """Take a tensor that could not be read, and what was raised."""
+        """Record the key of a tensor that could not be read, and the exception."""
         if (key, type(error)) not in self._told:
             self._told.add((key, type(error)))
             self._new.setdefault(_short(error), []).append(key)
 
     @contextmanager
     def left_out(self, key: Key) -> Iterator[None]:
-        """Run a block that reads this tensor; if it raises an Exception, the tensor has failed and what follows goes on."""
+        """Run a block that reads this tensor; if it raises an Exception, record the failure and go on after the block."""
         try:
             yield
         except Exception as error:
             self.failed(key, error)
 
     def take_new(self) -> dict[str, list[Key]]:
-        """Return the tensors that failed since the last call, by reason."""
+        """Return the keys of the tensors that failed since the last call, by reason."""
         new = self._new
         if new:
             self._new = {}
@@ -87,7 +87,7 @@ class Unread(Generic[Key]):
 
 
 def guarded(method: Method) -> Method:
-    """Return a method of a Guarded: returns None where it fails. KeyboardInterrupt and SystemExit pass."""
+    """Wrap a method of a Guarded to note any Exception and return None; KeyboardInterrupt and SystemExit pass."""
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def guarded(method: Method) -> Method:
 
 
 def entrance(method: Method) -> Method:
-    """Return a guarded method through which training enters: the meter, if there is one, runs in the outermost of them."""
+    """Wrap a method called by the training like ``guarded``, and time the outermost such call if there is a meter."""
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any) -> Any:

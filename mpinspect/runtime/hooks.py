@@ -1,8 +1,8 @@
-"""Callables that sit on a model while an inspector is attached, and know how to leave it.
+"""Hooks on a model while an inspector is attached, which can be removed, copied and pickled safely.
 
-A hook lives in the module's own dictionaries, so whatever copies the module copies the hook: an EMA copy
-would count its own forwards, `torch.save(model)` would try to pickle the inspector. Copies and pickles of
-our hooks are therefore inert stand-ins that need nothing but the standard library to load.
+A module stores its hooks in its own dictionaries, so copying the module copies the hooks: an EMA copy would
+count its own forwards, and `torch.save(model)` would try to pickle the inspector. Our hooks are therefore copied
+and pickled as functions that do nothing and need only the standard library to load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-#: Takes any arguments, does nothing, returns None, and pickles by the name of a built-in.
+#: A function that takes any arguments, does nothing, returns None, and is pickled by the name of a built-in.
 _INERT = functools.partial(sys.audit, "mpinspect.inactive")
 
 
@@ -26,12 +26,12 @@ class ModelHook:
     __slots__ = ("_module_id", "_react")
 
     def __init__(self, module: object, react: Callable[..., None]) -> None:
-        # The id, not the module: shallow copies share the hooks' dictionary but are other objects.
+        # Compare the id: a shallow copy of the module shares its dictionary of hooks but has another id.
         self._module_id = id(module)
         self._react = react
 
     def __call__(self, module: object, *args: Any) -> None:
-        # First of all, and before any state is read: torch.compile then traces the hook to nothing.
+        # Must come before any state is read, so that torch.compile traces the hook to nothing.
         if torch.compiler.is_compiling():
             return
         if id(module) == self._module_id:
@@ -44,29 +44,29 @@ class ModelHook:
         return (functools.partial, (sys.audit, "mpinspect.inactive"))
 
 
-#: The number of our hook among a tensor's: torch gives out those from 0 on.
+#: The key of our hook among a tensor's hooks; torch uses keys from 0 on.
 _OURS = -1
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """Have a hook called with the gradient at a tensor that requires one: as ``tensor.register_hook`` does, without its handle.
+    """Register a hook on a tensor's gradient like ``tensor.register_hook``; return a handle only for a leaf, else None.
 
-    Every output of every step gets one, and what that method does for handles is most of its time. A handle, to remove
-    the hook by, is returned where the tensor is a leaf, whose hooks outlive the graph.
+    Every output of every step gets such a hook, and most of the time of ``register_hook`` goes into its handle. Only
+    leaves need a handle for removal, since their hooks outlive the graph.
     """
     node: Any = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         handle: RemovableHandle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
         return handle if tensor.is_leaf else None
     hooks: Any = OrderedDict([(_OURS, hook)])
-    # The same two steps as torch.Tensor.register_hook takes for a tensor's first hook.
+    # torch.Tensor.register_hook takes the same two steps for a tensor's first hook.
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
     return None
 
 
 class HandleList:
-    """Every handle that attaching gave, removed together."""
+    """A list of hook handles that are removed together."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []

@@ -1,4 +1,4 @@
-"""What the inspector itself costs: seconds of the training's thread inside its callbacks, and of the GPU in its kernels."""
+"""Measures the inspector's own cost: the training thread's time in its callbacks, and the GPU's in its kernels."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-#: On a GPU the first steps that look are timed, and then one in so many: two events around every callback cost some
-#: microseconds themselves. The others are taken to cost what the last one timed did.
+#: On a GPU the first few inspected steps are timed, then one in every 16, because two events around each callback take
+#: some microseconds themselves. An untimed step is assumed to cost as much as the last timed one.
 _TIMED_FIRST, _TIMED_EVERY = 4, 16
 
 
 class DeviceStopwatch(Protocol):
-    """Times the work that callbacks hand to a device; nothing here waits for it."""
+    """Times the work that callbacks submit to a device, without waiting for the device."""
 
     def begin(self) -> None:
-        """A callback begins."""
+        """Record the begin of a callback."""
 
     def end(self) -> None:
-        """It is over."""
+        """Record the end of the callback."""
 
     def end_step(self) -> None:
-        """All callbacks of a step are over."""
+        """Record the end of a step; called after its last callback."""
 
     def arrived(self) -> list[float]:
-        """Seconds of each step whose work is done by now and that was not told of yet."""
+        """Return the seconds of each completed step not returned before."""
 
 
 class Meter:
-    """Adds up the time inside callbacks, step by step. The outermost callback is timed, whatever it calls.
+    """Adds up the time inside callbacks for each step; of nested callbacks only the outermost is timed.
 
     Args:
-        clock: seconds, monotonic.
-        device: times what runs on a GPU; None on a CPU.
+        clock: returns monotonic seconds.
+        device: times the work on a GPU; None on a CPU.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, device: DeviceStopwatch | None = None) -> None:
@@ -42,30 +42,29 @@ class Meter:
         self._timed_device: DeviceStopwatch | None = None
         self._own_s = self._began = 0.0
         self._step_began: float | None = None
-        #: Steps so far in which anything was looked at, and whether this is one.
+        #: Number of inspected steps so far, and whether the current step is one.
         self._looks, self._looked = 0, False
         self._usual_device_s = 0.0
 
     def begin(self) -> None:
-        """Training enters the inspector."""
+        """Start timing: the training calls the inspector."""
         self.running = True
         self._began = self.clock()
         if self._timed_device is not None:
             self._timed_device.begin()
 
     def end(self) -> None:
-        """It leaves."""
+        """Stop timing: the inspector returns to the training."""
         if self._timed_device is not None:
             self._timed_device.end()
         self._own_s += self.clock() - self._began
         self.running = False
 
     def end_step(self) -> tuple[float | None, float]:
-        """The step is over, mostly inside of a callback: what is left of that belongs to the next step.
+        """End the step and return its times; if a callback is running, its remaining time counts towards the next step.
 
         Returns:
-            seconds since the last call (None at the first), and those that were the inspector's own: on a GPU with the device's,
-            as far as they are known, though the two may overlap.
+            The seconds since the last call (None at the first), and the seconds of those spent in callbacks.
         """
         now = self.clock()
         if self.running:
@@ -76,10 +75,10 @@ class Meter:
         return step_s, own_s
 
     def next_step(self, looks: bool) -> float:
-        """The next step is about to begin; whether anything is looked at in it.
+        """Prepare for the next step; ``looks``: whether the inspector inspects anything in that step.
 
         Returns:
-            seconds that the device spent in steps before, told now; for one that was not timed the last that are known.
+            The device's seconds in earlier steps that became known now; for an untimed step those of the last timed one.
         """
         if self._device is None:
             return 0.0

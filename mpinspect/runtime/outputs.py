@@ -1,4 +1,4 @@
-"""The tensors inside whatever a module takes or returns."""
+"""Finds the tensors inside the inputs or outputs of a module."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-#: Nesting deeper than this is not a module's output but some object's private life.
+#: Deeper nesting is not searched: it is the internals of some object rather than a module's output.
 _MAX_DEPTH = 6
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Floating-point or complex tensors in nested tuples, lists, mappings and dataclasses, in order.
+    """Yield the floating-point and complex tensors in nested tuples, lists, mappings and dataclasses, in order.
 
     A Transformers ``ModelOutput`` is a mapping; packed sequences are named tuples.
     """
@@ -34,7 +34,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def tensor_list(value: Any) -> list[torch.Tensor]:
-    """Return the same as a list. A tensor, or a tuple of some, is the usual case."""
+    """Return ``tensors_in(value)`` as a list; faster for the usual case of a tensor or a tuple of tensors."""
     if type(value) is torch.Tensor:
         return [value] if value.is_floating_point() or value.is_complex() else []
     if type(value) is tuple:

@@ -1,16 +1,16 @@
-"""Modules of ours that are looked for by name among the frames of a stack: named here alone, and each is tested to exist.
+"""Names our modules that stack checks look for among frames, in one place, so that a test can check that each exists.
 
-A name that nothing bears any more would match no frame, without an error.
+A name of a module that no longer exists would silently match no frame.
 """
 
 from __future__ import annotations
 
 from types import FrameType
 
-#: Runs scripts: its frames are never the script's own.
+#: Packages that run scripts: their frames are never the script's.
 RUNNING_SCRIPTS = ("mpinspect.run",)
 
-#: Must not be interrupted by detaching a model from its inspector.
+#: Modules that must not be interrupted by detaching a model from its inspector.
 NOT_TO_BE_INTERRUPTED = (
     "mpinspect.counting",
     "mpinspect.kernels.capture",
@@ -31,12 +31,12 @@ NOT_TO_BE_INTERRUPTED = (
     "mpinspect.shapes.record",
     "mpinspect.shapes.report",
 )
-#: Writes files, which has nothing to do with models, and may take seconds.
+#: Modules that write files, which involves no models and may take seconds.
 WRITING_FILES = ("mpinspect.runtime.background",)
 
-#: The way of an operator through the recorder of matrix products.
+#: Modules of the recorder of matrix products, through which operators pass.
 RECORDING_PRODUCTS = ("mpinspect.shapes.record",)
-#: Copies tensors to count them, or is called for that.
+#: Modules that copy tensors to count them, or that are called in doing so.
 COUNTING = (
     "mpinspect.counting",
     "mpinspect.kernels.capture",
@@ -44,11 +44,11 @@ COUNTING = (
     "mpinspect.runtime.distributed",
     "mpinspect.runtime.guard",
 )
-#: Calls the user's code: what that copies is the user's.
+#: Modules that call the user's code, whose copies of tensors are the user's.
 CALLING_THE_USER = ("mpinspect.runtime.hooks", "mpinspect.ranges.capture.scalers")
 
 
 def is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    """Return whether the frame runs code of these modules, or of what is in these packages."""
+    """Return whether the frame runs code of these modules or packages."""
     name = str(frame.f_globals.get("__name__", ""))
     return any(name == module or name.startswith(f"{module}.") for module in modules)

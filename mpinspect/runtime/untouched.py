@@ -1,4 +1,4 @@
-"""Snapshots of what a training pass changes: a model's values and flags, and the random generators."""
+"""Saves and restores the state that a training pass changes: a model's values and flags, and random generators."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """Return the generators of torch (CPU, and every GPU once CUDA is in use), Python's ``random`` and NumPy's legacy one."""
+        """Return the state of torch's generators (all GPUs' if CUDA is in use), ``random`` and NumPy's legacy one."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), tuple(cuda), random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """Put the generators back to this state."""
+        """Restore all generators to this state."""
         torch.set_rng_state(self.torch_cpu)
         for device, state in enumerate(self.torch_cuda):
             torch.cuda.set_rng_state(state, device)
@@ -44,7 +44,7 @@ class _ModuleState:
 
     def restore(self) -> None:
         self.module.training = self.training
-        # The dictionaries themselves are public in torch: they are refilled, not replaced.
+        # The dictionaries are public in torch, so refill them instead of replacing them.
         for held, kept in ((self.module._parameters, self.parameters), (self.module._buffers, self.buffers)):
             if _identities(held) != _identities(kept):
                 held.clear()
@@ -59,7 +59,7 @@ class _TensorState:
     requires_grad: bool
 
     def restore(self) -> None:
-        # Through .data: a graph that the user still holds must not see a new version of the tensor.
+        # Use .data, so that the version counter does not change for a graph that the user still holds.
         self.tensor.data.copy_(self.value)
         if self.tensor.is_leaf:
             self.tensor.requires_grad_(self.requires_grad)
@@ -67,7 +67,7 @@ class _TensorState:
 
 
 class ModelState:
-    """What a model was: parameters, buffers, ``.grad`` (the very objects), requires_grad and train/eval flags.
+    """A model's saved state: parameters, buffers, ``.grad`` (the same objects), requires_grad and train/eval flags.
 
     Holds a copy of all parameters and buffers on their device.
 
@@ -90,7 +90,7 @@ class ModelState:
         ]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the saved state."""
         for module in self._modules:
             module.restore()
         for tensor in self._tensors:

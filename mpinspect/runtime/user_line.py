@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user's code that led to them, however many layers of libraries are in between."""
+"""Issues warnings that name the line of the user's code behind them, however many library frames are in between."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _BETWEEN = ("mpinspect", "torch", "lightning", "pytorch_lightning", "transformer
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn as of the innermost line outside of these packages; as of the caller's where there is none (a thread, the exit).
+    """Warn at the innermost line outside these packages, or at the caller's line if there is none (in a thread, at exit).
 
-    Not by a stacklevel, which can't tell packages, and whose ``skip_file_prefixes`` came with Python 3.12.
+    A stacklevel would not do, since it ignores packages, and ``skip_file_prefixes`` needs Python 3.12.
     """
     caller = sys._getframe(1)
     frame: FrameType | None = caller
@@ -31,6 +31,6 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 
 def _package(frame: FrameType) -> str:
-    # The loader's name where the package itself is run: `python -m mpinspect` is "__main__".
+    # With `python -m mpinspect` ``__name__`` is "__main__", but ``__package__`` is still "mpinspect".
     name = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or ""
     return str(name).partition(".")[0]

@@ -1,12 +1,12 @@
-"""Threads to share work among: torch's own for compiled work (``TEAM``), a few of ours for torch operations (``POOL``).
+"""Threads that share work: torch's own for compiled code (``TEAM``), a few of ours for torch operations (``POOL``).
 
-On ours torch does not spread an operation over further threads.
+On our threads torch does not spread an operation over further threads.
 Counting and emulated products work on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than
-it saves, and stalls for milliseconds at a time where another process keeps a core busy; giving each thread its own
-chunks does not.
-``torch.set_num_threads`` would change the user's program, so what is set is OpenMP's own thread count, which every
-thread has for itself; the calling thread gets its own back. Where torch does not take it (another threading library),
-``single_threaded`` says so and the caller keeps to chunks that torch does not split.
+it saves, and stalls for milliseconds at a time if another process keeps a core busy; giving each thread its own
+chunks avoids both.
+``torch.set_num_threads`` would change the user's program, so ``single_threaded`` sets OpenMP's thread count instead, which
+is a per-thread setting, and restores it in the calling thread. If torch ignores this count (another threading library),
+``single_threaded`` yields False and the caller uses chunks that torch does not split.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Beyond this the interpreter lock, taken between operations, leaves little to gain.
+# More threads gain little, since they take the interpreter lock between operations.
 _MOST_THREADS = 8
 
 
 @contextmanager
 def single_threaded() -> Iterator[bool]:
-    """Torch operations started by this thread inside the block run on this thread alone, if the block gets True."""
+    """Make torch operations of this thread inside the block run on this thread alone; yield whether this works."""
     before = torch.get_num_threads()
     if before == 1:
         yield True
@@ -49,30 +49,30 @@ def single_threaded() -> Iterator[bool]:
 
 
 class WorkerPool:
-    """Threads beside the calling one; started on first use, and anew in a forked child."""
+    """Threads that help the calling thread, started on first use, and again in a forked child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
 
     def map(self, work: Callable[[Iterable[Item]], Result], items: Sequence[Item], threads: int) -> list[Result]:
-        """``work`` in each of some threads, one of them the caller's, on the items that it takes from a common queue.
+        """Run ``work`` in several threads, including the caller's, on items from a shared queue, and return its results.
 
-        A thread whose core is busy with something else takes fewer. Blocks until all are done; call it inside
-        ``single_threaded``. Raises what ``work`` raised.
+        A thread whose core is busy with something else takes fewer items. Blocks until all are done; call it inside
+        ``single_threaded``. Raises any exception of ``work``.
         """
         queue = _Queue(items)
         others = max(1, min(threads, _MOST_THREADS, len(items))) - 1
         tasks = [task for task in (self._submit(work, queue) for _ in range(others)) if task is not None]
         mine = work(queue)
-        # A thread that has not begun by now finds nothing left: not worth waiting for.
+        # Cancel tasks that have not begun by now: no items are left for them.
         return [mine, *(task.result() for task in tasks if not task.cancel())]
 
     def _submit(self, work: Callable[[Iterable[Item]], Result], queue: _Queue[Item]) -> Future[Result] | None:
         try:
             return self._started().submit(_alone, work, queue)
         except RuntimeError:
-            # No new threads at this point: the interpreter is shutting down. The caller takes every item.
+            # The interpreter is shutting down and starts no new threads: the caller processes all items.
             return None
 
     def _started(self) -> ThreadPoolExecutor:
@@ -82,13 +82,13 @@ class WorkerPool:
             return self._executor
 
     def forget(self) -> None:
-        """Drop the threads, which a fork does not copy, and the lock, which may have been held at that moment."""
+        """Drop the threads, which a fork does not copy, and the lock, which may have been held at the fork."""
         self._lock = threading.Lock()
         self._executor = None
 
 
 class _Queue(Generic[Item]):
-    """An iterator that several threads may draw from."""
+    """An iterator that several threads can share."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = iter(items)
@@ -110,27 +110,27 @@ def _alone(work: Callable[[Iterable[Item]], Result], queue: _Queue[Item]) -> Res
 class Team:
     """torch's OpenMP threads, for compiled work.
 
-    Between two operations of a training step they spin on their cores, ready for the next: any other thread would
-    share its core with one of them. ``GOMP_parallel`` is how GCC's compiled code starts a parallel region; the
-    OpenMP libraries of LLVM and Intel have it too.
+    Between two operations of a training step these threads spin on their cores, so any other thread would have to
+    share a core with one of them. Code compiled by GCC starts a parallel region with ``GOMP_parallel``, which the
+    OpenMP libraries of LLVM and Intel provide too.
     """
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """Of ``GOMP_parallel`` and ``omp_get_thread_num``, for compiled code to call; NO_TEAM where there is none."""
+        """The addresses of ``GOMP_parallel`` and ``omp_get_thread_num`` for compiled code; NO_TEAM if there are none."""
         return _team()
 
     @property
     def there(self) -> bool:
-        """Whether there is a team to work with."""
+        """Whether torch's OpenMP threads can be used."""
         return self.addresses != NO_TEAM
 
     def forget(self) -> None:
-        """This is a forked child: the threads are gone, and GCC's library would wait for them for ever."""
+        """Disable the team in a forked child, where the threads are gone and GCC's library would wait for them for ever."""
         self.addresses = NO_TEAM
 
 
-#: Instead of a team's addresses.
+#: Takes the place of the addresses if there is no team.
 NO_TEAM = (0, 0)
 
 
@@ -144,13 +144,13 @@ def _team() -> tuple[int, int]:
 
 
 def _openmp_setter() -> Callable[[int], None] | None:
-    """``omp_set_num_threads``, which a thread calls for itself."""
+    """Return ``omp_set_num_threads``, which affects only the calling thread; None if it is not found."""
     return _openmp("omp_set_num_threads")
 
 
 @cache
 def _openmp(name: str) -> Callable[..., None] | None:
-    """Return a function of the OpenMP library that torch uses; None where there is none to be found."""
+    """Return a function of the OpenMP library that torch uses; None if it is not found."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
             function: Any = getattr(ctypes.CDLL(str(path)), name)

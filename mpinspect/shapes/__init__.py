@@ -1,1 +1,1 @@
-""" "Do my shapes suit Tensor Cores?": records of matrix products, how they are recorded, judged and reported."""
+"""Check whether shapes suit Tensor Cores: record a model's matrix products, judge them and report the result."""

@@ -1,4 +1,4 @@
-"""``lint_shapes``: records a model's matrix products and judges their shapes for Tensor Cores."""
+"""``lint_shapes``: record a model's matrix products and judge their shapes for Tensor Cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpinspect.runtime.gpus import Gpu, named, of_device
 from mpinspect.shapes.analysis import ShapeReport, analyse_shapes
 from mpinspect.shapes.record.recording import record_matmuls
 
-#: What ``device`` may be, and what the recorder calls it.
+#: The accepted values of ``device``, and the recorder's name for each.
 _DEVICES = {"meta": "meta", "real": "real", "cpu": "real", "cuda": "real"}
 
 
@@ -25,28 +25,28 @@ def lint_shapes(
     backward: bool = True,
     device: str = "meta",
 ) -> ShapeReport:
-    """Judges whether the shapes of a model's matrix products suit Tensor Cores; by default without computing anything.
+    """Judge whether the shapes of a model's matrix products suit Tensor Cores; by default without computing anything.
 
-    Runs the model once, forward and backward, and records every matrix product below autograd: in modules, functional calls,
-    attention, einsum, and the backward's own.
+    Runs the model once, forward and backward, and records every matrix product at the operator level, below autograd: products
+    in modules, functional calls, attention and einsum, and those of the backward.
 
     Args:
         model: the model as it would be trained, on the meta device or with real weights; it is not changed.
-        args, kwargs: arguments of its forward; on the meta device shapes and dtypes matter, and values (of tensors that have
-            some) only where the model reads one.
-        dtype: of the autocast around the model: torch.float16, torch.bfloat16 or such a name; None: the model as it is.
+        args, kwargs: arguments of the model's forward. On the meta device their shapes and dtypes matter; a tensor's values
+            matter only if the model reads them.
+        dtype: dtype of the autocast around the model: torch.float16, torch.bfloat16 or such a name; None: no autocast.
         gpu: "auto" (the CUDA device at hand, else Ampere, which the report says), an architecture ("volta", "turing",
             "ampere", "ada", "hopper", "blackwell"), a card ("H100 PCIe"), or a Gpu.
-        backward: whether a backward is recorded too.
-        device: "meta" (nothing is computed), or "real": on the tensors as they are, wherever they are, for models whose shapes
-            depend on what they compute.
+        backward: whether to record a backward too.
+        device: "meta" (nothing is computed), or "real": on the tensors and devices as they are, for models whose shapes depend
+            on computed values.
 
-    Where the model could not run to its end, the report covers what ran, ``complete`` is False, and the finding
-    ``recording-incomplete``, an error, says where and why it stopped.
+    If the model stops before its end, the report covers the part that ran, ``complete`` is False, and the finding
+    ``recording-incomplete``, an error, says where and why the model stopped.
 
     Raises:
-        ValueError: ``model`` is no torch.nn.Module, ``args`` is no tuple, the GPU or dtype is not known, or the model's forward
-            refuses the arguments.
+        ValueError: ``model`` is not a torch.nn.Module, ``args`` is not a tuple, the GPU or dtype is not known, or the model's
+            forward refuses the arguments.
     """
     _check_model(model)
     if isinstance(args, (str, torch.Tensor)) or not isinstance(args, Sequence):
@@ -65,7 +65,7 @@ def lint_shapes(
 
 
 def choose_gpu(gpu: str | Gpu) -> tuple[Gpu, tuple[str, ...]]:
-    """Returns the GPU to judge for, and the notes that the report must carry about the choice.
+    """Return the GPU to judge for, and notes about the choice for the report.
 
     Raises:
         ValueError: the name is not known.

@@ -1,7 +1,7 @@
-"""The waist of the shape lint: frozen records of the matrix products that a model computes, or that a trace shows.
+"""Define frozen records of the matrix products that a model computes or that a trace contains.
 
-``record`` fills them from a model, ``operators`` from the shapes of one call, and ``analysis`` judges them. They hold
-shapes and strides, never tensors, and no verdict.
+``record`` makes them from a model, ``operators`` from the shapes of one call, and ``analysis`` judges them. They contain
+shapes and strides, but no tensors and no verdict.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: What a product is for. "backward" where one kernel computes all gradients (attention, recurrent networks).
+#: The purpose of a product; "backward" if one kernel computes all gradients (attention, recurrent networks).
 ROLES = ("forward", "dgrad", "wgrad", "backward")
-#: What is multiplied.
+#: The kind of operator that multiplies.
 KINDS = ("gemm", "convolution", "attention", "recurrent")
 
-#: Why scaled_dot_product_attention took none of its fused kernels.
+#: The reasons why scaled_dot_product_attention used none of its fused kernels.
 MATH_PATHS = ("dimensions", "shapes", "strides", "dtype", "head-size", "disabled")
 
-#: Bytes an element, by the name that torch gives a dtype without its "torch.".
+#: Bytes per element, by torch's name of the dtype without "torch.".
 ITEM_SIZES = {
     "float64": 8,
     "float32": 4,
@@ -45,9 +45,9 @@ class Operand:
 
     Args:
         shape: sizes.
-        strides: elements between neighbours along each dimension; None where unknown (older traces): taken as contiguous.
+        strides: elements between neighbours along each dimension; None if unknown (older traces), then assumed contiguous.
         dtype: name of the dtype, a key of ITEM_SIZES.
-        offset: elements from the start of the storage (which torch's allocators align to 64 bytes or more); None where unknown.
+        offset: elements from the start of the storage, which torch's allocators align to at least 64 bytes; None if unknown.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Operand:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the row-major strides of a shape, in elements; an empty dimension counts as 1, as torch has it."""
+    """Return the row-major strides of a shape, in elements; an empty dimension counts as 1, as in torch."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -68,13 +68,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """The geometry of a convolution's forward, also in the records of its dgrad and wgrad.
+    """The geometry of a convolution's forward, also used in the records of its dgrad and wgrad.
 
     Args:
-        batch, in_channels, out_channels, groups: as in torch's convolutions; in_channels is of all groups.
+        batch, in_channels, out_channels, groups: as in torch's convolutions; in_channels counts all groups.
         input_size, output_size, kernel_size, stride, padding, dilation: one entry for each spatial dimension.
-        transposed: a transposed convolution.
-        channels_last: whether the input is stored NHWC (NDHWC); None where unknown.
+        transposed: whether the convolution is transposed.
+        channels_last: whether the input is stored NHWC (NDHWC); None if unknown.
     """
 
     batch: int
@@ -92,12 +92,12 @@ class Convolution:
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether each input channel is a group of its own: no matrix product is left for a Tensor Core to compute."""
+        """Return whether each input channel is a group of its own, which leaves no matrix product for Tensor Cores."""
         return self.groups > 1 and self.groups == self.in_channels
 
     @property
     def group_channels(self) -> dict[str, int]:
-        """Input and output channels of one group, as "C_in" and "C_out"."""
+        """Return the input and output channels of one group, as "C_in" and "C_out"."""
         groups = max(self.groups, 1)
         return {"C_in": self.in_channels // groups, "C_out": self.out_channels // groups}
 
@@ -107,11 +107,11 @@ class Attention:
     """Scaled dot-product attention computed by one operator.
 
     Args:
-        batch, heads, kv_heads: kv_heads < heads is grouped-query attention.
+        batch, heads, kv_heads: sizes; kv_heads < heads means grouped-query attention.
         queries, keys: sequence lengths.
         head_dim, value_dim: sizes of a head.
-        backend: "flash", "efficient", "cudnn" or "math"; "" where unknown.
-        is_causal: whether half of the scores are masked away.
+        backend: "flash", "efficient", "cudnn" or "math"; "" if unknown.
+        is_causal: whether a causal mask hides half of the scores.
         bias: the additive mask, or None.
     """
 
@@ -129,32 +129,32 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """One matrix product, or ``calls`` equal ones of one module.
+    """One matrix product, or ``calls`` equal products of one module.
 
-    Computes out[batch, m, n] = a[batch, m, k] @ b[batch, k, n]. For a convolution m, n, k are those of the implicit GEMM of one
-    group (forward: m = batch x output positions, n = out_channels / groups, k = in_channels / groups x kernel positions) and
-    ``batch`` is the groups. For attention they are those of queries x keys, ``batch`` is batch x heads.
+    Computes out[batch, m, n] = a[batch, m, k] @ b[batch, k, n]. For a convolution, m, n, k are the sizes of one group's implicit
+    GEMM (forward: m = batch x output positions, n = out_channels / groups, k = in_channels / groups x kernel positions) and
+    ``batch`` is the number of groups. For attention, m, n, k are queries, keys, head_dim, and ``batch`` is batch x heads.
 
     Args:
         op: the operator, as "aten::addmm".
         kind: one of KINDS.
         role: one of ROLES.
         m, n, k, batch: sizes.
-        a, b, out: the operands as they lie in memory, a and b already transposed as the product reads them; None where unknown.
-        dtype: what the product is computed in (of a and b), as autocast has it.
-        flops: floating-point operations, 2 an element multiplied and added, of all ``batch`` products of ONE call.
+        a, b, out: the operands' memory layouts, a and b already transposed as the product reads them; None if unknown.
+        dtype: dtype of a and b in the computation, after autocast.
+        flops: floating-point operations of one call over all ``batch`` products; each multiply-add counts as 2.
         bytes: least memory traffic of one call: every operand read once, the output written once.
-        module: dotted path of the innermost module whose forward called it; "" for the model itself or where unknown.
+        module: dotted path of the innermost module whose forward called the operator; "" for the model itself or if unknown.
         module_type: class of that module.
-        parameter: dotted name of the parameter that an operand is (or is the gradient of), "" if none.
+        parameter: dotted name of the parameter that is an operand (or whose gradient is computed); "" if there is none.
         convolution, attention: geometry, for those kinds.
-        calls: how many equal calls this record stands for.
-        autocast: False where autocast was on around the model and off around this call (or the operands' dtype is one
-            that it does not cast), True where it applied; None without autocast.
-        recomputed: a forward that activation checkpointing computes once more in the backward.
-        raises: what torch says in refusing this product for its operands; "" where it computes it.
-        math_path: a key of MATH_PATHS where this is a product of torch's own unfused attention ("math"), that
-            scaled_dot_product_attention took; "" for others.
+        calls: number of equal calls that this record covers.
+        autocast: True if autocast applied to this call; False if the model ran under autocast but this call did not (autocast
+            was off around the call or does not cast its dtype); None without autocast.
+        recomputed: whether this is a forward that activation checkpointing repeats in the backward.
+        raises: torch's error message if torch refuses this product's operands, else "".
+        math_path: one of MATH_PATHS if the product is part of torch's unfused attention ("math") in
+            scaled_dot_product_attention; else "".
     """
 
     op: str
@@ -184,7 +184,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class LayoutCopy:
-    """Copies of one module that only change a tensor's layout or dtype; ``kind`` is "layout" or "dtype"."""
+    """A module's copies that only change a tensor's layout or dtype; ``kind`` is "layout" or "dtype"."""
 
     module: str
     kind: str
@@ -197,17 +197,17 @@ class MatmulRecording:
     """All matrix products of one forward (and backward).
 
     Args:
-        matmuls: in the order of their first call.
+        matmuls: the products, in the order of their first call.
         copies: layout and dtype copies, in the order of their first call.
         device: "meta", "cpu", "cuda": where the model ran.
         backward: whether a backward was recorded.
-        autocast_dtype: dtype of the autocast around the model; None without.
+        autocast_dtype: dtype of the autocast around the model; None without autocast.
         tf32: whether torch allows TF32 for FP32 products ("matmul" and "convolution" -> bool).
         sizes: names of the model's sizes that a user can change, by value: {30522: ("config.vocab_size",), ...}.
-        embeddings: weights of linear layers that are tied to an embedding's: {"lm_head.weight": "wte.weight"}.
+        embeddings: weights of other modules that are tied to an embedding's weight: {"lm_head.weight": "wte.weight"}.
         compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
-        notes: sentences: what was left aside and why.
-        stopped: where the forward or backward stopped and why; "" if both came to their end.
+        notes: sentences on what was not recorded, and why.
+        stopped: where the forward or backward stopped and why; "" if both finished.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -224,5 +224,5 @@ class MatmulRecording:
 
     @property
     def complete(self) -> bool:
-        """Whether the model ran to its end."""
+        """Return whether the model ran to its end."""
         return not self.stopped

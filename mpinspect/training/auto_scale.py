@@ -1,7 +1,8 @@
-"""``loss_scale="auto"``: the first steps are inspected; from then on the scale is dynamic below the window's top.
+"""``loss_scale="auto"``: inspects the first steps, then keeps the scale dynamic up to the highest recommended scale.
 
-Gradients drift: they mostly shrink while a model learns, so that its window moves up. A block of steps is therefore inspected
-again once every growth interval of the scaler (2000 steps), and at once where overflows have driven the scale out of the window.
+Gradients mostly shrink while a model learns, so that the window of suitable scales moves up. Another block of steps is
+therefore inspected every growth interval of the scaler (2000 steps), and immediately if overflows drive the scale below
+the window.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from mpinspect.training.skipped_steps import power
 
 _log = logging.getLogger("mpinspect.training")
 
-#: Steps that are inspected. Gradients are at their largest in the first few.
+#: Steps in an inspected block. Gradients are largest in the first few steps.
 BLOCK = 25
-#: The lost L1 share at which a scale is kept, a tenth of what training needs one for: the scaler is at work anyway, and a block
-#: of steps does not know the later ones. At 0.001 to 0.01 in its first 25 steps the demo's model parts from FP32 by 0.2%.
+#: The lost share of the L1 norm from which a scale is recommended here: a tenth of the general threshold, since the scaler runs
+#: anyway and a block does not show later steps. With 0.001 to 0.01 lost in 25 steps, the demo model differs 0.2% from FP32.
 CAUTIOUS_TOLERANCE = LOST_L1_TOLERANCE / 10
-#: Powers of two within which FP32 holds a scale and its inverse.
+#: The largest |log2| of a scale such that FP32 holds the scale and its inverse.
 _FARTHEST = 126
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a block of steps says: scales, as powers of two."""
+    """The scales recommended by a block of steps."""
 
     lowest: float
     highest: float
@@ -43,15 +44,15 @@ class _Found:
 
 
 class AutoScale:
-    """Counts the gradients of a block of steps, tells the scaler what fits, and looks again from time to time.
+    """Counts the gradients of a block of steps, sets the scaler's scale and bounds, and repeats this from time to time.
 
-    The scaler gets the window's top as its ceiling, and the recommended scale. It may fall below the window, down to the floor
-    it has: overflows there say that the window no longer holds, not that the training has collapsed.
+    The scaler gets the recommended scale, and the window's highest scale as its ceiling. The scale may fall below the window,
+    down to the scaler's floor: overflows there mean that the window is out of date, not that the training has collapsed.
 
     Args:
-        model, optimizers: what trains.
-        scaler: dynamic; starts where it stands.
-        block: steps to inspect.
+        model, optimizers: the model being trained and its optimizers.
+        scaler: a dynamic scaler; its current scale is the starting point.
+        block: number of steps to inspect.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class AutoScale:
 
     @property
     def steps_to_wait(self) -> int:
-        """Steps until the next block begins; 0 within one."""
+        """The number of steps until the next inspected block begins; 0 within a block."""
         return 0 if self._inspector is not None else self._left
 
     def __str__(self) -> str:
-        """Return what it is doing, a clause."""
+        """Return a clause on the state of the inspection and the window found."""
         if self._inspector is not None:
             return f"the gradients are inspected for {self._left} more steps"
         if self._scaler.window is None:
@@ -85,7 +86,7 @@ class AutoScale:
         return f"within the window {lowest} .. {highest} that the inspector found"
 
     def resume(self, steps_to_wait: int) -> None:
-        """Go on where ``steps_to_wait`` was this. A block that was under way begins again: its counts are gone."""
+        """Resume with a saved ``steps_to_wait``; an interrupted block (0) starts over, since its counts are lost."""
         self._stop()
         if steps_to_wait > 0:
             self._left = steps_to_wait
@@ -93,7 +94,10 @@ class AutoScale:
             self._begin()
 
     def step_ended(self, *, skipped: bool) -> None:
-        """A step is over. Waits for the GPU once, at the end of a block; else only where the step was skipped."""
+        """Record a completed step, and begin or end a block if due.
+
+        Waits for the GPU once at the end of a block; outside a block, only if the step was skipped.
+        """
         if self._detached:
             return
         self._left -= 1
@@ -108,7 +112,7 @@ class AutoScale:
         self._left = self._block
         self._clean = 0
         self._inspector = self._inspect().attach()
-        # Should nobody care for this object any more, its inspector must not listen for ever.
+        # If this object is garbage-collected, its inspector must be detached too.
         self._finalizer = weakref.finalize(self, self._inspector.detach)
 
     def _stop(self) -> Inspector | None:
@@ -119,7 +123,7 @@ class AutoScale:
         return inspector
 
     def detach(self) -> None:
-        """Inspect no more; the scale goes on as it is."""
+        """Stop inspecting; the scaler keeps its current scale and bounds."""
         self._stop()
         self._detached = True
 
@@ -134,7 +138,7 @@ class AutoScale:
         self._scaler.update(found.recommended)
 
     def _read(self, inspector: Inspector) -> _Found | None:
-        """Return the block's advice; None where it has none. No fault of the inspection may end the training."""
+        """Return the block's recommended scales, or None; log errors of the inspection instead of raising them."""
         try:
             seen = frozenset(inspector.session().totals())
             report = inspector.report()
@@ -148,7 +152,7 @@ class AutoScale:
             _log.info("the loss scale stays dynamic as it is: most of the steps inspected were skipped")
             return None
         if not seen >= self._seen:
-            # Module hooks that come after torch.compile's first call stay silent: half the picture is no advice.
+            # Module hooks registered after torch.compile's first call do not run: incomplete counts give no advice.
             _log.info("the loss scale stays as it is: fewer gradients were seen than the first time")
             return None
         if advice.recommended is None or advice.lowest is None or advice.highest is None:
@@ -161,7 +165,7 @@ class AutoScale:
         return _found(math.log2(advice.lowest), math.log2(advice.highest), math.log2(advice.recommended))
 
     def _agreed(self, found: _Found | None) -> _Found | None:
-        """Return what suits every rank: they see different activations, and must keep one scale. None where one has no advice."""
+        """Return scales suitable for every rank, since all ranks must use one scale; None if a rank has no advice."""
         if not self._is_distributed():
             return found
         one = found or _Found(1.0, 1.0, 1.0)
@@ -176,13 +180,13 @@ class AutoScale:
         return group is not False and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
     def _below_window(self) -> bool:
-        """Return whether overflows have driven the scale below what the layers need. Several ranks wait for their next turn."""
+        """Return whether overflows have driven the scale below the window; always False with several ranks."""
         window = self._scaler.window
         return window is not None and not self._is_distributed() and self._scaler.get_scale() < window[0]
 
 
 def _found(log2_lowest: float, log2_highest: float, log2_recommended: float) -> _Found:
-    """Within what FP32 holds, and in order: where layers conflict, what does not overflow comes first."""
+    """Return the scales clamped to FP32's range and ordered; if layers conflict, avoiding overflow takes precedence."""
     highest = min(max(log2_highest, -_FARTHEST), _FARTHEST)
     lowest = max(min(log2_lowest, highest), -_FARTHEST)
     recommended = min(max(log2_recommended, lowest), highest)

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's scale(), unscale_() and step(), which remember what was skipped and why, and take closures."""
+"""torch.amp.GradScaler's scale(), unscale_() and step(), which record skipped steps and their causes and support closures."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mpinspect.training.skipped_steps import Explainer
 
 @dataclass
 class Iteration:
-    """What happened since the last update()."""
+    """Everything recorded since the last update()."""
 
     losses: ScaledLosses = field(default_factory=ScaledLosses)
     #: The optimizers that unscaled or stepped, by id.
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
-    #: Whether their steps were skipped, where the host knows.
+    #: Whether each optimizer's step was skipped, by id, if known on the host.
     skipped: dict[int, bool] = field(default_factory=dict)
-    #: Why, of the first that was.
+    #: The cause of the first skipped step.
     cause: Cause | None = None
 
 
 class CheckedSteps(torch.amp.GradScaler):
-    """The first half of LossScaler: everything up to update(). Operations on the device are GradScaler's and no more."""
+    """The first half of LossScaler: everything up to update(). Launches the same device operations as GradScaler."""
 
     def __init__(self, device: str, init_scale: float, enabled: bool, explainer: Explainer | None) -> None:
         super().__init__(device, init_scale, enabled=enabled)
-        #: Finds the first value that was not finite when a step was skipped.
+        #: Finds the first non-finite value of a skipped step.
         self.explainer = explainer
         #: Whether FP16 gradients are unscaled in FP16 instead of refused.
         self.allow_fp16_gradients = False
@@ -43,17 +43,17 @@ class CheckedSteps(torch.amp.GradScaler):
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last step() was skipped. Waits for the GPU if that optimizer is a fused one, else not."""
+        """Whether the last step() was skipped. Waits for the GPU only if that optimizer is fused."""
         if self._last_skipped is None:
             self._last_skipped = any(bool(found) for found in self._last_found)
             if self._last_id in self._iteration.optimizers:
-                # update() is to come: the gradients are still there to be looked at.
+                # Before update() the gradients still exist, so the cause can be found.
                 self._learn(self._last_id, self._last_skipped)
         return self._last_skipped
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """Of the last step(): 0-d FP32, zero where every gradient was finite. On its device, not waited for."""
+        """The last step()'s overflow flag: 0-d FP32 on its device, zero if all gradients were finite; does not wait."""
         if not self._last_found:
             return torch.tensor(float(bool(self._last_skipped)))
         first, *others = self._last_found
@@ -62,7 +62,7 @@ class CheckedSteps(torch.amp.GradScaler):
     # -- scaling and unscaling --------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs`` (a tensor, or tensors in lists, tuples, iterators) times the scale. Does not wait."""
+        """Return ``outputs`` (a tensor, or tensors in lists, tuples, iterators) times the scale; does not wait for the GPU."""
         if not self._enabled:
             return outputs
         losses = self._iteration.losses
@@ -74,11 +74,11 @@ class CheckedSteps(torch.amp.GradScaler):
         return super().scale(losses.noting(outputs))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, in place; for clipping before step(). Does not wait.
+        """Divide the gradients of ``optimizer`` by the scale, in place; for clipping before step(). Does not wait for the GPU.
 
         Raises:
-            RuntimeError: before scale(), twice in an iteration, or after step().
-            ValueError: gradients in FP16 (see ``allow_fp16_gradients``). No gradient was changed then.
+            RuntimeError: called before scale(), twice in an iteration, or after step().
+            ValueError: gradients are FP16 (see ``allow_fp16_gradients``). No gradient was changed then.
         """
         if not self._enabled:
             return
@@ -97,7 +97,7 @@ class CheckedSteps(torch.amp.GradScaler):
         self._iteration.optimizers[id(optimizer)] = optimizer
 
     def abandon(self) -> None:
-        """Forget the iteration that is under way, as if nothing had been scaled since the last update(): its batch is dropped."""
+        """Discard the current iteration and its batch, as if nothing had been scaled since the last update()."""
         if not self._enabled:
             return
         iteration = self._iteration
@@ -121,17 +121,18 @@ class CheckedSteps(torch.amp.GradScaler):
     # -- stepping ---------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients, if that was not done, and step, unless one is infinite or NaN. Waits for the GPU unless fused.
+        """Unscale the gradients if needed, and step unless one is infinite or NaN. Waits for the GPU unless fused.
 
-        With a closure (by position or keyword, written as for the optimizer alone: zero_grad, forward, scale(loss).backward(),
-        return loss) the gradients are unscaled and checked after each run of it. Where they overflow the step ends: weights
-        and the optimizer's state are as before it. Such a step waits for the GPU at every run, fused or not.
+        A closure may be given by position or keyword; as for the optimizer alone, it runs zero_grad, the forward and
+        scale(loss).backward(), and returns the loss. After each run of the closure the gradients are unscaled and checked; if
+        they overflow, the step is undone: weights and optimizer state are restored. A step with a closure waits for the GPU
+        after every run, even with a fused optimizer.
 
         Returns:
-            What ``optimizer.step`` returns. Where it was skipped: None, or the loss of the closure's first run.
+            What ``optimizer.step`` returns; if the step was skipped, None, or the loss of the closure's first run.
 
         Raises:
-            RuntimeError: before scale(loss).backward(), or twice in an iteration.
+            RuntimeError: called before scale(loss).backward(), or twice in an iteration.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -157,7 +158,7 @@ class CheckedSteps(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """GradScaler's own way of skipping, which remembers the outcome."""
+        """Step or skip as GradScaler does, and record which."""
         skipped = bool(sum(found.item() for found in optimizer_state["found_inf_per_device"].values()))
         self._iteration.skipped[id(optimizer)] = skipped
         return None if skipped else optimizer.step(*args, **kwargs)
@@ -176,7 +177,7 @@ class CheckedSteps(torch.amp.GradScaler):
         return outcome.result
 
     def _evaluate(self, optimizer: torch.optim.Optimizer, closure: closures.Evaluation) -> Any:
-        """Run the closure once and unscale its gradients. Raises closures.Overflow where they are not finite."""
+        """Run the closure once and unscale its gradients; raise closures.Overflow if one is non-finite."""
         self._per_optimizer_states.pop(id(optimizer), None)
         iteration, losses = self._iteration, self._iteration.losses
         losses.forget()
@@ -209,7 +210,7 @@ class CheckedSteps(torch.amp.GradScaler):
     # -- what became of it ------------------------------------------------------------------------------------------
 
     def _learn(self, optimizer_id: int, skipped: bool) -> None:
-        """The host knows an optimizer's outcome. Of a skipped step the cause is looked for while its gradients are there."""
+        """Record whether an optimizer's step was skipped; find the cause of a skip while its gradients still exist."""
         iteration = self._iteration
         iteration.skipped[optimizer_id] = skipped
         if skipped and iteration.cause is None:
@@ -217,7 +218,7 @@ class CheckedSteps(torch.amp.GradScaler):
             iteration.cause = find_cause(iteration.losses, self.get_scale(), optimizer, self.explainer)
 
     def _outcome(self, *, wait: bool) -> bool | None:
-        """Return whether a step of this iteration was skipped; None where only the device knows and ``wait`` is False."""
+        """Return whether a step of this iteration was skipped; None if only the device knows and ``wait`` is False."""
         iteration = self._iteration
         states = self._per_optimizer_states
         unknown = [one for one in states if one not in iteration.skipped]
@@ -230,7 +231,7 @@ class CheckedSteps(torch.amp.GradScaler):
         return None if unknown else False
 
     def _found_of_all(self) -> list[torch.Tensor]:
-        """Return the flags of this iteration: one for each optimizer and device."""
+        """Return this iteration's overflow flags, one for each optimizer and device."""
         states = self._per_optimizer_states.values()
         return [found for state in states for found in state["found_inf_per_device"].values()]
 

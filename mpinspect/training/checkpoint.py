@@ -1,4 +1,4 @@
-"""Files that are there in full or not at all, and the check of what was loaded."""
+"""Saves checkpoints atomically, loads them, and checks that they fit the model and optimizers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VERSION = 1
 
 
 class CheckpointError(ValueError):
-    """What was given is no checkpoint of this model's; nothing was changed."""
+    """The data is not a valid checkpoint of this model; nothing was changed."""
 
 
 def save(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a checkpoint: to a file beside it first, which then takes the name, so that a kill leaves the old or the new one.
+    """Write a checkpoint atomically: write a temporary file in the same directory, then rename it to ``path``.
 
     Raises:
-        OSError: it can't be written; a file that was there is untouched.
+        OSError: the file can't be written; an existing file is untouched.
     """
     target = Path(path)
     if not target.parent.is_dir():
@@ -37,7 +37,7 @@ def save(state: Mapping[str, Any], path: str | Path) -> None:
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp's file is its owner's alone; a checkpoint gets what any other new file would.
+        # mkstemp's file is accessible to its owner only; give it the permissions of any other new file.
         Path(name).chmod(0o666 & ~_umask())
         Path(name).replace(target)
     except BaseException:
@@ -49,8 +49,8 @@ def load(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint onto the CPU. Runs no code from the file (``weights_only``).
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: the file is no checkpoint, or cut off.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is not a checkpoint, or is truncated.
     """
     source = Path(path)
     if not source.is_file():
@@ -66,8 +66,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def weights(model: torch.nn.Module, masters: MasterWeights) -> dict[str, Any]:
-    """Copies of the model's state, the FP32 masters in place of their 16-bit parameters."""
-    # By identity: weights that are tied have one master and several names.
+    """Return a copy of the model's state dict, with FP32 masters in place of 16-bit parameters."""
+    # By id, since tied weights have one master and several names.
     of = {id(parameter): master for parameter, master in masters.pairs()}
     state = model.state_dict(keep_vars=True)
     return {name: _copied(of.get(id(tensor), tensor)) for name, tensor in state.items()}
@@ -76,7 +76,7 @@ def weights(model: torch.nn.Module, masters: MasterWeights) -> dict[str, Any]:
 def others(
     model: torch.nn.Module, masters: MasterWeights, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
-    """Return what the optimizers hold that the model does not have: by optimizer and place in it."""
+    """Return the optimizers' parameters that are not the model's, by "<optimizer number>.<position in it>"."""
     own = {id(parameter) for parameter in model.parameters()}
     own.update(id(master) for _, master in masters.pairs())
     return {
@@ -88,7 +88,7 @@ def others(
 
 
 def require(state: Any) -> dict[str, Any]:
-    """``state``, if it is a MixedPrecision's; CheckpointError saying what it looks like otherwise."""
+    """Return ``state`` if it is a MixedPrecision's; otherwise raise CheckpointError saying what it looks like."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"a MixedPrecision's state_dict() is a dict, not {type(state).__name__}")
     if state.get("kind") == KIND:
@@ -107,7 +107,7 @@ def require_fitting(
     optimizers: Sequence[torch.optim.Optimizer],
     others: Mapping[str, torch.Tensor],
 ) -> None:
-    """Raise CheckpointError unless ``state`` is of this model and these optimizers. ``others``: parameters beside the model's."""
+    """Raise CheckpointError unless ``state`` fits this model, these optimizers, and ``others``, their additional parameters."""
     try:
         _require_model(state, model)
         _require_optimizers(state["optimizers"], optimizers)
@@ -166,7 +166,10 @@ def _require_optimizers(saved: Sequence[Mapping[str, Any]], optimizers: Sequence
 
 
 def _require_kind(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Versions of torch add options, schedulers too; another kind of optimizer has some and lacks some."""
+    """Raise CheckpointError if the saved options are of another kind of optimizer.
+
+    Newer torch versions and schedulers only add options; another kind of optimizer both has extra and lacks some.
+    """
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
         missing, strange = sorted(set(group) - set(saved)), sorted(set(saved) - set(group))
         if missing and strange:
@@ -188,7 +191,7 @@ def _require_shapes(slots: Mapping[int, Mapping[str, Any]], optimizer: torch.opt
 
 
 def statement(there: Precision, here: Precision, scale: str) -> str:
-    """Return what loading a checkpoint of one precision into another did, in words. ``scale``: a clause on the loss scale."""
+    """Return a sentence saying what loading converted between two precisions. ``scale``: a clause on the loss scale."""
     if there == here:
         return f"loaded a {here.name} checkpoint as it was saved; {scale}"
     kept_there = "FP32" if there.masters or there.stored == torch.float32 else _NAMES[there.stored]
@@ -206,7 +209,7 @@ def statement(there: Precision, here: Precision, scale: str) -> str:
     return f"loaded a {there.name} checkpoint into {here.name}: {weights}; {scale}"
 
 
-#: State that has its parameter's shape, in torch's own optimizers.
+#: State entries of torch's own optimizers that have the shape of their parameter.
 _LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "acc_delta"}
 )
@@ -232,5 +235,5 @@ def _umask() -> int:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor; a module's extra state, which may be anything, as it is."""
+    """Return a detached copy of a tensor; return anything else (a module's extra state) unchanged."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

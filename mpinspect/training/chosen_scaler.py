@@ -1,4 +1,4 @@
-"""The loss scaler that a precision and the user's wish come to, and what it can't serve."""
+"""Chooses the loss scaler for a precision and the user's ``loss_scale``, and checks the model and optimizers for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.precision import Precision
 from mpinspect.training.scale_rules import PRESETS
 
-#: A scale that still overflows here is no matter of scaling: gradients beyond 2^32 in FP32's own units.
+#: Floor of dynamic scales: if gradients overflow even here, they exceed 2^32 and the loss scale is not the cause.
 COLLAPSE = 2.0**-16
 
 
 def chosen_scaler(given: str | float | LossScaler | None, precision: Precision, device: str) -> LossScaler:
-    """Return a scaler for ``loss_scale=given``: see MixedPrecision. One without a scale is disabled.
+    """Return the scaler for MixedPrecision's ``loss_scale=given``; a disabled scaler if no scale is used.
 
     Raises:
-        TypeError, ValueError: ``given`` is none of what it may be.
+        TypeError, ValueError: ``given`` is not an allowed value.
     """
     if given is None:
         given = "dynamic" if precision.scaled else "none"
@@ -50,7 +50,10 @@ def require_real(model: torch.nn.Module) -> None:
 
 
 def warn_of_vanishing_eps(optimizers: Sequence[torch.optim.Optimizer], precision: Precision) -> None:
-    """FP16 weights without masters have FP16 state, where Adam's own eps is 0 and a gradient of 0 divides 0 by 0."""
+    """Warn if an optimizer's eps rounds to 0 in the FP16 state of FP16 weights without masters.
+
+    With Adam's default eps, a gradient of 0 then divides 0 by 0.
+    """
     if precision.stored != torch.float16 or precision.masters:
         return
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):

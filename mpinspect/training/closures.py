@@ -1,7 +1,7 @@
-"""Optimizer steps with a closure under a loss scaler: every evaluation is unscaled and checked, and an overflow undoes the step.
+"""Optimizer steps with a closure under a loss scaler: gradients are checked after each evaluation; an overflow undoes the step.
 
-torch.amp.GradScaler refuses a closure given by keyword; one given by position runs *after* it has unscaled, and the optimizer
-then steps on the scaled gradients that the closure has left.
+torch.amp.GradScaler refuses a closure given by keyword. If a closure is given by position, the optimizer runs it *after*
+GradScaler has unscaled the gradients, and then steps on the scaled gradients that the closure computed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Evaluation = Callable[[], Any]
 
 
 class Overflow(Exception):
-    """A gradient was not finite after an evaluation. Leaves the optimizer's step through its own code."""
+    """Raised when a gradient is non-finite after an evaluation; it propagates through the optimizer's own step."""
 
 
 @dataclass(frozen=True)
 class ClosureStep:
-    """What came of it: the optimizer's result (the first evaluation's loss, where the step was undone)."""
+    """Outcome of a step: the optimizer's return value, or the first evaluation's loss if the step was skipped."""
 
     result: Any
     skipped: bool
@@ -30,7 +30,7 @@ class ClosureStep:
 def taken_from(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Evaluation | None, Callable[[Evaluation], Any]]:
-    """Return the closure among the arguments of ``step``, None if there is none, and how to step with another in its place."""
+    """Return the closure in the arguments of ``step`` (None if absent), and a function that steps with another closure."""
     closure = kwargs.get("closure", args[0] if args else None)
     if kwargs.get("closure") is not None and not callable(closure):
         raise TypeError(f"the closure must be a function that returns the loss, not {closure!r}")
@@ -44,14 +44,14 @@ def taken_from(
 def run(optimizer: torch.optim.Optimizer, evaluate: Evaluation, step: Callable[[Evaluation], Any]) -> ClosureStep:
     """Take one step of ``optimizer``.
 
-    The first evaluation comes before the optimizer's step, which is not even begun where that overflows. It is handed to the
-    optimizer when it first asks, unless it has moved its weights before asking (as sharpness-aware optimizers do). Where
-    it may ask again, as L-BFGS does, weights and state are copied first: they are put back should a later evaluation overflow
-    or fail.
+    The first evaluation runs before the optimizer's step; if it overflows, the step is not started. The optimizer's first
+    closure call returns that evaluation's loss, unless the optimizer changed its weights beforehand (as sharpness-aware
+    optimizers do). For optimizers that may call the closure again, such as L-BFGS, weights and state are copied first, and
+    restored if a later evaluation overflows or fails.
 
     Args:
-        evaluate: runs the closure and leaves unscaled gradients; raises Overflow where they are not finite.
-        step: calls ``optimizer.step`` with the closure that it is given.
+        evaluate: runs the closure and leaves unscaled gradients; raises Overflow if one is non-finite.
+        step: calls ``optimizer.step`` with the closure passed to it.
     """
     try:
         with torch.enable_grad():
@@ -79,13 +79,13 @@ def run(optimizer: torch.optim.Optimizer, evaluate: Evaluation, step: Callable[[
 
 
 def _asks_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it calls its closure once, before anything else: torch's own do, but for L-BFGS."""
+    """Return whether an optimizer calls its closure exactly once and first, as torch's own do except L-BFGS."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 class Snapshot:
-    """Copies of an optimizer's weights, state and options. Takes as much memory as they do."""
+    """Copies of an optimizer's weights, state and options, which take as much memory as the originals."""
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,12 +97,12 @@ class Snapshot:
         self._state = _keep(optimizer.state)
 
     def weights_unchanged(self) -> bool:
-        """Return whether the weights are still the same bits. Waits for the GPU."""
+        """Return whether the weights still equal their copies. Waits for the GPU."""
         return all(torch.equal(weight, copy) for weight, copy in self._weights)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, into the same tensors and containers."""
+        """Restore weights, state and options in place, in the same tensors and containers."""
         for weight, copy in self._weights:
             weight.copy_(copy)
         for group, options in self._options:
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def _keep(value: Any) -> Callable[[], Any]:
-    """Return a function that gives ``value`` back as it is now, the same object where it can be changed in place."""
+    """Return a function that restores ``value`` to its current content, in place if it is mutable, and returns it."""
     if isinstance(value, torch.Tensor):
         return _kept_tensor(value)
     if isinstance(value, dict):
@@ -157,5 +157,5 @@ def _kept_list(value: list[Any]) -> Callable[[], Any]:
 
 
 def held_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of every group, in their order; the same tensors that ``step`` changes."""
+    """Return the parameters of all groups in order: the tensors that ``step`` updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

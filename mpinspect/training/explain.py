@@ -1,8 +1,8 @@
-"""Why a step was skipped: the first gradient that was not finite, or the module that broke the forward.
+"""Finds why a step was skipped: the first non-finite gradient, or the module that made the forward non-finite.
 
-Costs one entry in a dict for each gradient that arrives. Tensors are looked at only after a step was skipped: the gradients
-at once, since a skipped step leaves its infinities in ``.grad``. A forward is gone by then, so after the first one that was
-not finite the modules of the *next* forward are looked at, until one is finite again.
+Each gradient costs one dict entry when it arrives. Tensors are read only after a step was skipped. Gradients are read at once,
+since a skipped step leaves its infinities in ``.grad``. The forward's activations are gone by then, so after a non-finite
+forward the modules of the *next* forwards are checked, until a forward is finite again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mpinspect.training.skipped_steps import NonFinite
 
 
 class ModelExplainer:
-    """Finds the culprit in a model.
+    """Finds the parameter or module of a model that caused a skipped step.
 
     Args:
-        model: whose parameters and modules are named.
-        stepped: the model's parameters that an optimizer steps; by default those it holds. For FP32 master weights it
-            gives the parameters that they are masters of.
+        model: the model whose parameters and modules are named.
+        stepped: function that returns the model's parameters that an optimizer steps; by default those it holds. With FP32
+            master weights, it returns the model parameters of these masters.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ModelExplainer:
     ) -> None:
         self._model = weakref.ref(model)
         self._stepped = stepped or held_parameters
-        #: By identity: when the parameter's last gradient arrived.
+        #: By the parameter's id: the position of its last gradient in the order of arrival.
         self._arrivals: dict[int, int] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._search = ForwardSearch(model)
@@ -47,7 +47,7 @@ class ModelExplainer:
         ]
 
     def gradient(self, optimizer: torch.optim.Optimizer) -> NonFinite | None:
-        """The first of the optimizer's gradients, in the order the backward made them, that is not finite. Waits for the GPU."""
+        """Return the optimizer's first non-finite gradient in the order of the backward. Waits for the GPU."""
         parameters = [parameter for parameter in self._stepped(optimizer) if parameter.grad is not None]
         never = max(self._arrivals.values(), default=0) + 1
         parameters.sort(key=lambda parameter: self._arrivals.get(id(parameter), never))
@@ -58,7 +58,10 @@ class ModelExplainer:
         return None
 
     def forward(self) -> NonFinite | None:
-        """Return what made the forward not finite: a weight that is not, a module seen in this forward, or not known yet."""
+        """Return what made the forward non-finite: a non-finite weight or a module; otherwise begin a search for it.
+
+        Waits for the GPU.
+        """
         model = self._model()
         if model is None:
             return None
@@ -68,20 +71,20 @@ class ModelExplainer:
         return self._search.found() or self._search.begin()
 
     def step_ended(self, *, forward_finite: bool) -> None:
-        """A step is over: what was seen of its forward is let go, and the search ends once a forward is finite."""
+        """Discard the step's recorded activations, and end the search if the forward was finite."""
         if forward_finite:
             self._search.end()
         self._search.forget()
 
     def detach(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         self._search.end()
         for handle in self._handles:
             handle.remove()
 
 
 def _layer(parameter: str) -> str:
-    """Return the module that a parameter belongs to; that of a parametrized one is the module it is computed for."""
+    """Return the path of a parameter's module; for a parametrized weight, the module that uses the weight."""
     module = parameter.rpartition(".")[0]
     return f".{module}".partition(".parametrizations")[0].lstrip(".")
 
@@ -95,10 +98,10 @@ def _arrival(arrivals: dict[int, int], count: Iterator[int]) -> Callable[[torch.
 
 def _first_poisoned(model: torch.nn.Module) -> NonFinite | None:
     named = [*model.named_parameters(), *model.named_buffers()]
-    # FP8 has no isfinite, and weights in it are not what an optimizer steps.
+    # FP8 has no isfinite, and optimizers do not update FP8 weights.
     floating = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and tensor.element_size() > 1]
     for (name, tensor), finite in zip(floating, _finite([tensor for _, tensor in floating]), strict=True):
-        # A mask is infinite on purpose.
+        # A buffer with infinities but no NaN is taken for a mask.
         if not finite and (isinstance(tensor, torch.nn.Parameter) or tensor.isnan().any()):
             return NonFinite(_layer(name), name, _kind(tensor), f"{name!r} itself is not finite")
     return None
@@ -108,7 +111,7 @@ def _first_poisoned(model: torch.nn.Module) -> NonFinite | None:
 
 
 def _finite(tensors: list[Any]) -> list[bool]:
-    """Return which are finite; one wait for the GPU for all."""
+    """Return for each tensor whether all its values are finite. Waits for the GPU once for all tensors."""
     flags = [torch.isfinite(_values(tensor)).all() for tensor in tensors]
     devices = {flag.device for flag in flags}
     if len(devices) > 1:
@@ -122,6 +125,6 @@ def _kind(tensor: Any) -> str:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    # This process's part of a distributed one: a collective would hang where other ranks do not look.
+    # Use only the local shard of a distributed tensor: a collective would hang if other ranks do not check.
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
     return found.coalesce().values() if found.is_sparse else found

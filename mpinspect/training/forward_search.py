@@ -1,4 +1,4 @@
-"""The module that breaks a forward: the next forwards are looked at, module by module, until one is finite again."""
+"""Finds the module that makes a forward non-finite, by checking later forwards module by module until one is finite."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 
 from mpinspect.training.skipped_steps import NonFinite
 
-#: Looks kept of one step; a model of more modules has its first ones looked at.
+#: The largest number of tensors recorded per step; in larger models only the first tensors are checked.
 _MOST_LOOKS = 20_000
-#: Nesting deeper than this is not a module's output but some object's private life.
+#: The deepest nesting of containers that is searched for tensors.
 _MAX_DEPTH = 6
 
 
 @dataclass(frozen=True)
 class _Look:
-    """One tensor that went into or came out of a module: its smallest and largest value, 0-d, still on the device."""
+    """The smallest and largest value (0-d, on the device) of one input or output tensor of a module."""
 
     layer: str
     call: int
@@ -31,7 +31,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The same, on the host. ``value``: "nan", "inf", "-inf" (and nothing worse), or "" where all was finite."""
+    """A `_Look` read on the host. ``value`` is "nan", "inf", "-inf" (no NaN or +inf), or "" if all values are finite."""
 
     layer: str
     call: int
@@ -40,7 +40,7 @@ class _Seen:
 
 
 class ForwardSearch:
-    """Looks at what every module returns, and at what those without submodules are given, while a culprit is searched."""
+    """Records every module's outputs, and the inputs of modules without submodules, during a search for the culprit."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -48,11 +48,11 @@ class ForwardSearch:
         self._looks: list[_Look] = []
         self._calls = 0
         self._silent = False
-        #: (layer, value) of what was not finite while the loss was: masks.
+        #: (layer, value) of non-finite tensors in forwards with a finite loss: masks.
         self._harmless: set[tuple[str, str]] = set()
 
     def begin(self) -> NonFinite:
-        """Look from the next forward on."""
+        """Hook every module, so that recording starts with the next forward, and return "loss" as culprit until then."""
         model = self._model()
         self._silent = bool(self._handles)
         if not self._handles and model is not None:
@@ -67,7 +67,7 @@ class ForwardSearch:
         return "every weight is finite; the next forward is looked at module by module"
 
     def found(self) -> NonFinite | None:
-        """Return the first module of the forward just seen that gave what is not finite. None where nothing was seen. Waits."""
+        """Return the recorded forward's first non-finite module; None if nothing was recorded. Waits for the GPU."""
         seen = [look for look in self._read() if (look.layer, look.value) not in self._harmless]
         self.forget()
         if not seen:
@@ -85,11 +85,14 @@ class ForwardSearch:
         return NonFinite(parent, first.layer, value, detail)
 
     def forget(self) -> None:
-        """Let go of what was seen."""
+        """Discard the recorded tensors' extremes."""
         self._looks.clear()
 
     def end(self) -> None:
-        """The forward was finite: whatever was not within it is so on purpose. Waits if there was a search."""
+        """End the search after a finite forward, and ignore its non-finite tensors from then on.
+
+        Waits for the GPU if tensors were recorded.
+        """
         self._harmless.update((look.layer, look.value) for look in self._read() if look.value)
         while self._handles:
             self._handles.pop().remove()
@@ -122,7 +125,7 @@ class ForwardSearch:
 
 
 class _Hook:
-    """The hook; in a copy of the model it does nothing, and it pickles to nothing."""
+    """The forward hook. A deep-copied or unpickled hook (as in a copy of the model) does nothing."""
 
     def __init__(self, look: Callable[..., None] | None = None) -> None:
         self._look = look
@@ -139,10 +142,10 @@ class _Hook:
 
 
 def _first(seen: list[_Seen]) -> _Seen | None:
-    """Where it began.
+    """Return the record of the tensor where the non-finite values arose; None if all values are finite.
 
-    A mask holds -inf and does no harm, so a NaN or +inf counts before it. But where what gave that was handed a -inf,
-    and a module made one before (a logarithm of 0, say), it began there.
+    A -inf is usually a harmless mask, so the first NaN or +inf takes precedence. But if that NaN or +inf is an input, or its
+    module had a -inf input, and an earlier module returned -inf (a logarithm of 0, say), that -inf is the origin.
     """
     worst = next((look for look in seen if look.value in ("nan", "inf")), None)
     masks = [look for look in seen if look.value == "-inf"]
@@ -163,7 +166,7 @@ def _value(low: float, high: float) -> str:
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Floating-point tensors with values in nested tuples, lists, mappings and dataclasses, in order."""
+    """Yield the non-empty floating-point tensors in nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and value.layout is torch.strided and value.numel() and value.element_size() > 1:
             yield getattr(value, "_local_tensor", value).detach()

@@ -1,4 +1,4 @@
-"""What is heard of a model's forwards: the shapes they had, for cuDNN's benchmark mode, and one that failed outside autocast."""
+"""Hooks on a model's forwards: they record input shapes, for cuDNN's benchmark mode, and explain failures outside autocast."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from mpinspect.training.suggestions import Seen
 
-#: Shapes kept; a model with more has no constant one.
+#: The largest number of distinct input shapes to remember; beyond it, shapes are certainly not constant.
 _MOST_SHAPES = 16
 
 
 class ForwardShapes:
-    """Counts the training forwards of a model and the different shapes of their inputs. One cheap hook, on the model itself."""
+    """Counts a model's training forwards and the distinct shapes of their inputs, with one hook on the model itself."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._forwards = 0
@@ -25,7 +25,7 @@ class ForwardShapes:
         self._handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
 
     def seen(self, device: str, float32_fraction: float) -> Seen:
-        """Return what was seen until now, with torch's switches as they stand."""
+        """Return the counts so far, with the current values of torch's settings."""
         capability = torch.cuda.get_device_capability() if device == "cuda" else None
         return Seen(
             device,
@@ -40,7 +40,7 @@ class ForwardShapes:
         )
 
     def look(self, inputs: Any) -> None:
-        """A training forward begins."""
+        """Record the start of a training forward and the shapes of its inputs."""
         self._forwards += 1
         if len(self._shapes) < _MOST_SHAPES:
             leaves = torch.utils._pytree.tree_leaves(inputs)
@@ -51,15 +51,14 @@ class ForwardShapes:
 
 
 class OutsideAutocast:
-    """Explains what torch says of dtypes that differ, where a model with 16-bit weights was called without ``autocast()``.
+    """Adds a note to torch's dtype-mismatch errors if a model with 16-bit weights was called without ``autocast()``.
 
-    The exception stays what it is and gets a note. Heard of where the model itself is called, or a part of it that is not
-    within another one: one hook on each.
+    The exception itself is unchanged. Hooks on the model and on its top-level submodules detect the failed forward.
 
     Args:
-        model: with 16-bit weights.
-        dtype: theirs.
-        device: type of the device that it lies on.
+        model: a model with 16-bit weights.
+        dtype: the dtype of these weights.
+        device: device type of the model.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: str) -> None:
@@ -76,7 +75,7 @@ class OutsideAutocast:
         ]
 
     def explain(self, error: BaseException | None) -> None:
-        """A forward ended without an output, for this error."""
+        """Add the note to ``error``, which ended a forward, if it reports a dtype mismatch outside autocast."""
         if not isinstance(error, Exception) or torch.is_autocast_enabled(self._device):
             return
         said = "\n".join((str(error), *getattr(error, "__notes__", ())))
@@ -89,7 +88,7 @@ class OutsideAutocast:
 
 
 def _called_alone(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The model, and the parts right below it that have a forward: scripts call these by themselves, as ``model.encoder(x)``."""
+    """Yield the model and its top-level submodules with a forward, which scripts may call directly (``model.encoder(x)``)."""
     yield model
     waiting = list(model.children())
     while waiting:
@@ -111,12 +110,12 @@ def _allows_tf32(backend: Any) -> bool:
     try:
         return bool(backend.allow_tf32)
     except RuntimeError:
-        # Since torch 2.9 there is a second switch, and reading the old one raises where the new one was set.
+        # torch 2.9 added a second setting; reading the old one raises if the new one was set.
         return getattr(backend, "fp32_precision", "") == "tf32"
 
 
 class _Hook:
-    """The hook; in a copy of the model (an average of its weights, say) it does nothing, and it pickles to nothing."""
+    """The forward pre-hook. A deep-copied or unpickled hook (as in a copy of the model) does nothing."""
 
     def __init__(self, shapes: ForwardShapes | None = None) -> None:
         self._shapes = shapes
@@ -133,7 +132,7 @@ class _Hook:
 
 
 class _FailedHook:
-    """Runs when a forward ends, also by an exception; then there is no output. In a copy of the model it does nothing."""
+    """Hook that runs when a forward ends; an exception leaves the output None. Does nothing in a copy of the model."""
 
     def __init__(self, watch: OutsideAutocast | None = None) -> None:
         self._watch = watch

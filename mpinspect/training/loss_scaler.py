@@ -1,4 +1,4 @@
-"""A torch.amp.GradScaler that says why it skipped a step, keeps its scale within bounds, and takes closures."""
+"""A torch.amp.GradScaler that reports why it skipped a step, keeps its scale within bounds, and supports closures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ __all__ = ["BACK_OFF", "HOLD", "LossScaleCollapsedError", "LossScaleWarning", "L
 class LossScaler(MovingScale):
     """Scales losses, skips the steps that overflow, and moves the scale.
 
-    With its defaults it decides exactly as torch.amp.GradScaler does, bit for bit, with the same operations on the device and no
-    wait of its own. On top it knows which steps were skipped and why, keeps the scale within bounds, and steps with closures::
+    With the default arguments, skipping and scaling are bit-for-bit those of torch.amp.GradScaler, with the same device
+    operations and no additional GPU synchronisation. LossScaler also records which steps were skipped and why, keeps the
+    scale within bounds, and supports optimizer steps with closures::
 
         scaler = LossScaler()                               # or .static(128.0), .preset("talk")
         scaler.scale(loss).backward()
@@ -29,33 +30,33 @@ class LossScaler(MovingScale):
         scaler.update()
         print(scaler.skips[-1])                             # step 7 skipped: the gradient of 'head.weight' was infinite, ...
 
-    Fused optimizers decide on the device. What they skipped is read, with a wait for the GPU, when somebody asks (``skips``,
-    ``skipped_steps``, ``last_step_skipped``, ``state_dict()``), or else after about a thousand steps; asked after update() it
-    names no culprit, since the gradients may be gone. The rules that GradScaler does not have (floor, ceiling, hysteresis,
-    tolerance, "hold") are decided on the host: with a fused optimizer update() then waits for the GPU, as step() always does
-    with the others.
+    Fused optimizers decide on the device whether to skip. The scaler reads their decisions, which waits for the GPU, when
+    ``skips``, ``skipped_steps``, ``last_step_skipped`` or ``state_dict()`` is used, or otherwise after about a thousand steps;
+    a skip read after update() has no culprit, since the gradients may be gone. The rules that GradScaler lacks (floor, ceiling,
+    hysteresis, tolerance, "hold") are applied on the host: with a fused optimizer update() then waits for the GPU; with other
+    optimizers step() always waits.
 
     Args:
-        device: device type of the losses; None: "cuda" where there is one, else "cpu".
+        device: device type of the losses; None: "cuda" if available, else "cpu".
         init_scale: 2^-127 .. 2^127, best a power of two; moved into [floor, ceiling].
         growth_factor, backoff_factor, growth_interval: as GradScaler's; both factors 1.0 make the scale static.
         enabled: False makes everything a pass-through, as in GradScaler.
-        floor: the scale never goes below it; a step that overflows there raises LossScaleCollapsedError from update().
-        ceiling: the scale never goes above it.
-        hysteresis: the scale backs off at this many skipped steps in a row, and at each that follows (apex's meaning; Megatron's
-            count does not start again at a clean step).
-        tolerance: it backs off only where at least this share of the steps since it last moved was skipped (fairseq's meaning).
+        floor: the smallest allowed scale; a step that overflows at the floor makes update() raise LossScaleCollapsedError.
+        ceiling: the largest allowed scale.
+        hysteresis: the scale backs off at this many skipped steps in a row, and at each further one in that row (as in apex;
+            Megatron does not reset its count at a clean step).
+        tolerance: the scale backs off only if at least this share of steps since its last change was skipped (as in fairseq).
         forward_nonfinite: what to do when the loss was infinite or NaN before it was scaled. "back_off": as GradScaler does.
             "hold": the scale and its growth tracker stay as they are. Either warns once.
-        window: (lowest, highest) of the scales that fit, for the words only; see bound().
-        explainer: finds the first value that was not finite when a step was skipped; asked only then. Not pickled or copied.
-        allow_fp16_gradients: unscale FP16 gradients in FP16 instead of refusing them: what falls below 2^-24 is lost.
-        process_group: for "hold" with several processes that average their gradients: where one rank's loss was not finite all
-            hold, by a reduction of one number in every update(). None: the default group, where there is one; False: never.
-            Not pickled or copied.
+        window: (lowest, highest) recommended scale, used only in messages; see bound().
+        explainer: finds the first non-finite value of a skipped step; called only after a skip. Not pickled or copied.
+        allow_fp16_gradients: unscale FP16 gradients in FP16 instead of raising; values below 2^-24 are lost.
+        process_group: for "hold" with several processes that average their gradients: if one rank's loss was non-finite, all
+            ranks hold, which takes an all-reduce of one number in every update(). None: the default group, if there is one;
+            False: no all-reduce. Not pickled or copied.
 
     Raises:
-        ValueError, TypeError: an argument that makes no sense.
+        ValueError, TypeError: an invalid argument.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LossScaler(MovingScale):
 
     @classmethod
     def static(cls, scale: float, **options: Any) -> LossScaler:
-        """Return a scaler whose scale stays ``scale``. Loaded into GradScaler its state dict stays static too."""
+        """Return a scaler with a constant scale; a GradScaler that loads its state dict keeps the scale constant too."""
         for name in ("init_scale", "growth_factor", "backoff_factor"):
             if name in options:
                 raise TypeError(f"{name} is no option of a static scale: it starts at {scale!r} and stays there")
@@ -102,7 +103,7 @@ class LossScaler(MovingScale):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LossScaler:
-        """Return a scaler with the settings of "torch", "talk" (NVIDIA, GTC 2018) or "apex", and ``changes`` to them."""
+        """Return a scaler with the settings of "torch", "talk" (NVIDIA, GTC 2018) or "apex", overridden by ``changes``."""
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}")
         return cls(**{**PRESETS[name], **changes})
@@ -110,14 +111,14 @@ class LossScaler(MovingScale):
     # -- settings ---------------------------------------------------------------------------------------------------
 
     def bound(self, lowest: float, highest: float, *, floor: float | None = None) -> None:
-        """Move the scale into the window [lowest, highest], and let it go no higher from now on. Waits for the GPU.
+        """Move the scale into the window [lowest, highest], and make ``highest`` its ceiling. Waits for the GPU.
 
         Args:
-            lowest, highest: scales, 2^-127 .. 2^127; become ``window``, and ``highest`` the ceiling.
-            floor: how far overflows may take it below the window; None: not at all.
+            lowest, highest: scales, 2^-127 .. 2^127; they become ``window``.
+            floor: the smallest scale that overflows may lead to; None: ``lowest``.
 
         Raises:
-            ValueError: the window is empty, or the floor lies above its bottom. Nothing has changed then.
+            ValueError: the window is empty, or the floor is above ``lowest``. Nothing has changed then.
         """
         lowest, highest = checked_window(lowest, highest)
         floor = lowest if floor is None else checked_scale(floor, "floor")
@@ -144,27 +145,33 @@ class LossScaler(MovingScale):
     # -- saving and copying -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's five entries, which it loads as they are, and the rest under "mpinspect". {} where disabled. Waits."""
+        """Return a state dict that GradScaler can load, with LossScaler's own state under "mpinspect"; {} if disabled.
+
+        Waits for the GPU.
+        """
         if not self._enabled:
             return {}
         self._know_state()
         return scaler_states.to_state_dict(self._saved())
 
     def to_apex_state_dict(self, loss_id: int = 0) -> dict[str, Any]:
-        """For apex.amp.load_state_dict: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}}; {} where disabled. Waits."""
+        """Return a state dict for apex.amp.load_state_dict; {} if disabled. Waits for the GPU.
+
+        Its form is {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}}.
+        """
         if not self._enabled:
             return {}
         self._know_state()
         return scaler_states.to_apex_state_dict(self._state, loss_id)
 
     def load_state_dict(self, state_dict: dict[str, Any], loss_id: int = 0) -> None:
-        """Load the state dict of a LossScaler, a GradScaler, or apex.amp (there of loss ``loss_id``).
+        """Load the state dict of a LossScaler, a GradScaler, or apex.amp (its entry for loss ``loss_id``).
 
-        As in GradScaler, saved rules replace those of the constructor; what the state does not have stays as it is.
+        As in GradScaler, saved rules replace those of the constructor; settings missing from the state stay unchanged.
 
         Raises:
-            RuntimeError: an empty one, of a disabled scaler.
-            ValueError: anything else. Nothing has changed then.
+            RuntimeError: the state dict is empty, as that of a disabled scaler is.
+            ValueError: the state dict is not valid. Nothing has changed then.
         """
         if not self._enabled:
             return
@@ -184,7 +191,7 @@ class LossScaler(MovingScale):
             self._last_skipped = any(bool(found) for found in self._last_found)
         self._read()
         state: dict[str, Any] = super().__getstate__()
-        # Tensors become numbers; what belongs to a model or a process stays behind.
+        # Tensors become numbers; objects that belong to a model or a process are left out.
         group = self.process_group
         left_behind: dict[str, Any] = {
             "_last_found": [],
@@ -195,7 +202,7 @@ class LossScaler(MovingScale):
 
 
 def _check_device(device: object) -> None:
-    """torch.cuda.amp.GradScaler took the scale first."""
+    """Raise if ``device`` is not a device type; torch.cuda.amp.GradScaler took the scale as its first argument."""
     if not isinstance(device, str):
         raise TypeError(
             f"device is {device!r}: it must be a device type such as 'cuda' or 'cpu'; the scale is init_scale="

@@ -1,7 +1,7 @@
-"""FP32 master weights: the optimizer steps these, and the model's half weights are their rounded copies.
+"""FP32 master weights: the optimizer updates the masters, and the model's half weights are their rounded copies.
 
-`MasterWeights` does it for any model and optimizer. Beside it stand the four functions of NVIDIA's GTC 2018 talk on mixed
-precision in PyTorch, with their names and arguments, for loops that keep the masters by hand.
+`MasterWeights` manages masters for any model and optimizer. For training loops that manage masters by hand there are also
+the four functions of NVIDIA's GTC 2018 talk on mixed precision in PyTorch, with the same names and arguments.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mpinspect.training.precision import (
 from mpinspect.training.transfer import copy_gradients, copy_gradients_flat, require_zeroed, unflatten
 
 Tensor = torch.Tensor
-#: Every master that there is, weakly.
+#: Every existing master, held weakly.
 _MASTERS: Any = WeakIdKeyDictionary()
 
 
 class MasterWeights:
-    """FP32 master weights of every half parameter that the optimizers hold. Made by `MasterWeights.split`.
+    """Holds FP32 master weights of every half parameter in the optimizers. Created by `MasterWeights.split`.
 
-    Parameters that stay FP32 (BatchNorm's, for one) are their own masters, and so are parameters of the optimizers that
-    the model does not have. Nothing here waits for the GPU unless it says so.
+    Parameters that stay FP32 (such as BatchNorm's) are their own masters, and so are optimizer parameters that do not
+    belong to the model. Methods wait for the GPU only where their docstrings say so.
 
     One step of training::
 
@@ -59,13 +59,13 @@ class MasterWeights:
     def split(
         cls, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], precision: Precision
     ) -> MasterWeights:
-        """Make the masters, convert the model in place and let the optimizers step the masters.
+        """Create the masters, convert the model in place and put the masters into the optimizers.
 
-        The masters have the weights' values from before the conversion, exactly; those of a model that is half already
-        are its weights in FP32. Groups, their order, their options and the optimizers' state are kept; state moves to the
-        master, half state in FP32. Frozen parameters get frozen masters. A parameter that no optimizer holds is only
-        converted. Where the precision keeps no masters (``"fp16-pure"``) the optimizers keep the parameters, and state
-        that is there takes their dtype. Where it stores FP32 nothing changes. Waits for the GPU.
+        The masters hold the exact values that the weights had before the conversion; if the model is half already, its
+        weights in FP32. Parameter groups, their order and options, and the optimizers' state are kept; state moves to the
+        masters, and half state becomes FP32. Frozen parameters get frozen masters. A parameter that no optimizer holds is
+        only converted. If the precision keeps no masters (``"fp16-pure"``), the optimizers keep the parameters, and
+        existing state is cast to their dtype. If the precision stores FP32, nothing changes. Waits for the GPU.
 
         Raises:
             ValueError: the model can't be converted (see `check_convertible`); nothing has changed then.
@@ -82,7 +82,7 @@ class MasterWeights:
         return cls(model, pairs, (parameter for parameter in held if parameter not in pairs))
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give masters to the half parameters of an optimizer that have none yet: after ``add_param_group``, say."""
+        """Create masters for an optimizer's half parameters that have none yet, for example after ``add_param_group``."""
         held = held_parameters(optimizer)
         half = [p for p in held if p in self._names and is_convertible(p) and p.dtype != torch.float32]
         new = [p for p in half if p not in self._pairs]
@@ -97,17 +97,17 @@ class MasterWeights:
         return len(self._pairs)
 
     def parameter_of(self, held: Tensor) -> Tensor:
-        """Return the model's parameter that ``held`` is the master of; ``held`` itself where it is no master of this model."""
+        """Return the model parameter whose master is ``held``; ``held`` itself if it is not a master of this model."""
         return self._parameters.get(held, held)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(model parameter, its FP32 master), for those that have one of their own."""
+        """Return (model parameter, FP32 master) for every parameter that has a separate master."""
         return list(self._pairs.items())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the FP32 masters under their parameters' names in the model, all of them where weights are tied.
+        """Return the FP32 masters by their parameters' names in the model; a master of tied weights appears under every name.
 
-        Parameters that are their own masters are not among them: the model's own ``state_dict`` has them in FP32.
+        Parameters that are their own masters are left out: the model's own ``state_dict`` has them in FP32.
         """
         return {
             name: master.detach()
@@ -119,7 +119,7 @@ class MasterWeights:
     def gradients_to_masters(self) -> None:
         """Overwrite each master's gradient with its parameter's, in FP32; None stays None.
 
-        A sparse gradient is coalesced in FP32, where duplicates add without overflow.
+        Sparse gradients are coalesced in FP32, so that sums of duplicate entries do not overflow.
         """
         copy_gradients(list(self._pairs), list(self._pairs.values()))
 
@@ -132,36 +132,36 @@ class MasterWeights:
 
     @torch.no_grad()
     def model_to_masters(self) -> None:
-        """Overwrite the masters with the model's weights: after ``model.load_state_dict``, or a broadcast to other ranks."""
+        """Overwrite the masters with the model's weights, as needed after ``model.load_state_dict`` or a broadcast."""
         if self._pairs:
             torch._foreach_copy_(list(self._pairs.values()), list(self._pairs))
         self._note_versions(self._pairs)
 
     def changed_in_model(self) -> list[str]:
-        """Return names of the half parameters that were written to in place since they and their masters last agreed.
+        """Return the names of half parameters that were written in place since they were last in sync with their masters.
 
-        Such a change is lost at the next `masters_to_model`, unless `model_to_masters` is called before. Writes through
-        ``parameter.data`` can't be seen.
+        The next `masters_to_model` overwrites such a change unless `model_to_masters` is called first. Writes through
+        ``parameter.data`` are not detected.
         """
         return [self._name(parameter) for parameter, version in self._versions.items() if parameter._version != version]
 
     def differs_from_model(self) -> bool:
-        """Return whether a weight of the model is not its master rounded. Waits for the GPU."""
+        """Return whether any model weight differs from its rounded master. Waits for the GPU."""
         return any(not torch.equal(parameter, master.to(parameter.dtype)) for parameter, master in self._pairs.items())
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Take over what was written to the model's weights; masters of those that were not keep their lower bits."""
+        """Copy changed elements of the model's weights to the masters; masters of unchanged elements keep full precision."""
         for parameter, master in self._pairs.items():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
         self.note_agreement()
 
     def note_agreement(self) -> None:
-        """From now on `changed_in_model` names what is written after this."""
+        """Mark model and masters as in sync, so that `changed_in_model` reports only later writes."""
         self._note_versions(self._pairs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of the model's parameters that the optimizers hold, and those of the masters."""
+        """Zero the gradients of the masters and of the model parameters that the optimizers hold."""
         for tensor in (*self._pairs, *self._pairs.values(), *self._own):
             if tensor.grad is None:
                 continue
@@ -172,18 +172,19 @@ class MasterWeights:
                 tensor.grad.zero_()
 
     def check_zeroed(self) -> None:
-        """Raise if gradients that were copied to the masters are still in the model; call before the next backward.
+        """Raise if gradients already copied to the masters were not zeroed in the model; call before the next backward.
 
-        Costs no look at the gradients unless one of them is as it was; waits for the GPU then.
+        Reads gradient values, which waits for the GPU, only if a gradient is the same tensor, unwritten since the copy.
 
         Raises:
-            RuntimeError: the next backward would add to gradients that the optimizer has used already.
+            RuntimeError: the next backward would add to gradients that were already copied to the masters.
         """
         require_zeroed(((self._name(parameter), parameter) for parameter in self._pairs), writes=0)
 
     def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy masters from weights by name, as `state_dict` or an FP32 model's ``state_dict`` has them, and round them into
-        the model. Other names are ignored.
+        """Load the masters by name from `state_dict` or an FP32 model's ``state_dict``, then round them into the model.
+
+        Other names are ignored.
 
         Raises:
             ValueError: a name is missing or a shape differs; nothing has changed then.
@@ -213,14 +214,14 @@ class MasterWeights:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters of a model that are trained, and their FP32 master copies, for the optimizer.
+    """Return a model's trainable parameters, and their FP32 master copies for the optimizer.
 
     Args:
-        model: converted to half already (``BN_convert_float(model.half())``), or in FP32.
-        flat_master: one master, of one dimension, holds all the weights in the order of the list.
+        model: a model already converted to half (``BN_convert_float(model.half())``), or an FP32 model.
+        flat_master: if True, one 1-d master holds all the weights in the order of the list.
 
     Returns:
-        ``model_params, master_params``; the second has one element with ``flat_master``.
+        ``model_params, master_params``; with ``flat_master``, ``master_params`` has one element.
 
     Raises:
         ValueError: ``flat_master`` with parameters of several dtypes, or with none at all.
@@ -244,14 +245,14 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copy the model's gradients to the masters', in FP32.
 
-    None stays None; with ``flat_master``, where there is one gradient for all, it becomes zeros.
+    A gradient of None stays None; with ``flat_master``, which has one gradient for all, it becomes zeros.
 
     Raises:
-        RuntimeError: a gradient was added to the one that was copied the last time: ``optimizer.zero_grad()`` zeroes the
-            masters' gradients only. Seen after one backward since, in a process whose gradients are no views of a bucket.
+        RuntimeError: the backward added to a gradient that had already been copied: ``optimizer.zero_grad()`` zeroes only
+            the masters' gradients. Detected only after exactly one backward, and if gradients are not views of a bucket.
     """
     _require_flat(model_params, master_params, flat_master)
-    # A backward writes to a gradient once; zeroing and a backward do so twice, or make another tensor.
+    # A backward writes to a gradient once; zeroing plus a backward writes twice, or creates a new tensor.
     require_zeroed(((f"model_params[{index}]", parameter) for index, parameter in enumerate(model_params)), writes=1)
     if flat_master:
         copy_gradients_flat(model_params, master_params[0])
@@ -263,7 +264,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the masters to the model's parameters, rounded to their dtype."""
+    """Copy the masters to the model's parameters, rounding to the parameters' dtype."""
     _require_flat(model_params, master_params, flat_master)
     masters = unflatten(master_params[0], model_params) if flat_master else list(master_params)
     if masters:
@@ -271,11 +272,11 @@ def master_params_to_model_params(
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Put every BatchNorm and InstanceNorm of a module back into FP32, in place; for a model after ``.half()``.
+    """Convert every BatchNorm and InstanceNorm of a module back to FP32, in place; for a model after ``.half()``.
 
-    apex's function of this name leaves two kinds in half, which go back to FP32 here too: BatchNorm with ``affine=False``, and
-    InstanceNorm. Both may keep running statistics, and those overflow FP16 whatever the weights are: with inputs of variance
-    160,000 ``running_var`` is infinite within ten steps, and the layer gives zeros in evaluation.
+    Unlike apex's function of this name, this also converts BatchNorm with ``affine=False``, and InstanceNorm. Both may keep
+    running statistics, which can overflow FP16 whatever the weights are: with inputs of variance 160,000, ``running_var``
+    becomes infinite within ten steps, and the layer returns zeros in evaluation.
 
     Returns:
         The module.
@@ -287,7 +288,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def is_master(tensor: Tensor) -> bool:
-    """Return whether this is a master that was made here."""
+    """Return whether the tensor is a master created by this module."""
     return tensor in _MASTERS
 
 
@@ -305,7 +306,7 @@ def _require_flat(model_params: Sequence[Tensor], master_params: Sequence[Tensor
 
 
 def _exchange(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
-    """Put masters in place of their parameters in an optimizer's groups, and move the state over."""
+    """Replace parameters by their masters in an optimizer's groups, and move their state to the masters."""
     for parameters in _parameter_lists(optimizer):
         parameters[:] = [masters.get(parameter, parameter) for parameter in parameters]
     state = list(optimizer.state.items())
@@ -318,7 +319,7 @@ def _exchange(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]
 
 
 def _parameter_lists(optimizer: torch.optim.Optimizer) -> Iterator[list[Any]]:
-    """Yield the groups' lists, and those that an optimizer keeps beside them: LBFGS has ``_params``, the group's own list."""
+    """Yield every parameter list of an optimizer: its groups' lists and extra attributes such as ``_params`` of LBFGS."""
     yield from (group["params"] for group in optimizer.param_groups)
     for name, value in vars(optimizer).items():
         if name != "param_groups" and isinstance(value, list) and all(isinstance(item, Tensor) for item in value):

@@ -1,4 +1,4 @@
-"""MixedPrecision: a model and its optimizer, trained in a precision of one's choice."""
+"""MixedPrecision: trains a model with its optimizer in a chosen precision."""
 
 from __future__ import annotations
 
@@ -49,18 +49,19 @@ class MixedPrecision:
     * "fp16-amp", "bf16-amp": FP32 weights, 16-bit products (torch.autocast);
     * "fp16-master", "bf16-master": the model is converted to 16 bits *in place*, but for BatchNorm, whose weights and
       statistics stay FP32; the optimizer steps FP32 master copies, which are put into its parameter groups;
-    * "fp16-pure": 16-bit weights without masters, to show what is lost.
+    * "fp16-pure": 16-bit weights without masters, to show what accuracy is lost without them.
 
-    In all but the first, autocast keeps softmax, exp, pow, sums, norms and losses in FP32. On a CPU 16-bit products are
-    emulated as Tensor Cores compute them (``mpinspect.half_arithmetic``; ``emulated`` says so).
+    In every precision but "fp32", autocast keeps softmax, exp, pow, sums, norms and losses in FP32. On a CPU 16-bit products are
+    emulated as Tensor Cores compute them (``mpinspect.half_arithmetic``; ``emulated`` is then True).
 
-    Give each network of a GAN a MixedPrecision of its own: then one's overflow leaves the other's scale alone. Micro-batches
-    add up in the gradients' own dtype: call ``backward`` for each and ``step`` once, and divide the loss by their number.
-    Wrap the model in DistributedDataParallel *after* this where the weights are stored in 16 bits.
+    Give each network of a GAN its own MixedPrecision, so that an overflow in one network leaves the other's loss scale alone.
+    Gradients of micro-batches are accumulated in the gradients' own dtype: divide the loss by the number of micro-batches,
+    call ``backward`` for each one and ``step`` once. If the weights are stored in 16 bits, create the MixedPrecision first
+    and wrap the model in DistributedDataParallel afterwards.
 
     Args:
-        model: in FP32 (for the stored 16-bit precisions also in 16 bits already), on its device.
-        optimizer: one, or several that step together; holds parameters of the model.
+        model: an FP32 model on its device; precisions with 16-bit weights also accept a model already in 16 bits.
+        optimizer: one optimizer, or several that step together; each holds parameters of the model.
         precision: one of the above.
         loss_scale: "dynamic" (from 2^16, halved at an overflow, doubled after 2000 clean steps), a preset's name ("talk":
             from 2^32, doubled after 1000), a number (static), "auto" (the first steps are inspected, then dynamic within
@@ -68,10 +69,10 @@ class MixedPrecision:
 
     Raises:
         TypeError: model, optimizer or loss_scale is of the wrong type.
-        ValueError: an unknown precision; 16-bit parameters given to an AMP mode or fp32; lazy parameters, or complex ones with a
-            loss scale; an optimizer that holds none of the model's parameters, those of another optimizer, or another
-            MixedPrecision's masters; a LossScaler that another one has; a scale that is not positive and finite. Nothing
-            has been changed then.
+        ValueError: an unknown precision; 16-bit parameters with an AMP precision or fp32; lazy parameters, or complex parameters
+            with a loss scale; an optimizer that holds none of the model's parameters, parameters of another optimizer, or
+            masters of another MixedPrecision; a LossScaler in use by another MixedPrecision; a scale that is not positive and
+            finite. Nothing has been changed then.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class MixedPrecision:
             require_real(self._core)
         take_scaler(self, self.scaler)
         warn_of_vanishing_eps(self.optimizers, self._precision)
-        # FP16 weights without masters have FP16 gradients: that they are unscaled in FP16 is part of what is lost.
+        # FP16 weights without masters have FP16 gradients, which are unscaled in FP16: part of the accuracy this mode loses.
         self.scaler.allow_fp16_gradients = self._precision.stored == torch.float16 and not self._precision.masters
-        # Without masters to keep it holds none, and passes everything on.
+        # If the precision keeps no masters, this object holds none and its methods do nothing.
         self._masters = MasterWeights.split(self._core, self.optimizers, self._precision)
         self._explainer = ModelExplainer(self._core, _weakly(self._model_parameters))
         self.scaler.explainer = self._explainer
@@ -116,13 +117,13 @@ class MixedPrecision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The context for the forward and the loss."""
+        """Return the context manager in which to run the forward and the loss."""
         with ExitStack() as stack:
             stack.enter_context(self._arithmetic())
             autocast = torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._precision.autocast)
             stack.enter_context(autocast)
             if self._precision.stored != torch.float32:
-                # Else the FP32 log-softmax over a large vocabulary is the largest tensor that is kept.
+                # Otherwise the FP32 log-softmax over a large vocabulary is the largest tensor saved for the backward.
                 stack.enter_context(LeanCrossEntropy())
             yield
 
@@ -147,9 +148,9 @@ class MixedPrecision:
             self.scaler.scale(loss).backward(**options)
 
     def unscale_(self) -> None:
-        """Divide the gradients by the loss scale, to look at them or change them before ``step``.
+        """Divide the gradients by the loss scale, so that they can be read or modified before ``step``.
 
-        With master weights the unscaled ones are the masters' (``master_parameters()``).
+        With master weights, only the masters' gradients (those of ``master_parameters()``) are unscaled.
 
         Raises:
             RuntimeError: called twice for one step, or before backward.
@@ -165,9 +166,9 @@ class MixedPrecision:
         self._unscaled = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the unscaled gradients down so that their common norm is at most ``max_norm``. Returns the norm before.
+        """Clip the unscaled gradients to a total norm of at most ``max_norm``, and return their norm before clipping.
 
-        Gradients that are not finite are left as they are: the step will be skipped, and told about, for them.
+        If the norm is not finite, the gradients are left unchanged: ``step`` will be skipped and its cause recorded.
         """
         if not self._unscaled:
             self.unscale_()
@@ -180,26 +181,26 @@ class MixedPrecision:
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the unscaled gradients to [-clip_value, clip_value].
 
-        Infinities are clamped too, but the step is skipped for them all the same.
+        Infinite gradients are clamped too, but the step is still skipped because of them.
         """
         if not self._unscaled:
             self.unscale_()
         torch.nn.utils.clip_grad_value_(self.master_parameters(), clip_value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
-        """Step the optimizers, unless a gradient is not finite; then move the loss scale. Waits for the GPU once.
+        """Step the optimizers unless a gradient is non-finite, and update the loss scale either way. Waits for the GPU once.
 
         Args:
-            closure: for optimizers that evaluate the loss themselves (LBFGS): zeroes the gradients, runs forward and
-                ``self.backward(loss)``, and returns the loss, unscaled.
+            closure: a function for optimizers that evaluate the loss themselves (LBFGS): it zeroes the gradients, runs the
+                forward and ``self.backward(loss)``, and returns the unscaled loss.
 
         Returns:
             Whether every optimizer stepped.
 
         Raises:
-            RuntimeError: no backward has run; its gradients would be missing. With masters: the model's gradients were changed
-                after unscale_() had copied them to the masters.
-            LossScaleCollapsedError: the scale stands at its floor and gradients still overflow.
+            RuntimeError: no backward has run, so there are no gradients. With masters: the model's gradients were changed after
+                unscale_() had copied them to the masters.
+            LossScaleCollapsedError: gradients overflow although the scale is at its floor.
         """
         self._adopt_new()
         self._follow_model()
@@ -220,7 +221,7 @@ class MixedPrecision:
         return stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model, and of the masters. A batch that has not been stepped on is dropped by it."""
+        """Clear the gradients of the model and the masters; this drops a batch whose ``step`` has not run."""
         self.model.zero_grad(set_to_none)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
@@ -241,34 +242,34 @@ class MixedPrecision:
 
     @property
     def loss_scale(self) -> float:
-        """The scale now; 1.0 where none is used. Waits for the GPU."""
+        """The current loss scale; 1.0 if none is used. Waits for the GPU."""
         return self.scaler.get_scale()
 
     @property
     def steps(self) -> int:
-        """Calls of ``step``, skipped ones included."""
+        """The number of ``step`` calls so far, including skipped steps."""
         return self._steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped. Waits for the GPU with fused optimizers only."""
+        """The number of skipped steps. Waits for the GPU only with fused optimizers."""
         return self.scaler.skipped_steps if self.scaler.is_enabled() else 0
 
     @property
     def skips(self) -> list[SkippedStep]:
-        """The last steps that were skipped, and why."""
+        """The most recent skipped steps, each with its cause."""
         return list(self.scaler.skips) if self.scaler.is_enabled() else []
 
     def master_parameters(self) -> list[torch.Tensor]:
-        """Return what the optimizers step: the FP32 masters where there are any, else the model's parameters."""
+        """Return the parameters that the optimizers update: FP32 masters where they exist, otherwise the model's own."""
         return [parameter for optimizer in self.optimizers for parameter in held_parameters(optimizer)]
 
     def suggestions(self) -> list[str]:
-        """Switches of torch that would make this training faster on its GPU, in sentences."""
+        """Return sentences naming torch settings that would make this training faster on its GPU."""
         return suggestions(self._shapes.seen(self._device, self._float32_fraction()))
 
     def __repr__(self) -> str:
-        """Return one line, without a wait; ``str()`` says more and waits for the GPU."""
+        """Return a one-line summary without waiting for the GPU; ``str()`` gives more detail but waits."""
         return f"<MixedPrecision of {type(self._core).__name__}: {self.precision}, {self._steps} steps>"
 
     def __str__(self) -> str:
@@ -285,10 +286,10 @@ class MixedPrecision:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs: weights (the masters where there are any), optimizers, scale, counters.
+        """Return everything needed to resume: weights (FP32 masters where they exist), optimizers, loss scale and counters.
 
-        Resuming from it is bit-identical to not having stopped (within a block that loss_scale="auto" inspects, that block
-        begins again). torch's random state and the data's position are the script's own.
+        Resuming is bit-identical to uninterrupted training, except that a block of steps being inspected by
+        loss_scale="auto" starts over. The script itself must save torch's random state and the position in the data.
         """
         return {
             "kind": checkpoint.KIND,
@@ -302,18 +303,18 @@ class MixedPrecision:
         }
 
     def weights(self) -> dict[str, Any]:
-        """Return the model's state dict with the FP32 masters in place of their 16-bit copies: loads into an FP32 model."""
+        """Return the model's state dict with FP32 masters in place of 16-bit weights, so that an FP32 model can load it."""
         return checkpoint.weights(self._core, self._masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Take over a checkpoint's state, from this precision or another. Returns what was loaded and converted, in words.
+        """Load a checkpoint of this or another precision, and return a sentence saying what was loaded and converted.
 
         Raises:
-            CheckpointError: it is empty, of another kind or of another model. Nothing has been changed then.
+            CheckpointError: the state is empty, of another kind or of another model. Nothing has been changed then.
         """
         state = checkpoint.require(state)
         checkpoint.require_fitting(state, self._core, self.optimizers, self._others())
-        # First, since it looks at its part itself and changes nothing where that is wrong.
+        # The scaler loads first: it validates its own state, and if that is invalid nothing has been changed yet.
         scale = self._load_scale(state["scaler"])
         self._core.load_state_dict(state["weights"])
         self._masters.load_state_dict({name: state["weights"][name] for name in self._masters.state_dict()})
@@ -330,20 +331,20 @@ class MixedPrecision:
         return statement
 
     def save(self, path: str | Path) -> None:
-        """Write ``state_dict()`` to a file, which is there in full or not at all. Raises OSError if it can't be written."""
+        """Write ``state_dict()`` to a file atomically. Raises OSError if the file can't be written."""
         checkpoint.save(self.state_dict(), path)
 
     def load(self, path: str | Path) -> str:
-        """``load_state_dict`` from a file that ``save`` wrote; runs no code from it.
+        """Load a file written by ``save`` with ``load_state_dict``; runs no code from the file.
 
         Raises:
-            FileNotFoundError: there is none.
-            CheckpointError: it is cut off, another program's, or of another model. Nothing has been changed then.
+            FileNotFoundError: the file does not exist.
+            CheckpointError: the file is truncated, of another program, or of another model. Nothing has been changed then.
         """
         return self.load_state_dict(checkpoint.load(path))
 
     def detach(self) -> None:
-        """Take every hook off the model and the optimizers. What was converted stays converted."""
+        """Remove every hook from the model and the optimizers. Converted parameters and buffers stay converted."""
         self._explainer.detach()
         self._shapes.detach()
         if self._outside is not None:
@@ -388,7 +389,7 @@ class MixedPrecision:
         return stepped
 
     def _abandon(self) -> None:
-        """Forget the step that is under way: the next backward begins another."""
+        """Discard the current step; the next backward starts a new one."""
         self.scaler.abandon()
         self._unscaled = False
 
@@ -400,10 +401,10 @@ class MixedPrecision:
             )
 
     def _follow_model(self) -> None:
-        """Take over into the masters what was written to the model's 16-bit weights: clipping them, say, or a broadcast.
+        """Update the masters after in-place writes to the model's 16-bit weights, such as weight clipping or a broadcast.
 
-        Costs a look at version counters; waits for the GPU only after such a write. DistributedDataParallel broadcasts
-        rank 0's 16-bit weights when it is made: where they differ, every rank's masters start from these.
+        Compares version counters only; waits for the GPU only after such a write. DistributedDataParallel broadcasts
+        rank 0's 16-bit weights on construction: if any rank's differ from its masters, all ranks reset their masters to them.
         """
         if not self._masters.changed_in_model():
             return
@@ -421,7 +422,7 @@ class MixedPrecision:
             self._masters.take_changes()
 
     def _adopt_new(self) -> None:
-        """Give masters to parameters that were added to an optimizer since (``add_param_group``)."""
+        """Create masters for parameters added to an optimizer since the last check (``add_param_group``)."""
         if self._precision.masters and self._count_held() != self._held:
             for optimizer in self.optimizers:
                 self._masters.adopt(optimizer)
@@ -431,7 +432,7 @@ class MixedPrecision:
         return len(self.master_parameters())
 
     def _replayed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure as master weights need it: the model follows the masters before, the gradients after."""
+        """Return the closure wrapped to copy the masters to the model before, and the gradients to the masters after."""
 
         def evaluate() -> Any:
             self._masters.masters_to_model()
@@ -461,7 +462,7 @@ class MixedPrecision:
         last = self.scaler.skips[-1] if not stepped and self.scaler.skips else None
         broken_forward = last is not None and last.phase == FORWARD
         if last is not None and broken_forward and last.culprit is not None and last.culprit.name != "loss":
-            # Of the first one the scaler has warned itself.
+            # The scaler itself has already warned about the first failed forward.
             if not self._module_named and sum(skip.phase == FORWARD for skip in self.scaler.skips) > 1:
                 warn_user(str(last), LossScaleWarning)
             self._module_named = True
@@ -471,7 +472,7 @@ class MixedPrecision:
             self._auto.step_ended(skipped=not stepped)
 
     def _load_scale(self, saved: dict[str, Any]) -> str:
-        """Load the scaler's state where there is one on both sides. Returns what became of it: a clause."""
+        """Load the scaler's state if both sides use a scale, and return a clause saying what happened to the loss scale."""
         if not self.scaler.is_enabled():
             return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
         if not saved:
@@ -493,7 +494,7 @@ class MixedPrecision:
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """Return the method of an object that it does not keep alive."""
+    """Return a callable for a bound method that does not keep the method's object alive."""
     alive = weakref.WeakMethod(method)
 
     def call(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -504,12 +505,12 @@ def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Ca
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model itself, so that its names are the same with and without DistributedDataParallel and torch.compile."""
+    """Return the model inside DistributedDataParallel and torch.compile wrappers, so that its names do not depend on them."""
     while True:
         if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             inside: object = model.module
         else:
-            inside = vars(model).get("_modules", {}).get("_orig_mod")  # what torch.compile puts around it
+            inside = vars(model).get("_modules", {}).get("_orig_mod")  # torch.compile's wrapper
         if not isinstance(inside, torch.nn.Module):
             return model
         model = inside

@@ -1,7 +1,8 @@
-"""One MixedPrecision steps an optimizer, through its own step(), and has its LossScaler for itself.
+"""Checks that only one MixedPrecision steps an optimizer, through its own step(), and that it shares its LossScaler with none.
 
-What goes wrong otherwise is silent. An optimizer that steps by itself steps on scaled gradients, or on masters that have none;
-optimizers that share parameters unscale them twice; a scaler of two networks moves its scale between their steps.
+Without these checks the failures would be silent. An optimizer stepped directly uses scaled gradients, or masters without
+gradients; optimizers that share parameters unscale their gradients twice; a scaler shared by two networks changes its scale
+between their steps.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from mpinspect.training.closures import held_parameters
 from mpinspect.training.loss_scaler import LossScaler
 from mpinspect.training.masters import is_master
 
-#: The guard on an optimizer's step: an optimizer that goes to another MixedPrecision leaves the first one's behind.
+#: The guard on each optimizer's step; replaced if the optimizer is given to another MixedPrecision.
 _guards: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-#: Whose a scaler is.
+#: The owner of each scaler.
 _owners: weakref.WeakKeyDictionary[LossScaler, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
 def checked_optimizers(model: torch.nn.Module, given: object) -> list[torch.optim.Optimizer]:
-    """Return the optimizers given, as a list.
+    """Return the given optimizers as a list, after checking them.
 
     Raises:
         TypeError: model or optimizer is of the wrong type.
-        ValueError: an optimizer holds none of the model's parameters, or masters made by another MixedPrecision; two share some.
+        ValueError: an optimizer holds none of the model's parameters, or masters of another MixedPrecision; or two optimizers
+            share parameters.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"MixedPrecision needs a torch.nn.Module, not {type(model).__name__}")
@@ -63,10 +65,10 @@ def _check_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
 
 
 def take_scaler(owner: object, scaler: LossScaler) -> None:
-    """``owner`` has this scaler from now on.
+    """Make ``owner`` the owner of this scaler.
 
     Raises:
-        ValueError: another one has it.
+        ValueError: the scaler has another owner.
     """
     other = _owners.get(scaler)
     if other is not None and other() not in (None, owner):
@@ -78,20 +80,20 @@ def take_scaler(owner: object, scaler: LossScaler) -> None:
 
 
 class StepGuard:
-    """Refuses ``optimizer.step()`` outside of the owner's step. In a copy of the optimizer it does nothing."""
+    """Raises if ``optimizer.step()`` is called outside the owner's step; does nothing in a copy of the optimizer."""
 
     def __init__(self, owner: Any = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
 
     @classmethod
     def put(cls, owner: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Guard an optimizer for ``owner``, which says by ``.stepping`` whether it is at work."""
+        """Guard an optimizer for ``owner``, whose ``stepping`` attribute is True while its step runs."""
         cls.remove(optimizer)
         _guards[optimizer] = optimizer.register_step_pre_hook(cls(owner))
 
     @staticmethod
     def remove(optimizer: torch.optim.Optimizer) -> None:
-        """Take the guard off."""
+        """Remove the guard from an optimizer."""
         handle = _guards.pop(optimizer, None)
         if handle is not None:
             handle.remove()

@@ -1,4 +1,4 @@
-"""The ways to train in lower precision, as data, and the conversion of a model to one of them."""
+"""The training precisions as data, and the conversion of a model to one of them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mpinspect.training.recompute import use_half_norms
 
 _HALVES = (torch.float16, torch.bfloat16)
-#: What stores its parameters elsewhere, or registered what it needs for the dtypes it met, under the names of their classes.
+#: Class names of wrappers that store the parameters elsewhere, or have registered state for the parameters' current dtypes.
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 @dataclass(frozen=True)
 class Precision:
-    """One way to train.
+    """A training precision.
 
     Args:
-        name: as users write it.
+        name: the name that users pass.
         compute: dtype of matrix products and convolutions, forward and backward.
         stored: dtype of the model's weights and of their gradients.
-        masters: the optimizer steps FP32 copies of the weights; the model gets them rounded after each step.
-        autocast: forward and loss run under ``torch.autocast(..., compute)``, which keeps reductions in FP32.
-        scaled: the loss is scaled unless the user says otherwise. BF16 has FP32's exponents and needs none.
+        masters: whether the optimizer updates FP32 copies of the weights, which are rounded into the model after each step.
+        autocast: whether forward and loss run under ``torch.autocast(..., compute)``, which keeps reductions in FP32.
+        scaled: whether the loss is scaled by default. BF16 has FP32's exponent range and needs no loss scale.
     """
 
     name: str
@@ -57,7 +57,7 @@ def get_precision(name: str) -> Precision:
     """Return the entry of `PRECISIONS` called ``name``.
 
     Raises:
-        ValueError: there is none; the message lists the names.
+        ValueError: the name is unknown; the message lists the known names.
     """
     if not isinstance(name, str) or name not in PRECISIONS:
         raise ValueError(f"unknown precision {name!r}; choose one of {', '.join(PRECISIONS)}")
@@ -67,25 +67,25 @@ def get_precision(name: str) -> Precision:
 def convert_model(
     model: nn.Module, precision: Precision, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> nn.Module:
-    """Convert a model in place to a precision's stored dtype; a mode that stores FP32 changes nothing.
+    """Convert a model in place to a precision's stored dtype; do nothing if the precision stores FP32.
 
-    FP32, FP16 and BF16 parameters and buffers become ``precision.stored``. Three kinds of layer are treated apart:
+    FP32, FP16 and BF16 parameters and buffers become ``precision.stored``, with three exceptions:
 
-    * BatchNorm and InstanceNorm stay in FP32, or return to it: their running statistics overflow FP16. They take half
-      inputs, and give half outputs, as they are.
+    * BatchNorm and InstanceNorm stay in FP32, or return to FP32, since their running statistics can overflow FP16. They
+      still accept half inputs and return half outputs.
     * `torch.nn.LayerNorm`, ``GroupNorm`` and ``RMSNorm`` get half weights and compute their statistics in FP32
       (`mpinspect.training.recompute`).
-    * Buffers with finite values that the stored dtype can't hold stay FP32.
+    * Buffers with finite values that would overflow the stored dtype stay FP32.
 
-    FP64, complex and integer tensors stay as they are. Every parameter stays the same object, so weights tied by sharing
-    one parameter stay tied; gradients that are there are converted too. What the optimizers know of a parameter (momentum)
-    takes the parameter's dtype. Waits for the GPU: it reads how large values are.
+    FP64, complex and integer tensors stay unchanged. Every parameter stays the same object, so tied weights stay tied;
+    existing gradients are converted too. The optimizers' state of a parameter (momentum) takes the parameter's new dtype.
+    Waits for the GPU, to check the range of the values.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: before any change; see `check_convertible`.
+        ValueError: the model can't be converted (see `check_convertible`); nothing has changed then.
     """
     check_convertible(model, precision)
     if precision.stored == torch.float32:
@@ -100,15 +100,15 @@ def convert_model(
     use_half_norms(model)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants the weights in one piece of memory again
+            module.flatten_parameters()  # cuDNN needs the weights in one contiguous block again
     return model
 
 
 def check_convertible(model: nn.Module, precision: Precision) -> None:
     """Raise ValueError if `convert_model` can't convert this model; changes nothing. Waits for the GPU.
 
-    Refused are: half parameters where the precision stores FP32; a model wrapped for data parallelism where it stores
-    half; lazy parameters not yet made; parameters beyond the stored dtype's range.
+    A model can't be converted if it has half parameters and the precision stores FP32, if it is wrapped for data parallelism
+    and the precision stores half, or if it has uninitialised lazy parameters or values beyond the stored dtype's range.
     """
     _check_made(model)
     if precision.stored == torch.float32:
@@ -125,7 +125,7 @@ def check_convertible(model: nn.Module, precision: Precision) -> None:
 
 
 def stored_dtypes(model: nn.Module, precision: Precision) -> dict[torch.Tensor, torch.dtype]:
-    """Return the dtype in which ``precision`` stores each FP32, FP16 or BF16 parameter of a model, in the order of the model.
+    """Return the dtype in which ``precision`` stores each FP32, FP16 or BF16 parameter, in the model's order.
 
     A parameter shared with a layer that stays FP32 stays FP32.
     """
@@ -138,17 +138,17 @@ def stored_dtypes(model: nn.Module, precision: Precision) -> dict[torch.Tensor, 
 
 
 def is_convertible(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has one of the dtypes that training in lower precision trades for another."""
+    """Return whether a tensor's dtype is FP32, FP16 or BF16, the dtypes that a conversion may change."""
     return tensor.dtype == torch.float32 or tensor.dtype in _HALVES
 
 
 def keeps_float32(module: nn.Module) -> bool:
-    """Return whether a layer's own parameters and buffers stay in FP32: BatchNorm and InstanceNorm of every kind."""
+    """Return whether a layer's own parameters and buffers stay in FP32, as those of any BatchNorm or InstanceNorm do."""
     return isinstance(module, _NormBase)
 
 
 def fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether no finite value becomes infinite in ``dtype``. Waits for the GPU."""
+    """Return whether all finite values stay finite when converted to ``dtype``. Waits for the GPU."""
     if tensor.dtype == dtype or tensor.numel() == 0:
         return True
     tensor = tensor.detach()
@@ -156,7 +156,7 @@ def fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def cast_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, old: torch.dtype, new: torch.dtype) -> None:
-    """What an optimizer keeps in a parameter's old dtype (momentum) takes the new one; step counts and their like stay."""
+    """Cast a parameter's optimizer state (momentum) from the old to the new dtype; step counts and scalars stay."""
     state = optimizer.state.get(parameter, {})
     for key, value in state.items():
         scalar = isinstance(value, torch.Tensor) and value.dim() == 0 != parameter.dim()
@@ -205,7 +205,7 @@ def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 def _convert_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     gradient, parameter.grad = parameter.grad, None
-    # As Module.half() does it: the same object with other data, and a new gradient accumulator.
+    # Like Module.half(): the same Parameter object with new data, and a new gradient accumulator.
     parameter.data = parameter.data.to(dtype)
     if gradient is not None:
         parameter.grad = gradient.to(dtype)

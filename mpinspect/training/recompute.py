@@ -1,6 +1,6 @@
-"""Functions of which only the arguments are kept for the backward: what they make in FP32 on their way is made again there.
+"""Functions that save only their arguments for the backward, and recompute their FP32 intermediates there.
 
-For norms, and for the cross-entropy of half logits, of which autocast would keep an FP32 copy.
+Used for norms, and for the cross-entropy of half logits, of which autocast would keep an FP32 copy.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 
 def recomputed(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -> torch.Tensor:
-    """``function(*tensors)``, run once more in the backward, both times without autocast.
+    """Return ``function(*tensors)``, saving only the tensors and recomputing the function in the backward; no autocast.
 
     Args:
-        function: depends on the tensors only, and changes nothing; the same values every time.
-        tensors: its positional arguments, None allowed.
+        function: a deterministic function of the tensors only, without side effects.
+        tensors: the function's positional arguments, None allowed.
 
     Returns:
-        What the function gives; can be differentiated twice.
+        The function's result; it can be differentiated twice.
     """
     result: torch.Tensor = _Recomputed.apply(function, *tensors)  # type: ignore[no-untyped-call]
     return result
@@ -46,7 +46,7 @@ class _Recomputed(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         wanted = ctx.needs_input_grad[1:]
         with torch.enable_grad():
-            # Views, because hooks on the tensors themselves would see the gradient of this part alone.
+            # Views, because hooks on the tensors themselves would run on this function's share of the gradient.
             tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
             result = _without_autocast(ctx.function, tensors)
         inputs = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want and tensor is not None]
@@ -64,9 +64,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class LeanCrossEntropy(TorchFunctionMode):
-    """Within the block ``F.cross_entropy``, and so ``nn.CrossEntropyLoss``, of half logits under autocast keeps no FP32.
+    """Makes ``F.cross_entropy`` (and ``nn.CrossEntropyLoss``) of half logits under autocast save no FP32 tensors.
 
-    Everything else runs as ever: FP32 logits, and code that torch.compile compiles, which chooses itself what to keep.
+    FP32 logits are handled as usual, and so is code under torch.compile, which chooses itself what to save.
     """
 
     def __torch_function__(
@@ -125,7 +125,7 @@ class HalfRMSNorm(nn.RMSNorm):
 
 
 class _UnitWeight(nn.modules.instancenorm._InstanceNorm):
-    """Gives ATen an FP32 weight of ones where a layer has none: without one the statistics would be half."""
+    """InstanceNorm that passes ATen an FP32 weight of ones if it has none; otherwise the statistics would be half."""
 
     def _apply_instance_norm(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
@@ -159,10 +159,10 @@ _SWAPS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def use_half_norms(model: nn.Module) -> None:
-    """Turn torch's own LayerNorm, GroupNorm, RMSNorm and InstanceNorm into the ones above, in place.
+    """Turn torch's own LayerNorm, GroupNorm, RMSNorm and InstanceNorm modules into the classes above, in place.
 
-    They are the same objects with another class, derived from the one they had; parameters and hooks stay. Classes that
-    others derived from torch's may compute something else and are left alone.
+    Each module stays the same object and changes only its class, to a subclass of its own; parameters and hooks stay.
+    User-defined subclasses of torch's norms may compute something else and are not changed.
     """
     for module in model.modules():
         if type(module) in _SWAPS:
@@ -194,12 +194,15 @@ def _normalise(
     bias: torch.Tensor | None,
     fused: bool,
 ) -> torch.Tensor:
-    """``function(x, weight, bias)`` in the dtype of the weight, or of ``x`` where there is none; ``fused``: as it is."""
+    """Return ``function(x, weight, bias)`` in the dtype of the weight (of ``x`` without one), computed in FP32.
+
+    With ``fused``, the function is called directly on half tensors.
+    """
     dtype = x.dtype if weight is None else weight.dtype
     with torch.autocast(x.device.type, enabled=False):
         if fused or dtype not in _HALVES:
             return function(x.to(dtype), weight, bias)
-        if torch.compiler.is_compiling():  # the compiler decides itself what to keep, and keeps the smaller
+        if torch.compiler.is_compiling():  # the compiler decides itself what to save, and saves the smaller tensor
             return _rounded(function, x.to(dtype), weight, bias)
         return recomputed(partial(_rounded, function), x.to(dtype), weight, bias)
 

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's update(), which knows further rules and keeps a record of the skipped steps."""
+"""torch.amp.GradScaler's update(), extended with further scaling rules and a record of the skipped steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpinspect.training.scaled_losses import Cause, ScaledLosses, find_cause, le
 from mpinspect.training.skip_log import BACK_OFF, HOLD, SkipLog
 from mpinspect.training.skipped_steps import FORWARD, Explainer, LossScaleCollapsedError, SkippedStep
 
-#: Tensors of steps whose outcome only the device knows (fused optimizers) that are kept before they are read.
+#: Number of unread device tensors (outcomes and losses of fused optimizers' steps) at which all of them are read.
 _MOST_UNREAD = 2048
 
 
 @dataclass
 class _Unread:
-    """A step whose outcome only the device knows."""
+    """A step whose outcome is known only on the device."""
 
     step: int
     found_inf: list[torch.Tensor]
@@ -31,8 +31,8 @@ class _Unread:
 class MovingScale(CheckedSteps):
     """The second half of LossScaler: update().
 
-    Where the rules are GradScaler's, its own operation moves the scale on the device, and ``_state`` follows on the host, behind
-    by the steps that are not read yet. Other rules are decided on the host and written to the device.
+    With GradScaler's rules, GradScaler's own operation updates the scale on the device, and ``_state`` on the host lags behind
+    by the steps not read yet. Other rules are applied on the host, and the resulting scale is written to the device.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MovingScale(CheckedSteps):
         explainer: Explainer | None,
         process_group: Any,
     ) -> None:
-        # GradScaler refuses factors of 1.0, so it never sees them: the rules are set after.
+        # GradScaler refuses factors of 1.0, so the rules are set after its constructor.
         super().__init__(device, init_scale, enabled, explainer)
         self._rules = rules
         self._set_rules(rules)
@@ -53,55 +53,55 @@ class MovingScale(CheckedSteps):
         self._state = ScaleState(init_scale)
         self._unread: deque[_Unread] = deque()
         self._unread_tensors = 0
-        #: (lowest, highest) of the scales that fit.
+        #: The recommended scales: (lowest, highest).
         self.window: tuple[float, float] | None = None
-        #: Who holds together: None is the default group, False nobody.
+        #: Process group whose ranks hold the scale together: None for the default group, False for no group.
         self.process_group = process_group
-        #: Steps taken, skipped ones included: iterations that update() has ended.
+        #: Iterations ended by update(), including those with skipped steps.
         self.steps = 0
 
     # -- what is known ----------------------------------------------------------------------------------------------
 
     @property
     def rules(self) -> ScaleRules:
-        """How the scale moves: floor, ceiling and the rest."""
+        """The rules by which the scale changes, including floor and ceiling."""
         torchs = (self._growth_factor, self._backoff_factor, self._growth_interval)
         if torchs != self._rules.torchs:
-            # Someone wrote to GradScaler's own attributes.
+            # GradScaler's own attributes were assigned from outside.
             self._rules = self._rules.with_torchs(*torchs)
         return self._rules
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale never moves by itself."""
+        """Whether both factors are 1.0, so that the scale never changes by itself."""
         return self.rules.is_static
 
     @property
     def forward_nonfinite(self) -> str:
-        """What happens to the scale when the forward fails: "back_off" or "hold"."""
+        """What happens to the scale when the forward's loss is non-finite: "back_off" or "hold"."""
         return self._log.forward_nonfinite
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped. Waits for the GPU if fused optimizers have stepped, else not."""
+        """The number of skipped steps. Waits for the GPU only if fused optimizers have stepped."""
         self._read()
         return self._log.count
 
     @property
     def skips(self) -> deque[SkippedStep]:
-        """The last hundred skipped steps. Waits for the GPU if fused optimizers have stepped, else not."""
+        """The last hundred skipped steps. Waits for the GPU only if fused optimizers have stepped."""
         self._read()
         return self._log.skips
 
     # -- moving the scale -------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """End the iteration: move the scale, or set it to ``new_scale`` (read first, which waits for the GPU if it is there).
+        """End the iteration: update the scale, or set it to ``new_scale`` (waits for the GPU if that is a GPU tensor).
 
         Raises:
             RuntimeError: no step() or unscale_() since the last update().
-            LossScaleCollapsedError: a step overflowed though the scale stood at its floor. The iteration is over all the same.
-            ValueError, TypeError: a new scale that cannot be one, or lies outside [floor, ceiling]. Nothing has changed then.
+            LossScaleCollapsedError: a step overflowed although the scale was at its floor. The iteration has still ended.
+            ValueError, TypeError: an invalid new scale, or one outside [floor, ceiling]. Nothing has changed then.
         """
         if not self._enabled:
             return
@@ -132,7 +132,7 @@ class MovingScale(CheckedSteps):
         self._finish(before, collapsed, counts=bool(found))
 
     def _move_by_rules(self, skipped: bool) -> bool:
-        """Move the scale by rules that torch does not have. Returns whether it should have gone below its floor."""
+        """Update the scale by rules that torch lacks, and return whether a back-off was due at the floor."""
         before = self._state
         if self._holds(skipped):
             return False
@@ -140,7 +140,7 @@ class MovingScale(CheckedSteps):
         return skipped and self._rules.collapses(before)
 
     def _finish(self, before: ScaleState, collapsed: bool, *, counts: bool) -> None:
-        """End an iteration whose outcome the host knows."""
+        """End an iteration whose outcome is known on the host, and record its skipped step, if any."""
         cause = self._end_iteration(counts=counts)
         if self.explainer is not None:
             let_go(self.explainer, forward_finite=cause is None or cause.phase != FORWARD)
@@ -151,7 +151,7 @@ class MovingScale(CheckedSteps):
             raise LossScaleCollapsedError(skip)
 
     def _update_unread(self, found: list[torch.Tensor]) -> None:
-        """update() where only the device knows, and torch's rules move the scale there."""
+        """End an iteration whose outcome is known only on the device, where torch's rules update the scale."""
         self._unread.append(_Unread(self.steps, found, self._iteration.losses))
         self._unread_tensors += len(found) + len(self._iteration.losses)
         self._let_torch_move(found)
@@ -167,10 +167,10 @@ class MovingScale(CheckedSteps):
         super().update()
 
     def _holds(self, skipped: bool) -> bool:
-        """Return whether a skipped step leaves the scale alone, because some rank's loss was not finite before it was scaled."""
+        """Return whether to hold the scale after a skipped step because a rank's unscaled loss was non-finite."""
         if self.forward_nonfinite != HOLD:
             return False
-        # Every rank takes part in every update(), whether it skipped or not.
+        # The all-reduce needs every rank in every update(), including ranks that did not skip.
         failed = self._failed_on_any_rank()
         cause = self._iteration.cause
         if not skipped or cause is None:
@@ -180,7 +180,7 @@ class MovingScale(CheckedSteps):
         return cause.phase == FORWARD
 
     def _failed_on_any_rank(self) -> torch.Tensor | None:
-        """Return whether a loss of any rank was not finite, on the device; None where there is one rank."""
+        """Return a device flag: whether a loss of any rank was non-finite; None if there is only one rank."""
         group = self.process_group
         if group is False or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return None
@@ -189,7 +189,7 @@ class MovingScale(CheckedSteps):
         return failed
 
     def _end_iteration(self, *, counts: bool) -> Cause | None:
-        """Begin the next iteration. Returns why a step of this one was skipped."""
+        """Begin the next iteration, and return why a step of the ended one was skipped (None if none was)."""
         cause = self._iteration.cause
         self._iteration = Iteration()
         self._per_optimizer_states.clear()
@@ -197,7 +197,7 @@ class MovingScale(CheckedSteps):
         return cause
 
     def _read(self) -> None:
-        """Take in what became of the steps that were left on the device. Waits for the GPU if there are any."""
+        """Read the outcomes of the steps that are known only on the device. Waits for the GPU if there are any."""
         if not self._unread:
             return
         flags = deque(_any_nonzero([step.found_inf for step in self._unread]))
@@ -210,7 +210,7 @@ class MovingScale(CheckedSteps):
         self._unread_tensors = 0
 
     def _know_state(self) -> None:
-        """Take the scale and the growth tracker from the device. Waits for the GPU."""
+        """Read the scale and the growth tracker from the device into ``_state``. Waits for the GPU."""
         self._read()
         self._state = replace(self._state, scale=self.get_scale(), clean_steps=self._get_growth_tracker())
 
@@ -247,7 +247,7 @@ class MovingScale(CheckedSteps):
 
     def _change(self, rules: ScaleRules) -> None:
         rules.check()
-        # Steps that are not read yet went by the rules of their time.
+        # Steps not read yet must be evaluated with the old rules.
         self._read()
         self._set_rules(rules)
 
@@ -257,7 +257,7 @@ class MovingScale(CheckedSteps):
 
 
 def _any_nonzero(groups: list[list[torch.Tensor]]) -> list[bool]:
-    """Of each group of 0-d tensors whether one is not zero: one copy to the host for all."""
+    """Return for each group of 0-d tensors whether any of them is non-zero, with one copy to the host for all groups."""
     device = groups[0][0].device
     flat = [found.to(device, non_blocking=True) for group in groups for found in group]
     values = iter(torch.stack(flat).tolist() if flat else [])

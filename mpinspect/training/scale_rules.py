@@ -1,11 +1,11 @@
-"""How a loss scale moves: rules as data, and the pure step from one state to the next.
+"""How a loss scale changes: rules as data, and a pure function from one state to the next.
 
-Every rule is torch.amp.GradScaler's, but for what is asked for on top:
+The defaults follow torch.amp.GradScaler; floor, ceiling, hysteresis and tolerance are additions:
 
-    a step overflowed:  it is skipped, and scale = max(scale * backoff_factor, floor), where a back-off is due
-    a step was clean:   after growth_interval of them in a row, scale = min(scale * growth_factor, ceiling)
+    overflowed step:  the step is skipped; if a back-off is due, scale = max(scale * backoff_factor, floor)
+    clean step:       after growth_interval of them in a row, scale = min(scale * growth_factor, ceiling)
 
-The arithmetic is FP32's, as on the device: a product in FP64, rounded once.
+Products are computed in FP64 and rounded once to FP32, which gives the same scales as FP32 arithmetic on the device.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-#: The smallest scale whose inverse FP32 holds: 1 / 2^-128 is infinite there.
+#: The smallest scale whose inverse is finite in FP32: 1 / 2^-128 is infinite in FP32.
 _SMALLEST = 2.0**-127
 
 
 @dataclass(frozen=True)
 class ScaleState:
-    """Where a loss scale stands.
+    """The current loss scale and its counters.
 
     Args:
         scale: the loss scale, a value of FP32.
-        clean_steps: clean steps since the last skipped one, or since the scale was due to grow (torch's growth tracker).
+        clean_steps: clean steps since the last skipped step, or since growth was last due (torch's growth tracker).
         skipped_in_a_row: skipped steps since the last clean one.
         steps_since_move: steps, skipped ones included, since the scale last moved.
-        skips_since_move: the skipped ones among them.
+        skips_since_move: skipped steps since the scale last moved.
     """
 
     scale: float
@@ -40,25 +40,25 @@ class ScaleState:
     skips_since_move: int = 0
 
     def at(self, scale: float) -> ScaleState:
-        """Return the same with the scale set by hand: torch's growth tracker goes on."""
+        """Return the state with another scale and no steps since the move; torch's growth tracker is kept."""
         return replace(self, scale=scale, steps_since_move=0, skips_since_move=0)
 
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """How a loss scale moves.
+    """The rules by which a loss scale changes.
 
     Args:
         growth_factor: 1 or more; the scale is multiplied by it after ``growth_interval`` clean steps in a row, unless the
             product is not finite in FP32.
         backoff_factor: above 0, at most 1; the scale is multiplied by it when a back-off is due.
         growth_interval: steps, 1 or more.
-        floor: the scale never goes below it; None for no floor.
-        ceiling: the scale never goes above it; None for none but FP32's.
-        hysteresis: a back-off is due at this many skipped steps in a row, and at each that follows; a clean step starts the
-            count again. This is apex's meaning; Megatron's starts again only when the scale grows.
-        tolerance: a back-off is due only where the share of skipped steps since the scale last moved is at least this
-            (fairseq's meaning); 0 up to, not including, 1.
+        floor: the smallest allowed scale; None for no floor.
+        ceiling: the largest allowed scale; None for no limit but FP32's range.
+        hysteresis: a back-off is due at this many skipped steps in a row, and at each further one in that row; a clean step
+            resets the count (as in apex; Megatron resets it only when the scale grows).
+        tolerance: a back-off is due only if at least this share of steps since the scale last moved was skipped (as in
+            fairseq); 0 <= tolerance < 1.
     """
 
     growth_factor: float = 2.0
@@ -71,23 +71,23 @@ class ScaleRules:
 
     @property
     def torchs(self) -> tuple[float, float, int]:
-        """The part that GradScaler has: growth factor, backoff factor, growth interval."""
+        """The rules that GradScaler has too: growth factor, backoff factor, growth interval."""
         return self.growth_factor, self.backoff_factor, self.growth_interval
 
     def with_torchs(self, growth_factor: float, backoff_factor: float, growth_interval: int) -> ScaleRules:
-        """Return the same rules with another such part."""
+        """Return the same rules with other GradScaler parameters."""
         return replace(
             self, growth_factor=growth_factor, backoff_factor=backoff_factor, growth_interval=growth_interval
         )
 
     @property
     def are_torchs(self) -> bool:
-        """Whether these are GradScaler's rules and no more."""
+        """Whether floor, ceiling, hysteresis and tolerance are unused, so that the rules are GradScaler's."""
         return self.floor is None and self.ceiling is None and self.hysteresis == 1 and self.tolerance == 0.0
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale never moves by itself."""
+        """Whether both factors are 1.0, so that the scale never changes by itself."""
         return self.growth_factor == 1.0 and self.backoff_factor == 1.0
 
     def next(self, state: ScaleState, *, skipped: bool) -> ScaleState:
@@ -101,17 +101,17 @@ class ScaleRules:
         return _moved(counted, self._grown(state.scale)) if due else counted
 
     def collapses(self, state: ScaleState) -> bool:
-        """Return whether a step that overflows now would have to take the scale below its floor."""
+        """Return whether an overflow in this state would call for a back-off although the scale is at its floor."""
         return self.floor is not None and state.scale <= self.floor and self._back_off_due(_with_skip(state))
 
     def clamped(self, scale: float) -> float:
-        """Return the scale within floor and ceiling that is nearest."""
+        """Return ``scale`` clamped to [floor, ceiling]."""
         if self.floor is not None:
             scale = max(scale, self.floor)
         return scale if self.ceiling is None else min(scale, self.ceiling)
 
     def check(self) -> None:
-        """Raise ValueError or TypeError, with what to write instead, where the rules make no sense."""
+        """Raise ValueError or TypeError if a rule is invalid; the message says which values are allowed."""
         _check_number(
             "growth_factor", self.growth_factor, 1.0 <= self.growth_factor < math.inf, "1 or more, such as 2.0"
         )
@@ -155,11 +155,11 @@ def float32(value: float) -> float:
 
 
 def checked_scale(value: float, name: str) -> float:
-    """``value`` as the FP32 scale it becomes.
+    """Return ``value`` rounded to FP32, checked to be a valid loss scale.
 
     Raises:
-        ValueError: zero, negative, NaN, infinite, or so small that FP32 does not hold its inverse.
-        TypeError: no number.
+        ValueError: zero, negative, NaN, infinite, or so small that its inverse is infinite in FP32.
+        TypeError: ``value`` is not a number.
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number such as 2.0**16, not {value!r}")
@@ -173,7 +173,7 @@ def checked_scale(value: float, name: str) -> float:
 
 
 def checked_window(lowest: float, highest: float) -> tuple[float, float]:
-    """Return a window of scales, as FP32 scales. Raises ValueError, TypeError."""
+    """Return (lowest, highest) rounded to FP32; raise ValueError or TypeError if this is not a valid window."""
     lowest, highest = checked_scale(lowest, "lowest"), checked_scale(highest, "highest")
     if lowest > highest:
         raise ValueError(f"the window's lowest scale {lowest:g} is above its highest, {highest:g}")
@@ -181,7 +181,7 @@ def checked_window(lowest: float, highest: float) -> tuple[float, float]:
 
 
 def is_power_of_two(scale: float) -> bool:
-    """Return whether multiplying by ``scale`` and dividing again changes no bit, as long as nothing leaves the range."""
+    """Return whether ``scale`` is a power of two, so that scaling and unscaling are exact within range."""
     return math.frexp(scale)[0] == 0.5
 
 
@@ -195,7 +195,7 @@ def _check_count(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value!r}: it must be a whole number of steps, 1 or more")
 
 
-#: Starting points by name: arguments of LossScaler.
+#: Presets by name: keyword arguments of LossScaler.
 PRESETS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         # torch.amp.GradScaler's defaults.

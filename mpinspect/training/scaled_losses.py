@@ -1,6 +1,6 @@
-"""The losses that were scaled since the last update: looked at only when a step was skipped.
+"""The losses scaled since the last update; their values are read only after a skipped step.
 
-A loss that was infinite or NaN before it was scaled says that the forward failed; then no loss scale helps.
+A loss that was infinite or NaN before scaling means that the forward failed, which no loss scale can prevent.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from mpinspect.training.skipped_steps import BACKWARD, FORWARD, Explainer, NonFi
 
 _log = logging.getLogger("mpinspect.training")
 
-#: Losses remembered one by one; more (many micro-batches) are folded into one number.
+#: The largest number of losses kept separately; more (from many micro-batches) are reduced to one number per device.
 _MOST_KEPT = 256
-#: A 0-d tensor is kept as it is only where no larger tensor's memory hangs on it (bytes; what CUDA's allocator rounds up to).
+#: A 0-d loss is kept itself only if its storage is at most this large (bytes; CUDA's allocation granularity).
 _LARGEST_STORAGE = 512
-#: The smallest scale that is infinite in FP16: the gradient of an FP16 loss is the scale itself.
+#: The smallest scale that is infinite in FP16; the gradient of an FP16 loss is the scale itself.
 _HALF_OVERFLOWS_AT = 65520.0
 
 
 @dataclass
 class ScaledLosses:
-    """Holds detached numbers, never a graph. Nothing here waits for the GPU unless it says so."""
+    """Keeps detached losses, never a graph. Methods wait for the GPU only where their docstrings say so."""
 
     _kept: list[torch.Tensor] = field(default_factory=list)
-    #: How often a loss was scaled.
+    #: The number of scaled losses.
     count: int = 0
-    #: Whether one of them was FP16.
+    #: Whether any of them was FP16.
     any_half: bool = False
-    #: Whether a gradient of something scaled went into a further loss (create_graph=True), as that of a gradient penalty does.
+    #: Whether the gradient of a scaled output was computed with create_graph=True, as for a gradient penalty.
     differentiated: bool = False
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class ScaledLosses:
         return len(self._kept)
 
     def note(self, outputs: Any) -> None:
-        """Remember what was scaled: a tensor, or lists and tuples of them, however nested."""
+        """Record scaled losses: a tensor, or nested lists and tuples of tensors."""
         if isinstance(outputs, torch.Tensor):
             self._note_tensor(outputs)
         elif isinstance(outputs, (list, tuple)):
@@ -49,13 +49,13 @@ class ScaledLosses:
                 self.note(output)
 
     def noting(self, outputs: Iterable[Any]) -> Iterator[Any]:
-        """Hand on what an iterator gives, and remember it."""
+        """Yield the elements of an iterable, recording each as scaled."""
         for output in outputs:
             self.note(output)
             yield output
 
     def watch(self, scaled: Any) -> None:
-        """Notice when the gradient of something scaled is to be differentiated itself: a later loss then depends on the scale."""
+        """Detect if a scaled output's gradient will itself be differentiated, so that a later loss depends on the scale."""
         if isinstance(scaled, torch.Tensor):
             if scaled.requires_grad:
                 scaled.register_hook(self._gradient_arrives)  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class ScaledLosses:
                 self.watch(part)
 
     def forget(self) -> None:
-        """Let go of everything but the count."""
+        """Discard everything except the count."""
         self._kept.clear()
         self.any_half = self.differentiated = False
 
@@ -73,7 +73,7 @@ class ScaledLosses:
         return bool(self._kept) and any(not bool(finite) for finite in self._finite_by_device())
 
     def failed(self, device: torch.device) -> torch.Tensor:
-        """Return whether one of the losses was infinite or NaN, and not for the scale: 1.0 or 0.0, 0-d FP32 on ``device``."""
+        """Return 1.0 if a loss was infinite or NaN for reasons other than the scale, else 0.0; 0-d FP32 on ``device``."""
         flag = torch.zeros((), dtype=torch.float32, device=device)
         if self.differentiated:
             return flag
@@ -82,7 +82,7 @@ class ScaledLosses:
         return flag
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
-        # A hook runs with gradients enabled only where create_graph=True.
+        # Gradient mode is enabled in a hook only with create_graph=True.
         self.differentiated = self.differentiated or torch.is_grad_enabled()
 
     def _note_tensor(self, loss: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class ScaledLosses:
         if not loss.numel():
             return
         if loss.dim() or loss.untyped_storage().nbytes() > _LARGEST_STORAGE:
-            # The largest magnitude is finite where all are, and NaN where one is.
+            # The largest magnitude is finite if and only if all values are finite.
             loss = loss.abs().amax()
         self._kept.append(loss)
         if len(self._kept) > _MOST_KEPT:
@@ -109,7 +109,7 @@ class ScaledLosses:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a step was skipped: FORWARD or BACKWARD, and the first value that was not finite where it is known."""
+    """Why a step was skipped: FORWARD or BACKWARD, and the first non-finite value if known."""
 
     phase: str
     culprit: NonFinite | None = None
@@ -118,7 +118,7 @@ class Cause:
 def find_cause(
     losses: ScaledLosses, scale: float, optimizer: torch.optim.Optimizer | None, explainer: Explainer | None
 ) -> Cause:
-    """Return why the step of ``optimizer`` was skipped (None: its gradients are gone). Waits for the GPU."""
+    """Return why the step of ``optimizer`` was skipped (None if its gradients no longer exist). Waits for the GPU."""
     if losses.any_failed():
         if losses.differentiated:
             detail = "it was computed from a scaled gradient, as a gradient penalty is: that may have overflowed"
@@ -131,7 +131,7 @@ def find_cause(
 
 
 def let_go(explainer: Explainer, *, forward_finite: bool) -> None:
-    """Tell the explainer that the step is over. A fault of its own must not end the training."""
+    """Call the explainer's ``step_ended``; log its exceptions instead of raising, so that training continues."""
     try:
         explainer.step_ended(forward_finite=forward_finite)
     except Exception:
@@ -139,7 +139,7 @@ def let_go(explainer: Explainer, *, forward_finite: bool) -> None:
 
 
 def _ask(explainer: Explainer | None, phase: str, optimizer: torch.optim.Optimizer | None) -> NonFinite | None:
-    """Return the explainer's answer. A fault of its own must not end the training."""
+    """Return the explainer's answer; log its exceptions and return None, so that training continues."""
     if explainer is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""State dicts of loss scalers: LossScaler's own, torch.amp.GradScaler's, apex.amp's."""
+"""Reads and writes state dicts of loss scalers: LossScaler's own, torch.amp.GradScaler's and apex.amp's."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, checked_scale, checked_window
 from mpinspect.training.skip_log import BACK_OFF, HOLD
 
-#: The entry that GradScaler does not have, and the version of what is in it.
+#: The key of the entry that GradScaler does not have, and the version of that entry's format.
 OWN_KEY, VERSION = "mpinspect", 1
 _TORCHS_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Everything that a scaler's checkpoint keeps.
+    """Everything in a scaler's checkpoint.
 
     Args:
-        rules: how the scale moves.
-        state: where it stands.
-        steps: steps taken, skipped ones included.
-        skipped_steps: the skipped ones.
+        rules: the rules by which the scale changes.
+        state: the current scale and its counters.
+        steps: number of steps, including skipped ones.
+        skipped_steps: number of skipped steps.
         forward_nonfinite: "back_off" or "hold".
-        window: (lowest, highest) of the scales that fit, or None.
+        window: (lowest, highest) recommended scale, or None.
     """
 
     rules: ScaleRules
@@ -38,7 +38,7 @@ class Saved:
 
 
 def to_state_dict(saved: Saved) -> dict[str, Any]:
-    """GradScaler's five entries and OWN_KEY; numbers, strings, lists and None only."""
+    """Return GradScaler's five entries and OWN_KEY, made of dicts, numbers, strings, lists and None only."""
     rules, state = saved.rules, saved.state
     return {
         "scale": state.scale,
@@ -64,16 +64,16 @@ def to_state_dict(saved: Saved) -> dict[str, Any]:
 
 
 def to_apex_state_dict(state: ScaleState, loss_id: int) -> dict[str, Any]:
-    """Return what apex.amp.load_state_dict takes, for one loss."""
+    """Return a state dict of one loss for apex.amp.load_state_dict."""
     return {f"loss_scaler{loss_id}": {"loss_scale": state.scale, "unskipped": state.clean_steps}}
 
 
 def read(state_dict: Any, current: Saved, loss_id: int) -> Saved:
-    """Return what a state dict says; what it does not have is taken from ``current``.
+    """Parse a state dict; values that it lacks are taken from ``current``.
 
     Raises:
-        RuntimeError: it is empty.
-        ValueError: it is nothing that is known, with what it looks like.
+        RuntimeError: the state dict is empty.
+        ValueError: the state dict is of no known kind, or invalid; the message says what it looks like.
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         raise RuntimeError(
@@ -107,7 +107,7 @@ def _read_apex(state_dict: Mapping[str, Any], current: Saved, loss_id: int) -> S
     if not isinstance(own, Mapping) or not {"loss_scale", "unskipped"} <= own.keys():
         raise ValueError(f"this is no state dict of apex.amp: {name!r} has no 'loss_scale' and 'unskipped'")
     state = _state(own, "loss_scale", "unskipped", current.rules)
-    # apex's window may have been longer than this growth interval: the scale grows after the next clean step, then.
+    # apex's scale_window may have been longer than this growth interval: then the scale grows after the next clean step.
     clean = min(state.clean_steps, current.rules.growth_interval - 1)
     return replace(current, state=replace(state, clean_steps=clean), steps=0, skipped_steps=0)
 
@@ -163,7 +163,7 @@ def _count(entries: Mapping[str, Any], name: str) -> int:
 
 
 def _looks_like(found: Any) -> str:
-    """In words what was handed in instead."""
+    """Return a clause saying what an invalid state dict looks like."""
     if not isinstance(found, Mapping):
         return f"it is {type(found).__name__}, not a dict"
     names = {str(key) for key in found}

@@ -1,4 +1,4 @@
-"""The record of skipped steps: counted, logged, and warned about once for each kind of trouble."""
+"""The record of skipped steps, which counts and logs them and warns once for each kind of problem."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from mpinspect.training.skipped_steps import FORWARD, LossScaleWarning, SkippedS
 
 _log = logging.getLogger("mpinspect.training")
 
-#: What happens to the scale where the loss was not finite before it was scaled.
+#: What happens to the scale if the unscaled loss is non-finite.
 BACK_OFF, HOLD = "back_off", "hold"
 
 #: FP16's smallest magnitude. No gradient of a working model needs a loss scale below it.
 _SUSPICIOUSLY_SMALL = 2.0**-24
-#: Skipped steps in a row after which a static scale is said never to start.
+#: Skipped steps in a row after which to warn that training with this static scale never starts.
 _NEVER_STARTS = 10
-#: Skipped steps remembered one by one.
+#: The largest number of skipped steps kept in the record.
 _MOST_KEPT = 100
 
 
 class SkipLog:
-    """What is known of the steps that were skipped.
+    """The record of skipped steps.
 
     Args:
-        forward_nonfinite: what happens to the scale when the forward fails: BACK_OFF or HOLD.
+        forward_nonfinite: what happens to the scale if the unscaled loss is non-finite: BACK_OFF or HOLD.
 
     Raises:
-        ValueError: anything else.
+        ValueError: another value.
     """
 
     def __init__(self, forward_nonfinite: str) -> None:
@@ -50,7 +50,7 @@ class SkipLog:
         rules: ScaleRules,
         window: tuple[float, float] | None,
     ) -> SkippedStep:
-        """Record one more skipped step: log it at INFO, and warn where its kind was not warned of before."""
+        """Record a skipped step, log it at INFO, warn if its kind of problem is new, and return the record."""
         skip = SkippedStep(step, cause.phase, before.scale, after.scale, cause.culprit, window)
         self.skips.append(skip)
         self.count += 1
@@ -64,7 +64,7 @@ class SkipLog:
         return skip
 
     def check_power_of_two(self, scale: float) -> None:
-        """Warn of a scale that rounds gradients."""
+        """Warn if ``scale`` is not a power of two, since scaling then rounds the gradients."""
         if not is_power_of_two(scale):
             self._warn(
                 f"rounds at {scale}",

@@ -1,4 +1,4 @@
-"""What is known of a step that was skipped, and the words for it."""
+"""Records of skipped steps, and the messages that describe them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first value that was not finite.
+    """The first non-finite value found for a skipped step.
 
     Args:
         layer: dotted path of the module; "" is the model itself.
-        name: dotted path of what was looked at: a parameter (its gradient), a module (its output), "loss".
-        value: "inf" or "nan"; "" where that is not known.
-        detail: how it is known, a clause.
+        name: dotted path of the parameter (its gradient was checked) or module (its output was checked), or "loss".
+        value: "inf" or "nan"; "" if unknown.
+        detail: a clause saying how the value was found.
     """
 
     layer: str
@@ -31,16 +31,19 @@ class NonFinite:
 
 
 class Explainer(Protocol):
-    """Looks for the cause when a step was skipped; asked only then. May wait for the GPU."""
+    """Finds the cause of a skipped step; ``gradient`` and ``forward`` are called only after a skip, and may wait for the GPU."""
 
     def gradient(self, optimizer: torch.optim.Optimizer) -> NonFinite | None:
-        """Return the first gradient, in the order of the backward, that is not finite."""
+        """Return the first non-finite gradient in the order of the backward."""
 
     def forward(self) -> NonFinite | None:
-        """Return what made the forward not finite, as far as it is known by now."""
+        """Return what made the forward non-finite, as far as it is known so far."""
 
     def step_ended(self, *, forward_finite: bool) -> None:
-        """A step is over whose outcome the host knows: what was seen of it may be let go. Must not wait unless it was asked."""
+        """End a step whose outcome is known on the host, so that data about the step may be discarded.
+
+        Must not wait for the GPU unless ``gradient`` or ``forward`` was called.
+        """
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,12 @@ class SkippedStep:
     """A step that a loss scaler skipped, and why.
 
     Args:
-        step: the scaler's count of steps, from 0, skipped ones included.
-        phase: FORWARD where the loss was not finite before it was scaled, else BACKWARD.
-        loss_scale: the scale of that step's backward.
-        next_loss_scale: the scale from then on.
-        culprit: the first value that was not finite; None where it could not be found.
-        window: (lowest, highest) of the scales that fit, where advice was given.
+        step: the step's number, from 0, counting skipped steps too.
+        phase: FORWARD if the unscaled loss was non-finite, else BACKWARD.
+        loss_scale: the loss scale of the skipped step's backward.
+        next_loss_scale: the loss scale after the skipped step.
+        culprit: the first non-finite value; None if it was not found.
+        window: (lowest, highest) recommended loss scale; None without a recommendation.
     """
 
     step: int
@@ -100,14 +103,14 @@ class SkippedStep:
 
 
 class LossScaleWarning(UserWarning):
-    """The loss scale, or what happens to it, needs a look. The training goes on."""
+    """Warns of a problem with the loss scale that does not stop the training."""
 
 
 class LossScaleCollapsedError(RuntimeError):
-    """A step overflowed though the loss scale stood at its floor. The step was skipped, the scale stays at the floor.
+    """A step overflowed although the loss scale was at its floor. The step was skipped; the scale stays at the floor.
 
     Args:
-        skipped: that step.
+        skipped: the skipped step.
     """
 
     def __init__(self, skipped: SkippedStep) -> None:
@@ -135,7 +138,7 @@ class LossScaleCollapsedError(RuntimeError):
 
 
 def power(scale: float) -> str:
-    """Return a scale as people read it: 2^16, or the number where it is no power of two."""
+    """Return a scale as text: powers of two as "2^16" ("1" to "1024" as plain numbers), others as the number."""
     if is_power_of_two(scale):
         exponent = math.frexp(scale)[1] - 1
         return f"{scale:g}" if 0 <= exponent <= 10 else f"2^{exponent}"

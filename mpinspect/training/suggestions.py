@@ -1,27 +1,27 @@
-"""Switches of torch that would make this training faster: a pure function of what was seen of it."""
+"""Suggests torch settings that would make a training run faster: a pure function of observations of the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Compute capability from which GPUs have TF32 (Ampere).
+#: The lowest compute capability with TF32 (Ampere).
 _TF32_FROM = (8, 0)
-#: Steps of one shape before it is called constant.
+#: Number of forwards with one input shape from which the shape counts as constant.
 _SEVERAL = 10
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a training run.
+    """Observations of a training run.
 
     Args:
         device: torch.device.type of the model.
-        capability: the GPU's compute capability; None without one.
-        forwards: training forwards seen.
-        input_shapes: how many different shapes of inputs they had.
-        has_convolutions: whether the model has any.
+        capability: the GPU's compute capability; None without a GPU.
+        forwards: number of training forwards observed.
+        input_shapes: number of distinct input shapes among these forwards.
+        has_convolutions: whether the model has convolutions.
         float32_fraction: the share of the weights that are multiplied in FP32, 0..1.
-        cudnn_benchmark, tf32_matmul, tf32_convolution: torch's switches as they stand.
+        cudnn_benchmark, tf32_matmul, tf32_convolution: the current values of torch's settings.
     """
 
     device: str
@@ -36,7 +36,7 @@ class Seen:
 
 
 def suggestions(seen: Seen) -> list[str]:
-    """Sentences, the code to write included; none where there is nothing to gain, or no GPU."""
+    """Return sentences with the code to write; an empty list if there is nothing to gain, or no CUDA GPU."""
     found: list[str] = []
     if seen.device != "cuda":
         return found

@@ -1,4 +1,4 @@
-"""Gradients on their way from half parameters to FP32 masters, and whether they have been zeroed since."""
+"""Copies gradients from half parameters to FP32 masters, and checks whether they have been zeroed since."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TRANSFERRED: Any = WeakIdKeyDictionary()
 
 @torch.no_grad()
 def copy_gradients(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Overwrite the masters' gradients with the parameters', in the masters' dtype; None stays None.
+    """Overwrite the masters' gradients with the parameters' gradients, in the masters' dtype; None stays None.
 
-    A sparse gradient is coalesced after the conversion: duplicates add in FP32, where they do not overflow.
+    A sparse gradient is coalesced after the conversion, so that duplicates are added in FP32 without overflow.
     """
     sources, targets = [], []
     for parameter, master in zip(parameters, masters, strict=True):
@@ -37,7 +37,7 @@ def copy_gradients(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> N
 
 @torch.no_grad()
 def copy_gradients_flat(parameters: Sequence[Tensor], master: Tensor) -> None:
-    """Overwrite the gradient of one flat master with all the parameters'; None becomes zeros."""
+    """Overwrite the gradient of one flat master with all the parameters' gradients; None becomes zeros."""
     if master.grad is None:
         master.grad = torch.empty_like(master)
     for parameter, target in zip(parameters, unflatten(master.grad, parameters), strict=True):
@@ -49,18 +49,18 @@ def copy_gradients_flat(parameters: Sequence[Tensor], master: Tensor) -> None:
 
 
 def unflatten(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor in the parameters' shapes, one after the other."""
+    """Return consecutive views of a flat tensor in the parameters' shapes."""
     pieces = torch.split(flat.detach(), [parameter.numel() for parameter in parameters])
     return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 def require_zeroed(named: Iterable[tuple[str, Tensor]], writes: int) -> None:
-    """Raise if a gradient is the very tensor that was copied to the master, written to ``writes`` times in place since.
+    """Raise if a gradient was copied to its master, written in place exactly ``writes`` times since, and is not zero.
 
-    Only then are its values looked at, which waits for the GPU: zeros are fine.
+    Gradient values are read, which waits for the GPU, only if the tensor and its number of writes match.
 
     Raises:
-        RuntimeError: gradients of two steps add up.
+        RuntimeError: gradients of two steps would be or have been added up.
     """
     for name, parameter in named:
         if _writes_since(parameter) == writes and _any(parameter.grad):
@@ -72,14 +72,14 @@ def require_zeroed(named: Iterable[tuple[str, Tensor]], writes: int) -> None:
 
 
 def any_written_since(parameters: Iterable[Tensor]) -> bool:
-    """Return whether a gradient was written to in place since it was copied to its master. Does not wait."""
+    """Return whether any gradient was written in place since it was copied to its master; does not wait for the GPU."""
     return any(_writes_since(parameter) for parameter in parameters)
 
 
 def _remember(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         gradient = parameter.grad
-        # A view (DistributedDataParallel's gradient_as_bucket_view) shares its version with its neighbours.
+        # A view (DistributedDataParallel's gradient_as_bucket_view) shares its version counter with other gradients.
         if gradient is None or gradient._is_view():
             _TRANSFERRED.pop(parameter, None)
         else:
@@ -87,7 +87,7 @@ def _remember(parameters: Iterable[Tensor]) -> None:
 
 
 def _writes_since(parameter: Tensor) -> int | None:
-    """In-place writes to a parameter's gradient since it was copied; None if it was not, or is another tensor now."""
+    """Return the number of in-place writes to a gradient since its copy; None if this tensor was not copied."""
     reference, version = _TRANSFERRED.get(parameter, (None, 0))
     gradient = parameter.grad
     if gradient is None or reference is None or reference() is not gradient:

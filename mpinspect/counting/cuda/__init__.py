@@ -1,1 +1,1 @@
-"""Counting on an NVIDIA GPU with Triton. Whoever imports ``counter`` does so where it is used: it loads Triton."""
+"""Counting on an NVIDIA GPU with Triton. Import ``counter`` only where it is used, since importing it loads Triton."""

@@ -1,6 +1,6 @@
-"""Whether the kernels can be used: Triton is loaded at the first CUDA tensor, and left alone for good once it has failed.
+"""Decides whether the kernels can be used: loads Triton at the first CUDA tensor; after a failure, never uses it again.
 
-Nothing here raises what Triton raises. Importing this module does not import Triton.
+Triton's exceptions are not propagated, except out-of-memory errors. Importing this module does not import Triton.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _trouble: list[str] = []
 
 
 def counter() -> ModuleType | None:
-    """``mpinspect.counting.cuda.counter``; None where Triton is missing or has failed in this process."""
+    """Return ``mpinspect.counting.cuda.counter``; None if Triton is missing or has failed in this process."""
     return None if _trouble else _loaded()
 
 
 def gave_up(error: Exception) -> None:
-    """The kernels failed: they are not tried again in this process.
+    """Disable the kernels for the rest of this process after they failed with ``error``.
 
     Raises:
-        torch.OutOfMemoryError: handed on, for it is no fault of the kernels.
+        torch.OutOfMemoryError: ``error`` is one; it is re-raised, and the kernels stay enabled.
     """
     if isinstance(error, torch.OutOfMemoryError):
         raise error
@@ -32,12 +32,12 @@ def gave_up(error: Exception) -> None:
 
 
 def trouble() -> str:
-    """A sentence on why the kernels are not used on this machine's CUDA devices; "" where nothing is known against them."""
+    """Return a clause on why the kernels are not used on CUDA devices; "" if no problem is known."""
     return f"{_trouble[0]}: counting on a GPU takes many times longer" if _trouble else ""
 
 
 def count(values: torch.Tensor) -> torch.Tensor | None:
-    """Return the row of a strided CUDA tensor, as from ``counter.count``; None where the kernels can't be used."""
+    """Return the row of a strided CUDA tensor, like ``counter.count``; None if the kernels can't be used."""
     ways: Any = counter()
     if ways is None or values.dtype not in ways.DTYPES:
         return None
@@ -50,7 +50,7 @@ def count(values: torch.Tensor) -> torch.Tensor | None:
 
 
 def warm_up(devices: Iterable[torch.device]) -> str:
-    """Compile for these devices what will count on them, other than CUDA devices left out; ``trouble`` is returned."""
+    """Compile the kernels for the CUDA devices among ``devices``, and return ``trouble()``."""
     gpus = [device for device in devices if device.type == "cuda"]
     ways: Any = counter() if gpus else None
     if ways is not None:
@@ -64,7 +64,7 @@ def warm_up(devices: Iterable[torch.device]) -> str:
 @cache
 def _loaded() -> ModuleType | None:
     if torch.version.cuda is None:
-        # Never run on another maker's GPUs.
+        # The kernels have never been run on other vendors' GPUs.
         _trouble.append("Counting with Triton is for CUDA")
         return None
     try:

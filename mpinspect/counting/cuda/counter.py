@@ -1,4 +1,4 @@
-"""From CUDA tensors to their rows with the Triton kernels of ``kernels``. Nothing here waits for the GPU."""
+"""Counts CUDA tensors into rows with the Triton kernels of ``kernels``. No function here waits for the GPU."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from mpinspect.counting.layout import HEADER, MIN_BITS
 from mpinspect.counting.pieces import COUNTABLE, flat_bits
 from mpinspect.counting.reference import float32_bits
 
-#: The real dtypes that the kernels take.
+#: The real dtypes that the kernels support.
 DTYPES = COUNTABLE
-#: Dtypes that gradients mostly have: the ones compiled in advance.
+#: The usual dtypes of gradients, for which ``warm_up`` compiles the kernels.
 _USUAL = (torch.float32, torch.float16, torch.bfloat16)
 
-#: Lanes of a program: one warp, so that summing over them needs no shared memory and programs wait for none.
+#: Lanes of a program: one warp, so that summing over lanes needs no shared memory and no barriers between warps.
 _LANES = 32
-# The sums over a program's lanes have 15 bits.
+# The largest number of values in a program: sums over its lanes have 15 bits.
 _MOST_IN_A_PROGRAM = 0x7FFF
-#: Tiles of a program at least: adding up its lanes costs as much as three.
+#: The smallest number of full tiles per program: summing over its lanes costs as much as three tiles.
 _FEWEST_TILES = 8
-#: Programs of one launch to aim for: a GPU of 132 multiprocessors runs some 2000 at a time.
+#: The intended number of programs per launch: a GPU with 132 multiprocessors runs about 2000 at a time.
 _PROGRAMS = 4096
-#: Tiles of a program where many tensors share a launch.
+#: Tiles per program in a launch shared by many tensors.
 _TILES_OF_MANY = 16
-#: Elements in one launch: the kernels' offsets have 32 bits.
+#: The largest number of elements in one launch: the kernels' offsets have 32 bits.
 _MOST_IN_A_LAUNCH = 1 << 30
-# The kernels have no floating-point arithmetic that could be fused; saying so spares Triton's warning that it chose for us.
+# The kernels have no floating-point arithmetic to fuse; setting the option avoids Triton's warning about its default.
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 class Counted(NamedTuple):
-    """Values to count, and the row to add them to.
+    """Values to count, and the row to which their counts are added.
 
     Args:
-        values: dense, of one of DTYPES.
-        row: int64, of the dtype's layout, contiguous, on the same device; holds counts already or those of ``empty_row``.
+        values: a dense tensor of one of DTYPES.
+        row: contiguous int64 tensor of the dtype's layout on the same device, holding earlier counts or an ``empty_row``.
     """
 
     values: torch.Tensor
@@ -55,7 +55,7 @@ def encoding_of(dtype: torch.dtype) -> Encoding:
 
 
 def count(values: torch.Tensor) -> torch.Tensor:
-    """Return the row of a strided tensor of one of DTYPES: any size, strides and device index. Does not wait for the GPU.
+    """Return the row of a strided tensor of one of DTYPES, with any size, strides and device; does not wait for the GPU.
 
     Returns:
         int64 on the tensor's device, see ``mpinspect.counting.layout``: WIDE for float64, else NARROW.
@@ -68,14 +68,14 @@ def count(values: torch.Tensor) -> torch.Tensor:
 def add(values: torch.Tensor, row: torch.Tensor) -> None:
     """Add the counts of a strided tensor to a row (see ``Counted``). Does not wait for the GPU.
 
-    Memory with gaps is copied a few million values at a time; an expanded dimension is counted once and multiplied.
+    Non-contiguous memory is copied a few million values at a time; expanded dimensions are counted once and multiplied.
     """
     pieces, times = flat_bits(values, _MOST_IN_A_LAUNCH if values.is_contiguous() else DEVICE_CHUNK)
     into = row if times == 1 else empty_row(encoding_of(values.dtype), values.device)
     with _on(row.device):
         for piece in pieces:
             if piece.numel():
-                # A piece of one dimension may still have gaps.
+                # A one-dimensional piece may still be non-contiguous.
                 _launch_one(piece.contiguous(), into, values.dtype)
     if times != 1:
         into[:MIN_BITS] *= times
@@ -84,7 +84,7 @@ def add(values: torch.Tensor, row: torch.Tensor) -> None:
 
 
 def add_many(counted: Sequence[Counted]) -> None:
-    """Add the counts of many dense tensors on one device to their rows, in one launch for each dtype. Does not wait."""
+    """Add the counts of many dense tensors on one device to their rows, with one launch per dtype; does not wait."""
     by_dtype: dict[torch.dtype, list[Counted]] = {}
     for each in counted:
         if each.values.numel():
@@ -95,10 +95,10 @@ def add_many(counted: Sequence[Counted]) -> None:
 
 
 def warm_up(devices: Iterable[torch.device]) -> None:
-    """Compile the kernels for the usual dtypes; takes some seconds a dtype, once on a machine (Triton keeps them on disk).
+    """Compile the kernels for the usual dtypes: some seconds per dtype, once per machine (Triton caches them on disk).
 
     Raises:
-        Exception: whatever Triton or its compilers raise where they do not work.
+        Exception: any exception of Triton or its compilers.
     """
     for device in devices:
         for dtype in _USUAL:
@@ -134,25 +134,25 @@ def _launch_many(group: list[Counted], dtype: torch.dtype) -> None:
 
 
 def _sent(numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
-    """Return the numbers on the device, by way of page-locked memory, which torch lends out again once they are there."""
+    """Copy the numbers to the device asynchronously through pinned memory, which torch reuses after the copy."""
     host = torch.from_numpy(numbers)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Triton launches on the current device."""
+    """Return a context that makes ``device`` current, since Triton launches on the current device."""
     guard: AbstractContextManager[None] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     return guard
 
 
 def _constants(dtype: torch.dtype) -> tuple[str, int, int]:
-    """KIND, M and LANES."""
+    """Return the kernels' constants KIND, M and LANES."""
     kind = "codes" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
     return kind, encoding_of(dtype).mantissa_bits, _LANES
 
 
 def _codes(dtype: torch.dtype, row: torch.Tensor) -> torch.Tensor:
-    """Of 8-bit dtypes each code's magnitude; of others anything, for the kernels do not look at it."""
+    """Return each code's magnitude bits for an 8-bit dtype; for others ``row``, as a placeholder that is not read."""
     return _magnitudes_of_codes(dtype, row.device) if dtype.itemsize == 1 else row
 
 

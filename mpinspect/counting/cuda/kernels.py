@@ -1,50 +1,50 @@
-"""The Triton kernels: exponents with their edge counters, zeros, infinities, NaNs and extremes in one read of the values.
+"""The Triton kernels: they count exponents, edge counters, zeros, infinities, NaNs and extremes in one read of the values.
 
 A histogram in shared memory is too slow here. At 4 TB/s each of 132 multiprocessors gets about four float32 values a clock,
-and values share a few exponents, so that additions to one counter queue up; ``tl.histogram`` votes bit by bit, several
-dozen instructions a value. So each lane counts in registers, for 31 neighbouring exponents at once (the window):
+and most values share a few exponents, so that additions to one counter are serialised; ``tl.histogram`` votes bit by bit,
+which takes several dozen instructions a value. So each lane counts 31 adjacent exponents (the window) in registers:
 
 - A value becomes one bit of a 32-bit word: 1 << (exponent field - window's first).
-- Words are added up bit by bit, 32 counters side by side: plane k holds bit k of every counter. A full adder of
-  three words is two logical instructions, and in a tree of them a value costs about two (carry-save addition, as in
-  Harley and Seal's population count). The same is done to the words of powers of two, and of values near the top.
-- At the end of its share of the tensor a program adds up its lanes, and adds each counter that it used to the row.
+- Words are added bit by bit, as 32 counters in parallel: plane k holds bit k of every counter. A full adder of three
+  words takes two logical instructions, and in a tree of full adders a value costs about two instructions (carry-save
+  addition, as in Harley and Seal's population count). Powers of two, and values near the top, are counted the same way.
+- At the end of its share of the tensor, a program sums its counters over the lanes, and adds the non-zero sums to the row.
 
-Zeros and extremes are kept in each lane. The few values outside the window (infinities, NaNs and subnormals always are), which
-a tile's extremes betray, are counted in a second look at that tile (``_count_rest``), and so is a last tile that is not full:
-up to eight different counters by comparing, with one addition for each; what is left is spread over many counters, so
-that atomic additions do not queue up.
+Each lane keeps its own count of zeros and its extremes. A tile's extremes show whether it has values outside the window (all
+infinities, NaNs and subnormals are). ``_count_rest`` then reads that tile again and counts only the values outside the
+window; it also counts a last tile that is not full. It finds up to eight distinct counters by comparison, with one atomic
+addition each; any remaining values are spread over many counters, so that their atomic additions rarely conflict.
 
-Read off the code compiled for sm_90, with no GPU to measure on: 23 instructions a float32 value in the loop over full tiles,
-some 40 more for each value of a tile that needs the second look. Estimated from that: 3.5 values a clock and multiprocessor,
-about 0.8e12 values a second on 132 of them, which is an H100's memory speed and three quarters of an H200's.
+Performance, estimated from the code compiled for sm_90 without measuring on a GPU: 23 instructions a float32 value in the loop
+over full tiles, and about 40 more for each value of a tile that is read again. This gives 3.5 values a clock and
+multiprocessor, about 0.8e12 values a second on 132 of them, which is an H100's memory speed and three quarters of an H200's.
 
-Triton 3.6 and 3.9 compile them for sm_80 and sm_90, and interpret them to the same counts. 3.9 adds up a warp's lanes in
-registers; 3.6 passes them through 4 KiB of shared memory.
+Triton 3.6 and 3.9 compile the kernels for sm_80 and sm_90, and their interpreters give the same counts. Triton 3.9 sums over
+a warp's lanes in registers; 3.6 sums through 4 KiB of shared memory.
 
-Everything is arithmetic on the bits, so it is exact and no flush-denormals mode matters; integer additions commute, so
-the counts do not depend on the order in which programs run.
+All arithmetic is on the bits, so the counts are exact under any flush-denormals mode; integer additions commute, so the
+counts do not depend on the order in which programs run.
 
-Words in this file: m is a value's magnitude bits (an integer, without the sign) as float32, or as float64 for float64; M the
-mantissa bits of that; a key is what ``mpinspect.counting.bits`` calls a slot, less one.
+Names in this file: m is the magnitude bits (an integer, without the sign) of a value as float32, or as float64 for float64; M
+is the number of mantissa bits of that format; a key is a slot of ``mpinspect.counting.bits`` minus one.
 """
 
-# Triton reads the source of these functions, types are its own.
+# Triton compiles the source of these functions and infers types itself.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 import triton
 import triton.language as tl
 
-#: Values that a lane takes at a time: the leaves of one adder tree.
+#: Values per lane in a tile: the inputs of one adder tree.
 VALUES = tl.constexpr(16)
-#: Exponents in the window; the word's last bit takes what is outside.
+#: The number of exponents in the window; the word's last bit is for values outside the window.
 WINDOW = tl.constexpr(31)
-# The window reaches further down from the mean exponent than up: the density of most data is finite at zero, where it halves with
-# each exponent, and falls off faster above.
+# The window extends further below the mean exponent than above: most data has a finite density at zero, so that counts halve
+# with each lower exponent, but fall off faster towards higher exponents.
 BELOW_MEAN = tl.constexpr(20)
-# Different counters of a tile's rest that are found by comparing; beyond that they are too many to wait for each other.
+# The number of counters that ``_count_rest`` finds by comparison; remaining values have too many counters for much contention.
 ROUNDS = tl.constexpr(8)
-# Where things lie in a row (mpinspect.counting.layout).
+# Indices in a row (mpinspect.counting.layout).
 ZEROS = tl.constexpr(0)
 INFS = tl.constexpr(1)
 NANS = tl.constexpr(2)
@@ -55,13 +55,13 @@ HEADER = tl.constexpr(5)
 
 @triton.jit
 def _add_words(a, b, c):
-    """A full adder for each bit of three words: the sum, the carry."""
+    """Return sum and carry of a full adder for each bit of three words."""
     return a ^ b ^ c, (a & b) | (c & (a ^ b))
 
 
 @triton.jit
 def _add_pair(x, y, p0, p1, p2, p3, w1, w2, w3, PAIR: tl.constexpr):
-    """Two words into planes 0 to 3. A carry waits (w1, w2, w3) for its partner; after the eighth pair the last is due."""
+    """Add two words to planes 0 to 3. w1, w2, w3 hold carries until their partners; the eighth pair gives the final carry."""
     p0, carry = _add_words(p0, x, y)
     if PAIR % 2 == 0:
         w1 = carry
@@ -80,7 +80,7 @@ def _add_pair(x, y, p0, p1, p2, p3, w1, w2, w3, PAIR: tl.constexpr):
 
 @triton.jit
 def _carry_on(carry, p4, p5, p6, p7, p8, p9):
-    """A carry of weight 16 into the upper planes."""
+    """Add a carry of weight 16 to planes 4 to 9, and return these planes."""
     p4, carry = p4 ^ carry, p4 & carry
     p5, carry = p5 ^ carry, p5 & carry
     p6, carry = p6 ^ carry, p6 & carry
@@ -91,13 +91,13 @@ def _carry_on(carry, p4, p5, p6, p7, p8, p9):
 
 @triton.jit
 def _two_fields(plane, bit: tl.constexpr):
-    """The counters ``bit`` and ``bit`` + 16, in 16 bits each."""
+    """Return a plane's bits of the counters ``bit`` and ``bit`` + 16, in 16 bits each."""
     return (plane >> bit) & 0x10001
 
 
 @triton.jit
 def _totals(p0, p1, p2, p3, p4, p5, p6, p7, p8, p9):
-    """The 32 counters, summed over the lanes: int32, shape (32,). Their sums must stay below 2^15."""
+    """Return the 32 counters summed over the lanes: int32, shape (32,). Each sum must be below 2^15."""
     bins = tl.arange(0, 32)
     totals = tl.zeros([32], tl.int32)
     for bit in tl.static_range(16):
@@ -112,7 +112,7 @@ def _totals(p0, p1, p2, p3, p4, p5, p6, p7, p8, p9):
 
 @triton.jit
 def _magnitudes(pointers, inside, codes, KIND: tl.constexpr):
-    """m of the values at these addresses; 0 where they are not ``inside`` (None: all are)."""
+    """Return m of the values at these addresses; 0 where ``inside`` is False (None: all are inside)."""
     other = None if inside is None else 0
     bits = tl.load(pointers, mask=inside, other=other)
     if KIND == "float64":
@@ -122,7 +122,7 @@ def _magnitudes(pointers, inside, codes, KIND: tl.constexpr):
     elif KIND == "bfloat16":
         m = (bits.to(tl.int32) << 16) & 0x7FFFFFFF
     elif KIND == "float16":
-        # Exact, and its subnormals are normal in float32.
+        # The conversion is exact, and float16's subnormals are normal in float32.
         m = bits.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
         m = tl.load(codes + bits.to(tl.int32), mask=inside, other=other)
@@ -131,7 +131,7 @@ def _magnitudes(pointers, inside, codes, KIND: tl.constexpr):
 
 @triton.jit
 def _words(m, first, M: tl.constexpr):
-    """The value's bit in the window (bit 31: outside), and the same if it is a power of two, or near the top; else 0."""
+    """Return each value's word (bit 31: outside the window), and two copies: 0 unless a power of two, 0 unless near the top."""
     place = ((m >> M) - first).to(tl.int32).to(tl.uint32, bitcast=True)
     place = tl.minimum(place, WINDOW)
     word = tl.full(place.shape, 1, tl.uint32) << place
@@ -144,14 +144,14 @@ def _words(m, first, M: tl.constexpr):
 
 @triton.jit
 def _keys(m, M: tl.constexpr):
-    """The counter of a finite value that is not zero: 0 for the power of two of the smallest subnormal, and so on."""
+    """Return the key (counter) of each finite non-zero value; key 0 is the smallest subnormal, a power of two."""
     if M == 23:
         as_float = m.to(tl.float32).to(tl.int32, bitcast=True)
         below_zero = (127 + 22) << 23
     else:
         as_float = m.to(tl.float64).to(tl.int64, bitcast=True)
         below_zero = (1023 + 51) << 52
-    # Subnormals as if the exponent field went on below zero.
+    # Write subnormals as if the exponent field continued below zero.
     extended = tl.where(m < (1 << M), as_float - below_zero, m)
     keys = (extended >> M) + ((extended - 1) >> M) + ((extended + (1 << (M - 11))) >> M) + (3 * M - 2)
     return keys.to(tl.int32)
@@ -159,7 +159,7 @@ def _keys(m, M: tl.constexpr):
 
 @triton.jit
 def _float64_bits(m, M: tl.constexpr):
-    """float64 bits of a scalar m that is finite; 0 for 0."""
+    """Return the float64 bits of a finite scalar m; 0 for m = 0."""
     if M == 52:
         bits = m
     else:
@@ -171,7 +171,12 @@ def _float64_bits(m, M: tl.constexpr):
 
 @triton.jit
 def _merge_extremes(row, low, high, infinity, M: tl.constexpr):
-    """Into the row: the smallest non-zero m less one (``infinity`` - 1 or more: none), and the largest finite one (0: none)."""
+    """Merge a program's extremes into the row.
+
+    Args:
+        low: the smallest non-zero m minus one; ``infinity`` - 1 or more if there is none.
+        high: the largest finite m; 0 if there is none.
+    """
     if low < infinity - 1:
         tl.atomic_min(row + MIN_BITS, _float64_bits(low + 1, M), sem="relaxed")
     if high > 0:
@@ -188,9 +193,9 @@ def _add_scalar(pointer, number):
 def _count_rest(
     values, row, codes, length, first, WINDOWED: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr
 ):
-    """Count a tile of ``length`` values into the row, value by value; WINDOWED: only those that the window has not.
+    """Count a tile of ``length`` values into the row, value by value; if WINDOWED, only values outside the window.
 
-    The extremes are always those of all its values, because infinities and NaNs hide the others from the fast way.
+    The extremes are always taken over all values, because in a tile with infinities or NaNs the fast loop skips the maximum.
     """
     infinity = _infinity(M)
     places = tl.arange(0, VALUES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -224,13 +229,13 @@ def _count_rest(
 
 @triton.jit
 def _infinity(M: tl.constexpr):
-    """m of infinity."""
+    """Return m of infinity."""
     return 0x7F800000 if M == 23 else 0x7FF0000000000000
 
 
 @triton.jit
 def _first_of_window(values, codes, KIND: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
-    """The lowest exponent field of the window: about the mean of the first values that are normal."""
+    """Return the window's lowest exponent field, BELOW_MEAN less than the mean over the first values that are normal."""
     fields: tl.constexpr = 255 if M == 23 else 2047
     places = tl.arange(0, 4)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     field = (_magnitudes(values + places, None, codes, KIND) >> M).to(tl.int32)
@@ -242,11 +247,11 @@ def _first_of_window(values, codes, KIND: tl.constexpr, M: tl.constexpr, LANES: 
 
 @triton.jit
 def _count_tiles(values, row, codes, tiles, KIND: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
-    """Count ``tiles`` full tiles into the row: at least one, at most 2^15 - 1 values in all."""
+    """Count ``tiles`` full tiles into the row: at least one tile, and at most 2^15 - 1 values in total."""
     infinity = _infinity(M)
     lane = tl.arange(0, LANES)
     first = _first_of_window(values, codes, KIND, M, LANES)
-    # Numbers of 16 bits and less have too short a mantissa to come near the top.
+    # The mantissas of 16-bit and 8-bit formats are too short for values near the top of an exponent.
     HAS_NEAR: tl.constexpr = (KIND == "float32") or (KIND == "float64")
     none = tl.zeros([LANES], tl.uint32)
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9 = none, none, none, none, none, none, none, none, none, none
@@ -267,7 +272,7 @@ def _count_tiles(values, row, codes, tiles, KIND: tl.constexpr, M: tl.constexpr,
         for pair in tl.static_range(VALUES // 2):
             x = _magnitudes(here + (2 * pair * LANES + lane), None, codes, KIND)
             y = _magnitudes(here + ((2 * pair + 1) * LANES + lane), None, codes, KIND)
-            # A zero, less one, is the largest unsigned integer, and the only one whose top bit is set.
+            # Zero minus one is the largest unsigned integer, and the only difference whose top bit is set.
             x_less, y_less = (x - 1).to(unsigned, bitcast=True), (y - 1).to(unsigned, bitcast=True)
             zeros += (x_less >> top_bit).to(tl.int32) + (y_less >> top_bit).to(tl.int32)
             tile_low = tl.minimum(tile_low, tl.minimum(x_less, y_less))
@@ -319,10 +324,10 @@ def _count_share(values, row, codes, length, KIND: tl.constexpr, M: tl.constexpr
 
 @triton.jit(do_not_specialize=["values", "row", "codes", "length", "share"])
 def count_one(values, row, codes, length, share, KIND: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
-    """Add the counts of ``length`` values, below 2^31, to a row, ``share`` of them in each program.
+    """Add the counts of ``length`` values (below 2^31) to a row; each program counts ``share`` of them.
 
     Args:
-        values: their bits; row: int64; codes: of 8-bit dtypes each code's m, int32.
+        values: the values' bits; row: int64; codes: int32 m of each code for 8-bit dtypes, else not read.
     """
     start = tl.program_id(0) * share
     _count_share(values + start, row, codes, tl.minimum(length - start, share), KIND, M, LANES)
@@ -330,11 +335,11 @@ def count_one(values, row, codes, length, share, KIND: tl.constexpr, M: tl.const
 
 @triton.jit(do_not_specialize=["entries", "owners", "codes", "share"])
 def count_many(entries, owners, codes, share, KIND: tl.constexpr, M: tl.constexpr, LANES: tl.constexpr):
-    """Add the counts of many tensors of one dtype to a row each.
+    """Add the counts of many tensors of one dtype to one row per tensor.
 
     Args:
-        entries: int64, (tensors, 4): the values' address, their number, the row's address, the tensor's first program.
-        owners: int64, which tensor each program works on.
+        entries: int64, (tensors, 4): address and number of the values, the row's address, the tensor's first program.
+        owners: int64, the index of the tensor that each program works on.
     """
     program = tl.program_id(0)
     entry = entries + 4 * tl.load(owners + program).to(tl.int64)

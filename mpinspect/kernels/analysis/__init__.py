@@ -1,4 +1,4 @@
-"""Analyses traces: what ran on Tensor Cores, what did not and why, and what that cost. Pure functions, without torch or a GPU."""
+"""Analyse traces: what ran on Tensor Cores, what did not and why, and the cost. Pure functions, without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def analyse_kernels(
     """Report what ran on Tensor Cores in one trace, or in the traces of several ranks.
 
     Args:
-        traces: may be empty, and may be without kernels: the report says so then.
-        gpu: the GPU to judge for, instead of those that the traces describe.
-        shapes: a shape lint of the same model; its causes are added to those of kernels of the same module.
+        traces: one trace per rank. An empty list, or traces without kernels, give a report that says so.
+        gpu: the GPU to judge for, instead of the GPUs named in the traces.
+        shapes: a shape lint of the same model; its causes are added to the causes of kernels of the same module.
     """
     with without_collection():
         return _analysed(traces, gpu, shapes)

@@ -1,4 +1,4 @@
-"""Conditions on a report's shares, as CI writes them: "tensor-core share < 60%"."""
+"""Parse and check conditions on a report's shares, as written in CI: "tensor-core share < 60%"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.shares import Shares
 from mpinspect.reporting.words import percent
 
-#: The lowest and the highest value that a share can have; they differ where verdicts are unknown. None where its whole is 0.
+#: The bounds of a share, which differ if some verdicts are unknown; None if the total that the share refers to is 0.
 Range = tuple[float, float] | None
 
 
@@ -25,7 +25,7 @@ def _idle(report: KernelReport) -> Range:
 
 
 def _on_tensor_cores(whole: Callable[[Shares], float]) -> Callable[[KernelReport], Range]:
-    """Return a measure of the share on Tensor Cores, without the products of unknown verdict and with them."""
+    """Return a measure of the share on Tensor Cores: its range without and with products of unknown verdict."""
 
     def measured(report: KernelReport) -> Range:
         total, known = whole(report.shares), report.shares.tensor_core_time_us
@@ -36,7 +36,7 @@ def _on_tensor_cores(whole: Callable[[Shares], float]) -> Callable[[KernelReport
 
 
 def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
-    """Return a measure of a verdict's share of the products' time, without the products of unknown verdict and with them."""
+    """Return a measure of a verdict's share of the products' time: its range without and with products of unknown verdict."""
 
     def measured(report: KernelReport) -> Range:
         known, unknown = report.shares.of_products(verdict), report.shares.of_products("unknown")
@@ -47,7 +47,7 @@ def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
 
 _PRODUCTS, _ALL = "the matrix products' time", "all kernel time"
 
-#: By the name of a share: its measure, and what it is a share of, in words.
+#: By the name of a share: its measure, and in words the total that the share refers to.
 QUANTITIES: dict[str, tuple[Callable[[KernelReport], Range], str]] = {
     "tensor-core share": (_on_tensor_cores(lambda shares: shares.product_time_us), _PRODUCTS),
     "tensor-core share of all": (_on_tensor_cores(lambda shares: shares.kernel_time_us), _ALL),
@@ -79,7 +79,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True)
 class Condition:
-    """A comparison of a share with a bound (0..1). ``text``: as the user wrote it."""
+    """A comparison of a share with a bound (0..1); ``text`` is the user's spelling."""
 
     text: str
     name: str
@@ -87,17 +87,17 @@ class Condition:
     bound: float
 
     def range(self, report: KernelReport) -> Range:
-        """Return the lowest and the highest value that the report's share can have; None where its whole is 0."""
+        """Return the lowest and highest possible value of the report's share; None if the share's total is 0."""
         return QUANTITIES[self.name][0](report)
 
     def holds(self, report: KernelReport) -> bool | None:
-        """Return whether the condition holds; None where the share is unknown, or its range has values on both sides."""
+        """Return whether the condition holds; None if the share is unknown, or its range lies on both sides of the bound."""
         found = self.range(report)
         answers = {_COMPARISONS[self.sign](value, self.bound) for value in found} if found is not None else set()
         return answers.pop() if len(answers) == 1 else None
 
     def doubt(self, report: KernelReport) -> str:
-        """Say why ``holds`` returned None, as the second half of a sentence."""
+        """Return why ``holds`` returned None, as the second half of a sentence."""
         found = self.range(report)
         if found is None:
             return f"the traces have none of what it is a share of ({QUANTITIES[self.name][1]})"
@@ -106,10 +106,10 @@ class Condition:
 
 
 def parse(text: str) -> Condition:
-    """Read a condition: a name of QUANTITIES, one of < <= > >=, and a share as "60%" or "0.6".
+    """Return the condition in a text: a name of QUANTITIES, one of < <= > >=, and a share as "60%" or "0.6".
 
     Raises:
-        ValueError: for any other text; the message lists what can be compared.
+        ValueError: the text has another form; the message lists the names of shares.
     """
     found = _FORM.fullmatch(" ".join(text.lower().split()))
     if found is None or found["name"] not in QUANTITIES:

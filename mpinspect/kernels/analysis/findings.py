@@ -1,4 +1,4 @@
-"""Finds what is worth saying about traces and about kernels that are no products; ``findings`` puts all findings in order."""
+"""Find what to report about traces and about kernels that are not products; ``findings`` orders all findings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mpinspect.reporting.finding import SEVERITIES, Finding
 from mpinspect.reporting.words import duration, percent, some
 from mpinspect.runtime.gpus import Gpu
 
-#: Shares of kernel time from which layout conversions are worth a line or a warning; another layout changes less than a clock's
-#: noise below the first.
+#: Shares of kernel time from which layout conversions are an info or a warning; below the first, changing the layout gains less
+#: than the noise of a clock.
 _WORTH_A_LINE, _WORTH_A_WARNING = 0.01, 0.05
-#: Share of kernel time from which communication is worth a line.
+#: Share of kernel time from which communication is reported.
 _MUCH_COMMUNICATION = 0.1
-#: Share of the GPU's span from which idle time is worth a line; short gaps between kernels are normal.
+#: Share of the GPU's span from which idle time is reported; short gaps between kernels are normal.
 _MUCH_IDLE = 0.1
-#: Where the operator is known for less of the kernel time, tables by operator and module say little.
+#: If the operator is known for a smaller share of the kernel time, tables by operator and module say little.
 _LOW_ATTRIBUTION = 0.5
-#: Ranks differ if their shares of Tensor Core time lie at least this far apart, in points of 1.
+#: Ranks differ if their shares of Tensor Core time differ by at least this much (0..1).
 _FAR_APART = 0.05
 
 
 def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding, ...]:
-    """Return all findings: errors, then warnings, then information; those of one severity in the order of this list.
+    """Return all findings by severity (error, warning, info), within one severity in the order of this list.
 
-    ``differences``: why the traces are not ranks of one job (``ranks.differences``).
+    ``differences``: reasons why the traces are not ranks of one job (``ranks.differences``).
     """
     found = [
         *_cut_short(report),
@@ -96,7 +96,7 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
 
 
 def _cut_short(report: KernelReport) -> Iterator[Finding]:
-    """Find files that end before their events do. Kernels stand last in a file and are lost first."""
+    """Yield a finding for each file that ends early. Kernels come last in a file, so they are the first to be lost."""
     for rank in report.ranks:
         if not rank.cut_short:
             continue
@@ -122,7 +122,7 @@ def _first_note(rank: RankReport) -> str:
 
 
 def _empty(report: KernelReport) -> Iterator[Finding]:
-    """Find traces without kernels: of work on the CPU alone, or of launches whose kernels were not recorded."""
+    """Yield a finding for each trace without kernels: CPU work only, or launches whose kernels were not recorded."""
     for rank in report.ranks:
         if rank.shares.calls or rank.cut_short:
             continue
@@ -165,7 +165,7 @@ def _gpus(report: KernelReport) -> Iterator[Finding]:
 
 
 def _unknown_gpu(gpu: Gpu) -> Finding:
-    """Say that a trace names no GPU, or one that the table of GPUs does not have."""
+    """Return the finding that a trace names no GPU, or one that the table of GPUs lacks."""
     if not gpu.name:
         message = "The trace does not tell its GPU"
         fix = "Name it: --gpu H100, or gpu=... in code."
@@ -211,7 +211,7 @@ _ATTRIBUTION_FIXES = {
 
 
 def _between_ranks(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:
-    """Find traces that are not of one job, or ranks of one job that use Tensor Cores unequally."""
+    """Yield a finding if traces are not of one job, or if ranks of one job use Tensor Cores unequally."""
     if len(report.ranks) > 1 and differences:
         yield _different_jobs(report, differences)
     elif len(report.ranks) > 1:
@@ -253,10 +253,10 @@ def _fraction(rank: RankReport) -> float:
 
 
 def _notes(report: KernelReport) -> Iterator[Finding]:
-    """Make a finding of each distinct note on reading, with the traces it is about."""
+    """Yield a finding for each distinct note on reading, with the traces that have the note."""
     about: dict[str, list[str]] = {}
     for rank in report.ranks:
-        # The first note of a file that is cut short stands in trace-cut-short.
+        # The first note of a truncated file is already part of trace-cut-short.
         for note in rank.notes[1:] if rank.cut_short else rank.notes:
             about.setdefault(note, []).append(rank.label)
     for note, labels in about.items():

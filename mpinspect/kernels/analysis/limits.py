@@ -1,4 +1,4 @@
-"""Bounds what mixed precision and Tensor Cores can still save: Amdahl's law over rooflines and over how wide numbers are."""
+"""Bound what mixed precision and Tensor Cores can still save: Amdahl's law over rooflines and widths of number formats."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from mpinspect.kernels.analysis.savings import can_gain, half_precision, ways
 
 @dataclass(frozen=True)
 class Limits:
-    """What limits the kernels, and the most that mixed precision and Tensor Cores can still bring (Amdahl's law).
+    """What limits the kernels, and the most that mixed precision and Tensor Cores can still save (Amdahl's law).
 
-    Kernel times are summed: of two kernels that run at once on two streams, both count.
+    Kernel times are summed: if two kernels run at once on two streams, both count.
 
     Args:
         span_us: from the first start to the last end on the GPU, summed over devices.
-        idle_us: the part of it in which neither a kernel nor a copy ran; a lower precision does not fill it.
-        copies_us: time of memory copies and sets.
-        communication_us: time of NCCL's kernels and the like.
+        idle_us: the part of the span without a kernel or copy running; a lower precision does not shorten it.
+        copies_us: time of memory copies and memsets.
+        communication_us: time of communication kernels, such as NCCL's.
         math_limited_us: time of matrix products that are compute-bound by the roofline of the units that they ran on.
         memory_limited_us: time of other matrix products and of all other kernels (elementwise, normalisation, reduction and
             copy kernels are assumed to be memory-bound).
         unknown_us: time of matrix products whose FLOPs, or whose GPU's rates, are unknown.
-        saved_at_most_us: bounds of what can still be saved, by cause.
-        speedup_at_most: the bound span / (span - all savings); None where nothing ran or savings leave nothing.
-        kernel_speedup_at_most: the same bound for kernel time alone, as if the GPU never idled.
-        assumptions: clauses that the bounds rest on.
+        saved_at_most_us: upper bounds of the savings, by cause.
+        speedup_at_most: the bound span / (span - all savings); None if nothing ran or the savings reach the span.
+        kernel_speedup_at_most: the same bound for kernel time alone, as if the GPU were never idle.
+        assumptions: clauses on which the bounds rely.
     """
 
     span_us: float
@@ -50,14 +50,14 @@ class Limits:
 
 _NARROW_NAMES = re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _WIDE_NAMES = re.compile(r"(?<![a-z0-9_])(?:float|double)(?![a-z0-9_])|fp32|_f32|f32_", re.IGNORECASE)
-#: Template arguments of torch's functors that compute in integers. Elsewhere in a name int, long and bool are indices and flags.
+#: Template arguments of torch's functors for integer arithmetic. Elsewhere in a name, int, long and bool are indices and flags.
 _WHOLE_NUMBERS = re.compile(
     r"(?:Functor\w*|ReduceOp|func_wrapper_t)<(?:bool|(?:(?:un)?signed )?(?:char|short|int|long(?: long)?))[,> ]"
 )
 _LAYOUT = re.compile(r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
 
 
-#: A trace has many kernels but few names.
+#: Cache by kernel name: a trace has many kernels but few names.
 _remembered = lru_cache(maxsize=1 << 14)
 
 
@@ -68,7 +68,7 @@ def is_layout_conversion(name: str) -> bool:
 
 
 def is_wide(row: KernelRow) -> bool | None:
-    """Whether a kernel reads and writes FP32 or wider, by its name, else by its operator's dtypes; None where neither says."""
+    """Return whether a kernel uses FP32 or wider, by its name, else by its operator's dtypes; None if neither tells."""
     by_name = _wide_by_name(row.name)
     if by_name is not None:
         return by_name
@@ -79,7 +79,7 @@ def is_wide(row: KernelRow) -> bool | None:
 
 @_remembered
 def _wide_by_name(name: str) -> bool | None:
-    # A 16-bit kernel often names float too, which it accumulates in: the narrow dtype decides.
+    # The name of a 16-bit kernel often contains float too, its accumulator's dtype: the narrow dtype decides.
     if _NARROW_NAMES.search(name):
         return False
     if _WIDE_NAMES.search(name):
@@ -114,7 +114,7 @@ _ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """What limits a kernel's runs. Each can save (time - least_us) * factor at most, by ``cause``; nothing where that is ""."""
+    """What limits a kernel. Each run can save at most (time - least_us) * factor for ``cause``; nothing if that is ""."""
 
     limited_by: str
     cause: str = ""
@@ -123,13 +123,13 @@ class _Outlook:
 
 
 def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
-    """Bound the savings over all traces together."""
+    """Return the bounds of the savings over all traces together."""
     parts = tuple(ranks)
     kinds = {"math": 0.0, "memory": 0.0, "unknown": 0.0, "communication": 0.0}
     saved = dict.fromkeys(CAUSES, 0.0)
     known: dict[tuple[object, ...], _Outlook] = {}
     for row in rows:
-        # Keyed by identity, since hashing shapes takes longer than everything else here; the rows keep the objects alive.
+        # Keyed by identity, since hashing shapes takes longer than all the rest; the rows keep the objects alive.
         key = (
             row.name,
             row.verdict,
@@ -166,7 +166,7 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
 
 
 def _speedup(span: float, saved: float) -> float | None:
-    """Return the bound; None without a span, or where simultaneous kernels sum up to more than it."""
+    """Return the bound; None without a span, or if the summed savings of simultaneous kernels reach the span."""
     return span / (span - saved) if span > saved else None
 
 
@@ -194,7 +194,7 @@ def _outlook(row: KernelRow) -> _Outlook:
 def _least(row: KernelRow) -> float | None:
     """Return the least time in us that a change could bring the product to.
 
-    0 where the roofline or the dtype is unknown; None where no change would help.
+    The result is 0 if the roofline or the dtype is unknown, and None if no change would help.
     """
     if not row.dtype or row.dtype.startswith("complex"):
         return 0.0
@@ -204,7 +204,7 @@ def _least(row: KernelRow) -> float | None:
 
 
 def _tf32_gain(row: KernelRow) -> float:
-    """Return the share of a native TF32 product's time that 16 bits save at most: by the peaks' ratio, else half of it."""
+    """Return the share of a native TF32 product's time that 16 bits save at most: by the ratio of peaks, else half."""
     half = half_precision(row.gpu)
     if row.dtype != "float32" or half is None:
         return 0.0

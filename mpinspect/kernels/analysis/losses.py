@@ -1,4 +1,4 @@
-"""Groups equal products that could have used Tensor Cores but did not, or used them badly, each group with its cause."""
+"""Group equal products that could have used Tensor Cores but did not, or used them badly; find each group's cause."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Loss:
 
     Args:
         verdict: "off" or "degraded".
-        kernel, op, phase, kind, dtype: those that the runs share.
-        modules: the modules that launched them, most time first; () where unknown.
-        m, n, k, batch: sizes of the product; None where the trace has no shapes.
-        cause: a clause that says why.
+        kernel, op, phase, kind, dtype: common to all runs.
+        modules: the modules that launched the runs, most time first; () if unknown.
+        m, n, k, batch: sizes of the product; None if the trace has no shapes.
+        cause: the cause as a clause.
         cause_id: key of the cause; all losses of one cause make one finding.
-        calls, time_us, fraction: number of runs, their time in all, and its share of all kernel time.
+        calls, time_us, fraction: number of runs, their total time, and its share of all kernel time.
         tflops: achieved rate; None without shapes.
-        savings: estimates by way; empty where they are unknown.
-        uneven_rows: row strides of its operands, in elements, that are no multiple of 16 bytes, those of views aside; None
-            where the trace has no strides.
+        savings: estimates for each way; empty if unknown.
+        uneven_rows: row strides of its operands, in elements, that are not a multiple of 16 bytes, excluding views; None if the
+            trace has no strides.
     """
 
     verdict: str
@@ -58,28 +58,28 @@ class Loss:
 
     @property
     def module(self) -> str:
-        """The module that took most of the time; "" where unknown."""
+        """Return the module that took most of the time; "" if unknown."""
         return self.modules[0] if self.modules else ""
 
     @property
     def saved_us(self) -> float | None:
-        """The largest of the savings; None where none is known."""
+        """Return the largest saving; None if no saving is known."""
         return max((saving.saved_us for saving in self.savings), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why products are off Tensor Cores or degraded. ``id``: a key such as "tf32-off-cuBLAS"; ``sentence``: no full stop."""
+    """Why products are off Tensor Cores or degraded: ``id`` is a key ("tf32-off-cuBLAS"), ``sentence`` has no full stop."""
 
     id: str
     sentence: str
 
 
 class Causes:
-    """Finds the causes of rows; tells from all rows whether a library was allowed TF32."""
+    """Find the causes of rows; whether a library was allowed TF32 is derived from all rows."""
 
     def __init__(self, rows: Iterable[KernelRow]) -> None:
-        # Where a FP32 product ran on Tensor Cores, its library was allowed TF32 in that trace.
+        # If a FP32 product ran on Tensor Cores, its library was allowed TF32 in that trace.
         self._tf32 = {
             (row.trace, library(row)) for row in rows if row.verdict in ON_TENSOR_CORES and row.dtype == "float32"
         }
@@ -110,7 +110,7 @@ class Causes:
 
 
 def library(row: KernelRow) -> str:
-    """Return the library that chose the kernel and obeys its own TF32 switch: cuDNN for convolutions and recurrent networks."""
+    """Return the library that chose the kernel and has its own TF32 switch: cuDNN for convolutions and recurrent networks."""
     is_cudnn = row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op
     return "cuDNN" if is_cudnn else "cuBLAS"
 
@@ -118,14 +118,14 @@ def library(row: KernelRow) -> str:
 def _of_degraded(row: KernelRow) -> Cause:
     held_back = row.shape.reason if row.shape is not None and row.shape.verdict == "degraded" else ""
     if row.basis == "rate":
-        # The rate says that it was slow, the shape rule why: nvjet's names (Hopper, Blackwell) spell no alignment.
+        # The rate shows that the kernel was slow, the shape rule why: nvjet's names (Hopper, Blackwell) contain no alignment.
         return Cause("rate-alignment", f"{row.reason}; {held_back}") if held_back else Cause("rate", row.reason)
-    # The shape rule names the operand and its stride, a kernel's name at most the alignment that resulted.
+    # The shape rule names the operand and its stride; a kernel's name has at most the resulting alignment.
     return Cause("alignment", held_back or row.reason)
 
 
 class LintedModules:
-    """What a shape lint said about the model's modules, by dotted paths, which only this package's own profiles have."""
+    """A shape lint's verdicts by module path; only traces of this package's own profiles contain such paths."""
 
     def __init__(self, shapes: ShapeReport | None) -> None:
         self._found: dict[tuple[str, str], tuple[str, str]] = {}
@@ -134,7 +134,7 @@ class LintedModules:
                 self._found.setdefault((matmul.module, matmul.role), (matmul.verdict, matmul.reason))
 
     def cause(self, row: KernelRow) -> str:
-        """Return the lint's sentence on the module's products in the row's role; "" where it has none."""
+        """Return the lint's sentence on the module's products in the row's role; "" if there is none."""
         roles = (row.matmul.role,) if row.matmul is not None else ("forward",) if row.phase == "forward" else ()
         if not row.module or not row.kernel.module_is_path:
             return ""
@@ -146,7 +146,7 @@ class LintedModules:
 
 
 def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:
-    """Return the losses among the rows, most time first. ``linted``: what a shape lint said about the modules."""
+    """Return the losses among the rows, most time first. ``linted``: the shape lint's verdicts on the modules."""
     total = sum(row.time_us for row in rows)
     groups: dict[tuple[object, ...], list[KernelRow]] = defaultdict(list)
     for row in rows:
@@ -160,7 +160,7 @@ def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]
 def is_eligible(row: KernelRow) -> bool:
     """Return whether a product that ran on CUDA cores would gain on this GPU's Tensor Cores, in its dtype or a narrower one.
 
-    False where that is unknown (dtype or GPU unknown, complex numbers), and for matrix-vector products and the like.
+    The result is False if that is unknown (dtype or GPU unknown, complex numbers), and for matrix-vector products and the like.
     """
     return can_gain(row) and any(True for _ in ways(row))
 
@@ -199,7 +199,7 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
 
 
 def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
-    """Return the row strides that padding can mend. A view's rows belong to another tensor, and a vector has none."""
+    """Return the row strides that padding can fix; views (whose rows belong to another tensor) and vectors are excluded."""
     layouts = row.shape.layouts if row.shape is not None else ()
     if not layouts or any(layout.is_assumed for layout in layouts):
         return None

@@ -1,4 +1,4 @@
-"""Finds what is worth saying about matrix products: off, degraded, unknown or contradicted by their rate; one finding a cause."""
+"""Find what to report about matrix products (off, degraded, unknown or contradicted by their rate), one finding per cause."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import duration, format_name, percent, some
 from mpinspect.shapes.records import ITEM_SIZES
 
-#: Shares of all kernel time from which a loss is a warning, and from which unknown verdicts are worth a line.
+#: Shares of all kernel time from which a loss is a warning, and from which unknown verdicts are reported.
 _WORTH_A_WARNING, _WORTH_A_LINE = 0.05, 0.01
-#: The most names that evidence lists, and the most dtypes that a sentence names.
+#: Maximum number of names listed in evidence, and of dtypes named in a sentence.
 _MOST_LISTED, _MOST_NAMED = 20, 4
 
 _FP16 = "torch.autocast('cuda', dtype=torch.float16) with a loss scaler (mpinspect.MixedPrecision)."
-#: By the cause's id.
+#: The fix for each cause, by the cause's id.
 _FIXES = {
     "tf32-off-cuBLAS": "torch.set_float32_matmul_precision('high') for TF32, or torch.autocast('cuda', dtype=torch.bfloat16).",
     "tf32-off-cuDNN": "torch.backends.cudnn.allow_tf32 = True and torch.backends.cudnn.benchmark = True; or 16-bit autocast.",
@@ -42,7 +42,7 @@ def product_findings(report: KernelReport) -> Iterator[Finding]:
 
 
 def _unused(report: KernelReport) -> Iterator[Finding]:
-    """Find GPUs whose Tensor Cores no product used, unless products of unknown verdict may have used them."""
+    """Yield a finding if no product used Tensor Cores, unless products of unknown verdict may have used them."""
     shares = report.shares
     if shares.product_time_us <= 0 or shares.tensor_core_time_us > 0 or shares.verdict_time_us["unknown"] > 0:
         return
@@ -62,7 +62,7 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
 
 
 def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
-    """Return the severity, what kept the products off, and the fix."""
+    """Return the severity, the reason why the products are off, and the fix."""
     severity = "warning" if _of_all(report) >= _WORTH_A_WARNING else "info"
     if report.eligible:
         return severity, "", "See eligible-not-used for the causes."
@@ -133,11 +133,11 @@ def _finding(id: str, group: list[Loss], how: str, fix: str) -> Finding:
 
 
 def _alignment_fix(loss: Loss) -> str:
-    """Say which sizes to pad, where the product's own sizes tell."""
+    """Return the fix: the sizes to pad, if the product's own sizes show them."""
     step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2) or 1
     if loss.kind == "convolution":
         return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
-    # Without strides either size may be the distance of two rows.
+    # Without strides, either size may be the stride between rows.
     rows = loss.uneven_rows if loss.uneven_rows is not None else (loss.n, loss.k)
     sizes = dict.fromkeys(size for size in rows if loss.kind == "gemm" and size and size % step)
     if not sizes:
@@ -163,7 +163,7 @@ def _where(loss: Loss) -> str:
 
 
 def _saved(group: Sequence[Loss]) -> str:
-    """Say what each way would save, over the losses that have an estimate of it."""
+    """Return a sentence on the savings of each way, over the losses with an estimate."""
     found: dict[str, list[float]] = defaultdict(list)
     bases: dict[str, set[str]] = defaultdict(set)
     for loss in group:
@@ -198,7 +198,7 @@ def _evidence(group: Sequence[Loss]) -> dict[str, object]:
 
 
 def _contradicted(report: KernelReport) -> Iterator[Finding]:
-    """Find kernels whose names say CUDA cores and whose rates say Tensor Cores."""
+    """Yield a finding on kernels whose names imply CUDA cores although their rates imply Tensor Cores."""
     rows = [
         row for row in report.kernels if row.basis == "rate" and row.verdict == "native" and row.named.verdict == "off"
     ]

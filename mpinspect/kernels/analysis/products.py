@@ -1,4 +1,4 @@
-"""Finds the matrix products of operators as traces describe them, and which kernel computed which product with how many FLOPs."""
+"""Find the matrix products of operators in traces, and match each kernel with its product and FLOPs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _DTYPES = {
     "char": "int8",
     "bool": "bool",
 }
-#: torch counts elements in 64 bits, and no machine computes a product of more operations than these (30,000 years at an
-#: exaflop/s). Larger numbers come from damaged traces, and what would follow from them counts as unknown.
+#: torch counts elements in 64 bits, and no machine computes a product with more operations than this (30,000 years at an
+#: exaflop/s). Larger numbers come from damaged traces, so results that would follow from them count as unknown.
 _LONGEST, _MOST_OPERATIONS = 2**63 - 1, 10**30
 _COMPLEX = {"double": "complex128", "float": "complex64"}
 
 
 def dtype_name(written: str) -> str:
-    """Return torch's name of a dtype that a trace writes as "c10::BFloat16": "bfloat16"; "" for "Scalar" and the like."""
+    """Return torch's name of a dtype written as in a trace ("bfloat16" for "c10::BFloat16"); "" for "Scalar" and the like."""
     name = written.strip().removeprefix("c10::").removeprefix("at::")
     complex_ = re.fullmatch(r"complex<(\w+)>", name)
     if complex_:
@@ -51,7 +51,7 @@ def dtype_name(written: str) -> str:
 
 
 def operands_of(op: TraceOp) -> tuple[Operand | None, ...]:
-    """Return an operator's arguments, None for those that are no tensors; () where the trace has no shapes."""
+    """Return an operator's arguments, with None for arguments that are not tensors; () if the trace has no shapes."""
     if op.shapes is None or op.dtypes is None:
         return ()
     strides = op.strides if op.strides is not None else (None,) * len(op.shapes)
@@ -60,7 +60,7 @@ def operands_of(op: TraceOp) -> tuple[Operand | None, ...]:
     for shape, stride, written in zip(op.shapes, strides, op.dtypes, strict=False):
         dtype = dtype_name(written)
         usable = stride if stride is not None and len(stride) == len(shape) else None
-        # Traces have no offsets: None says unknown, 0 would say aligned.
+        # Traces have no offsets: None means unknown, whereas 0 would mean aligned.
         found.append(Operand(tuple(shape), usable, dtype, offset=None) if dtype else None)
     return tuple(found)
 
@@ -75,20 +75,20 @@ def products_of(op: TraceOp) -> tuple[Matmul, ...]:
     try:
         found = matmuls_of(op.name, operands, scalars=op.scalars or ())
     except (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, OverflowError):
-        # Many versions write traces, and people edit them: an odd operator loses its FLOPs, and the report goes on.
+        # Traces come from many versions and may be edited: an unreadable operator loses its FLOPs, but the report continues.
         return ()
     return () if any(max(product.flops, product.bytes) > _MOST_OPERATIONS for product in found) else found
 
 
 class Products:
-    """Finds the products of operators, once for each operator: by identity first, because hashing shapes is slow."""
+    """Find the products of operators, once per operator: looked up by identity first, because hashing shapes is slow."""
 
     def __init__(self) -> None:
         self._by_identity: dict[int, tuple[Matmul, ...]] = {}
         self._by_value: dict[TraceOp, tuple[Matmul, ...]] = {}
 
     def of(self, op: TraceOp | None) -> tuple[Matmul, ...]:
-        """Return what ``products_of`` does. The operators must stay alive as long as this object."""
+        """Return ``products_of(op)``, cached. The operators must stay alive as long as this object."""
         if op is None:
             return ()
         if id(op) not in self._by_identity:
@@ -99,7 +99,7 @@ class Products:
 
 
 def dtype_of(op: TraceOp | None) -> str:
-    """Return the dtype of an operator's first tensor; "" where unknown."""
+    """Return the dtype of an operator's first tensor; "" if unknown."""
     if op is None or op.dtypes is None:
         return ""
     names = [dtype_name(written) for written in op.dtypes]
@@ -109,16 +109,16 @@ def dtype_of(op: TraceOp | None) -> str:
 #: The shape rule's verdicts by the identities of product and GPU, which ``Products`` and the rows keep alive.
 _ShapeVerdicts = dict[tuple[int, int], ShapeVerdict]
 
-#: How kernels' names tell the gradients of a convolution apart (cuDNN, CUTLASS; also mangled: Conv2dDgrad).
+#: Patterns of kernel names that distinguish the gradients of a convolution (cuDNN, CUTLASS; also mangled: Conv2dDgrad).
 _GRADIENTS = (("dgrad", re.compile(r"dgrad", re.IGNORECASE)), ("wgrad", re.compile(r"wgrad", re.IGNORECASE)))
 
 
 def with_products(rows: Sequence[KernelRow]) -> list[KernelRow]:
-    """Return the rows in the same order, with their product, its FLOPs and the shape rule's verdict where these are known.
+    """Return the rows in the same order, with their product, its FLOPs and the shape rule's verdict if these are known.
 
-    Of the kernels of one call only those that compute products get FLOPs; helpers beside them (split-K reductions, layout
-    conversions) get none. Where calls have no numbers, several kernels of an operator get no FLOPs either: they may be of one
-    call or of many.
+    Among the kernels of one call, only those that compute products get FLOPs; helper kernels (split-K reductions, layout
+    conversions) get none. If calls have no numbers, several kernels of one operator get no FLOPs either, since they may belong
+    to one call or to many.
     """
     calls: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -136,7 +136,7 @@ def with_products(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 
 def call_key(row: KernelRow, op: TraceOp) -> tuple[int, bool, int]:
-    """Return a key that kernels of one call share; of all calls of ``op`` where the trace has no numbers of calls."""
+    """Return a key shared by the kernels of one call, or of all calls of ``op`` if the trace does not number calls."""
     number = row.kernel.call
     return row.trace, number is None, id(op) if number is None else number
 
@@ -157,7 +157,7 @@ def _assigned(rows: list[KernelRow], products: tuple[Matmul, ...], judged: _Shap
 def _with(row: KernelRow, product: Matmul, together: list[KernelRow], judged: _ShapeVerdicts) -> KernelRow:
     key = id(product), id(row.gpu)
     if key not in judged:
-        # A FP32 product on Tensor Cores was allowed TF32; of one on CUDA cores the rule says what TF32 would need.
+        # A FP32 product on Tensor Cores was allowed TF32; for one on CUDA cores, the verdict shows what TF32 would need.
         judged[key] = judge(product, row.gpu, tf32=True)
     # dataclasses.replace takes twice as long, and a trace has hundreds of thousands of rows.
     return KernelRow(
@@ -176,7 +176,7 @@ def _with(row: KernelRow, product: Matmul, together: list[KernelRow], judged: _S
 
 
 def _product_of(name: str, products: tuple[Matmul, ...]) -> Matmul | None:
-    """Return the product that a kernel computes: the only one, or the one whose role the kernel's name tells."""
+    """Return the product that a kernel computes: the only one, or the one whose role is in the kernel's name."""
     if len(products) == 1:
         return products[0]
     for role, pattern in _GRADIENTS:
@@ -187,7 +187,7 @@ def _product_of(name: str, products: tuple[Matmul, ...]) -> Matmul | None:
 
 
 def _flops(row: KernelRow, together: list[KernelRow], product: Matmul) -> float | None:
-    """Return the kernel's part of the FLOPs, by time among kernels of one name; None among several names (Winograd's parts)."""
+    """Return the kernel's part of the FLOPs, shared by time among kernels of one name; None if names differ (Winograd)."""
     if len(together) == 1:
         return float(product.flops)
     if len({other.name for other in together}) > 1 or row.kernel.call is None:

@@ -1,4 +1,4 @@
-"""Reports on each trace by itself, and tells whether several are ranks of one job."""
+"""Report on each trace separately, and check whether several traces are ranks of one job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpinspect.kernels.records import KernelTrace
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """How long a GPU was busy. ``span_us``: from the first start to the last end of a kernel or copy."""
+    """The busy time of a GPU. ``span_us``: from the first start to the last end of a kernel or copy."""
 
     device: int
     name: str
@@ -23,19 +23,19 @@ class DeviceTime:
 
     @property
     def idle_fraction(self) -> float | None:
-        """Idle share of the span; None where nothing ran."""
+        """Return the idle share of the span; None if nothing ran."""
         return max(0.0, 1 - self.busy_us / self.span_us) if self.span_us > 0 else None
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """The part of a report that is about one trace.
+    """The part of a report on one trace.
 
     Args:
-        label: its name in reports: "rank 3", or its file where ranks are unknown or not unique.
+        label: the trace's name in reports: "rank 3", or its file if ranks are unknown or not unique.
         source, rank, world_size, job, operators, launches, copies_us, notes, cut_short: as in KernelTrace.
-        shares, coverage: over its kernels.
-        devices: its GPUs, by id.
+        shares, coverage: figures over the trace's kernels.
+        devices: the trace's GPUs, by id.
     """
 
     label: str
@@ -54,18 +54,18 @@ class RankReport:
 
     @property
     def has_gpu_work(self) -> bool:
-        """Whether a GPU did anything in this trace, or may have done in what is missing of it."""
+        """Return whether a GPU did anything in this trace, or may have in the missing part of a truncated trace."""
         on_gpu = self.shares.calls or self.launches or any(device.span_us > 0 for device in self.devices)
         return bool(on_gpu or self.cut_short)
 
 
-#: Ranks of one job run the same code, so that they share at least this part of their kernels' names (of the rank with fewer).
+#: Least share of kernel names (of the rank with fewer names) that ranks of one job have in common, since they run the same code.
 #: Two ranks of a sharded recommender share 90% and more; unrelated models share torch's elementwise kernels.
 _SAME_CODE = 0.5
 
 
 def rank_reports(traces: Sequence[KernelTrace], rows: Sequence[KernelRow]) -> tuple[RankReport, ...]:
-    """Return a part for each trace, in order. ``rows``: of all traces."""
+    """Return a report for each trace, in order. ``rows``: the rows of all traces."""
     by_trace: list[list[KernelRow]] = [[] for _ in traces]
     for row in rows:
         by_trace[row.trace].append(row)
@@ -76,7 +76,7 @@ def rank_reports(traces: Sequence[KernelTrace], rows: Sequence[KernelRow]) -> tu
 
 
 def labels(traces: Sequence[KernelTrace]) -> list[str]:
-    """Return a name for each trace: "rank 3" where ranks are unique, else the file's; "this profile" where there is no file."""
+    """Return a label for each trace: "rank 3" if ranks are unique, else the file's name; "this profile" without a file."""
     ranks = [trace.rank for trace in traces]
     if len(traces) > 1 and None not in ranks and len(set(ranks)) == len(ranks):
         return [f"rank {rank}" for rank in ranks]
@@ -86,7 +86,7 @@ def labels(traces: Sequence[KernelTrace]) -> list[str]:
 
 
 def differences(traces: Sequence[KernelTrace]) -> list[str]:
-    """Return clauses that say why the traces are not ranks of one job; [] if nothing speaks against it."""
+    """Return clauses that say why the traces are not ranks of one job; [] if no reason is found."""
     found = []
     jobs = sorted({trace.job for trace in traces if trace.job})
     if len(jobs) > 1:

@@ -1,7 +1,7 @@
-"""Rooflines, and verdicts corrected by achieved rates: a name can be silent or wrong, arithmetic per second cannot.
+"""Compute rooflines, and correct verdicts by achieved rates: a name can be silent or wrong, a measured rate cannot.
 
-No kernel is faster than max(FLOPs / peak, bytes / bandwidth) (Williams, Waterman, Patterson, "Roofline", CACM 2009). Everything
-here is *estimated*: FLOPs follow from the operator's shapes, peaks are those of data sheets at boost clock (``runtime.gpus``).
+No kernel is faster than max(FLOPs / peak, bytes / bandwidth) (Williams, Waterman, Patterson, "Roofline", CACM 2009). All
+results are *estimates*: FLOPs follow from the operator's shapes, and peaks from data sheets at boost clock (``runtime.gpus``).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow
 from mpinspect.runtime.gpus import Gpu, rate_key
 from mpinspect.shapes.records import ITEM_SIZES
 
-#: A kernel this many times faster than the CUDA cores' data-sheet peak did not run on them. Cards run up to some 15% above their
-#: data sheet's boost clock (consumer cards most); the profiler's times of kernels this long are good to a percent.
+#: A kernel this many times faster than the CUDA cores' data-sheet peak did not run on CUDA cores. Cards run up to some 15% above
+#: their data sheet's boost clock (consumer cards most); the profiler measures kernels this long to within a percent.
 ABOVE_PEAK = 1.2
-#: How many times faster an algorithm with fewer operations can seem: Winograd's F(4x4, 3x3) multiplies 4 times less than a
-#: direct convolution (Lavin and Gray, 2015), a causal mask halves attention. cuBLAS computes its products directly.
+#: How many times faster an algorithm with fewer operations can seem: Winograd's F(4x4, 3x3) multiplies 4 times less than direct
+#: convolution (Lavin and Gray, 2015), a causal mask halves attention. cuBLAS computes its products directly.
 _FEWER_OPERATIONS = {"gemm": 1.0, "convolution": 4.0, "attention": 2.0}
 
-#: Shorter kernels are not judged by rate: launch, first loads and the last partial wave of tiles weigh too much.
+#: Kernels shorter than this (in us) are not judged by rate: launch, first loads and the last partial wave matter too much.
 SHORTEST_US = 20.0
-#: Siblings are native products of the same trace, GPU, kind and dtype whose FLOPs differ at most by this factor.
+#: Siblings are native products of the same trace, GPU, kind and dtype whose FLOPs differ by at most this factor.
 SIMILAR = 4.0
-#: Of fewer siblings the median is not taken as typical.
+#: Least number of siblings whose median counts as typical.
 FEWEST_SIBLINGS = 3
-#: Degraded by rate: slower than the median sibling by more than a last wave that is nearly empty (2x) and a clock that was
-#: throttled (1.5x) explain together ...
+#: A product is degraded by rate if it is slower than the median sibling by more than a nearly empty last wave (2x) and a
+#: throttled clock (1.5x) together explain ...
 FAR_UNDER_SIBLINGS = 1 / 4
 #: ... or slower than the roofline by more than this, at a size at which healthy kernels reach 40% of it and more. On an H100
 #: an align1 kernel reaches 51 of 989 TFLOP/s beside siblings at 520.
@@ -54,34 +54,34 @@ class Bound:
 
 
 def bound(row: KernelRow, dtype: str = "") -> Bound | None:
-    """Return the bound of a run's product on its GPU's Tensor Cores; None where FLOPs or rates are unknown.
+    """Return the bound of a run's product on its GPU's Tensor Cores; None if FLOPs or rates are unknown.
 
-    ``dtype``: what to compute in instead of the row's dtype; memory traffic changes with the size of an element.
+    ``dtype``: the dtype to assume instead of the row's dtype; memory traffic changes with the size of an element.
     """
     chosen = dtype or row.dtype
     return _bound(row, chosen, tensor_core_peak(row.gpu, chosen))
 
 
 def bound_as_run(row: KernelRow) -> Bound | None:
-    """Return the bound on the units that the run used: CUDA cores where the verdict is "off", else Tensor Cores."""
+    """Return the bound on the units that the run used: CUDA cores if the verdict is "off", else Tensor Cores."""
     on = row.verdict in ON_TENSOR_CORES
     return _bound(row, row.dtype, tensor_core_peak(row.gpu, row.dtype) if on else cuda_core_peak(row.gpu, row.dtype))
 
 
 def tensor_core_peak(gpu: Gpu, dtype: str) -> float | None:
-    """Return the TFLOP/s of Tensor Cores ("float32": TF32's); None where unknown, or where they do not multiply that dtype."""
+    """Return the Tensor Cores' TFLOP/s ("float32": TF32's); None if unknown or if they do not multiply the dtype."""
     return gpu.tensor_core_tflops.get(rate_key(dtype))
 
 
 def cuda_core_peak(gpu: Gpu, dtype: str) -> float | None:
-    """Return the TFLOP/s of CUDA cores (for BF16 those of FP16, which are no fewer); None where unknown."""
+    """Return the CUDA cores' TFLOP/s (for BF16 the rate of FP16, which is at least as high); None if unknown."""
     return gpu.cuda_core_tflops.get("float16" if dtype == "bfloat16" else dtype)
 
 
 def _bound(row: KernelRow, dtype: str, peak: float | None) -> Bound | None:
     if row.matmul is None or row.flops is None or not peak or not row.gpu.bandwidth_gb_s or row.matmul.flops <= 0:
         return None
-    # Runs that share a call share its traffic as they share its FLOPs.
+    # Runs that share a call share the call's traffic in proportion to their FLOPs.
     traffic = row.matmul.bytes * row.flops / row.matmul.flops * _width(dtype) / _width(row.dtype)
     return Bound(math_us=row.flops / peak / 1e6, memory_us=traffic / row.gpu.bandwidth_gb_s / 1e3)
 
@@ -91,9 +91,9 @@ def _width(dtype: str) -> int:
 
 
 def checked_by_rate(rows: Sequence[KernelRow]) -> list[KernelRow]:
-    """Return the rows in the same order, with verdicts by rate where a rate contradicts or completes the name's.
+    """Return the rows in the same order, with verdicts by rate where the rate contradicts or completes the name's verdict.
 
-    Runs of equal name and product are judged together, by their median rate: a single run may have been held up.
+    Runs of equal name and product are judged together, by their median rate: a single run may have been delayed.
     """
     found = list(rows)
     groups = _equal_runs(found)
@@ -109,7 +109,7 @@ def checked_by_rate(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Indices of equal runs. ``typical``: the run of median rate."""
+    """The indices of equal runs; ``typical`` is the run with the median rate."""
 
     runs: tuple[int, ...]
     typical: int
@@ -117,14 +117,14 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A correction for all runs of a group: another verdict, or FLOPs that become unknown (``verdict`` None)."""
+    """A correction for all runs of a group: another verdict, or, if ``verdict`` is None, FLOPs that become unknown."""
 
     verdict: str | None = None
     reason: str = ""
 
 
 class SiblingRates:
-    """Finds the median rate of a product's siblings (see SIMILAR)."""
+    """Compute the median rate of a product's siblings (see SIMILAR)."""
 
     def __init__(self, rows: Iterable[KernelRow]) -> None:
         found: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
@@ -135,7 +135,7 @@ class SiblingRates:
         self._cache: dict[tuple[object, ...], float | None] = {}
 
     def of(self, row: KernelRow) -> float | None:
-        """Return it in TFLOP/s; None where the product's FLOPs are unknown or it has too few siblings."""
+        """Return the median rate in TFLOP/s; None if the product's FLOPs are unknown or it has too few siblings."""
         if row.flops is None:
             return None
         key = (*_family(row), row.flops)
@@ -174,7 +174,7 @@ def _change(rows: list[KernelRow], group: _Group, change: _Change | None) -> Non
 
 
 def _impossible(row: KernelRow) -> _Change | None:
-    """Drop FLOPs that not even Tensor Cores could do in that time: other kernels must have done part of them."""
+    """Drop FLOPs that not even Tensor Cores could compute in the time: other kernels must have computed part of them."""
     peak = max(
         filter(None, (tensor_core_peak(row.gpu, row.dtype), cuda_core_peak(row.gpu, row.dtype))),
         default=None,
@@ -186,7 +186,7 @@ def _impossible(row: KernelRow) -> _Change | None:
 
 
 def _above_cuda_cores(row: KernelRow) -> _Change | None:
-    """Call a product native that is off or unknown by its name, but faster than CUDA cores can be."""
+    """Change to native a product that is off or unknown by its name, but faster than CUDA cores can be."""
     rate, peak, fewer = row.tflops, cuda_core_peak(row.gpu, row.dtype), _FEWER_OPERATIONS.get(row.kind)
     if row.verdict not in ("off", "unknown") or rate is None or peak is None or fewer is None:
         return None
@@ -201,8 +201,8 @@ def _above_cuda_cores(row: KernelRow) -> _Change | None:
 
 
 def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
-    """Call a product degraded that is native by its name, but far slower than its siblings or the roofline."""
-    # Attention's softmax and recurrent steps take time that FLOPs do not count, so they are not judged.
+    """Change to degraded a product that is native by its name, but far slower than its siblings or the roofline."""
+    # Softmax in attention and steps in recurrent layers take time without counted FLOPs, so these kinds are not judged.
     if row.verdict != "native" or row.basis == "rate" or row.kind not in ("gemm", "convolution"):
         return None
     least, rate = bound(row), row.tflops
@@ -211,7 +211,7 @@ def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
     usual = siblings.of(row)
     if usual is not None and rate < FAR_UNDER_SIBLINGS * usual:
         how = f"about {rate:.3g} TFLOP/s, where its like in this trace reach {usual:.3g}"
-    # The roofline's own time must be long enough to be judged, too.
+    # The roofline's own time must be long enough to be judged too.
     elif SHORTEST_US <= least.time_us < FAR_UNDER_ROOFLINE * row.time_us:
         peak = tensor_core_peak(row.gpu, row.dtype)
         how = f"about {rate:.3g} TFLOP/s, where this GPU's Tensor Cores end at {peak:g}"

@@ -1,4 +1,4 @@
-"""KernelReport: what traces tell about Tensor Cores, as plain data that every form of the report renders."""
+"""KernelReport: the results on Tensor Cores in traces, as plain data that every form of the report renders."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ KERNEL_FINDING_IDS = (
 
 @dataclass(frozen=True, repr=False)
 class KernelReport(RendersItself):
-    """What ran on Tensor Cores. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
+    """What ran on Tensor Cores. The report renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
         kernels: a row for each run of a kernel, by trace and start time.
-        gpus: the GPUs judged for, in order of appearance (one if the caller named it).
-        shares: times and shares over all traces together, ``tensor_core_fraction`` and the like among them.
+        gpus: the GPUs that kernels were judged for, in order of appearance (only one if the caller named it).
+        shares: times and shares over all traces together, such as ``tensor_core_fraction``.
         coverage: share of kernel time whose operator and module are known.
-        phrase: the count that one takes with ``grep 884``: "884 kernels: 12 of 12 GEMMs"; "" without products.
+        phrase: the count of Tensor Core kernels, like that of ``grep 884``: "884 kernels: 12 of 12 GEMMs"; "" without products.
         by_name, by_module: kernel time by name and by module, most time first.
         losses: products eligible for Tensor Cores but not on them, and degraded products, most time first.
-        limits: math-limited, memory-limited and idle time, and the bound of the speedup that follows.
-        ranks: a part for each trace.
-        findings: the gravest first.
+        limits: math-limited, memory-limited and idle time, and the resulting bound of the speedup.
+        ranks: one part for each trace.
+        findings: the findings, the most severe first.
         rules_version: version of the table of kernel names.
     """
 
@@ -75,35 +75,35 @@ class KernelReport(RendersItself):
 
     @property
     def tensor_core_fraction(self) -> float | None:
-        """Share of the matrix products' time on Tensor Cores, native and degraded together; None without products."""
+        """Return the share of the matrix products' time on Tensor Cores, native and degraded together; None without products."""
         return self.shares.tensor_core_fraction
 
     @property
     def tensor_core_fraction_of_all(self) -> float | None:
-        """Share of all kernel time, communication included, that was on Tensor Cores; None without kernels."""
+        """Return the share of all kernel time, communication included, on Tensor Cores; None without kernels."""
         return self.shares.tensor_core_fraction_of_all
 
     @property
     def tensor_core_fraction_of_compute(self) -> float | None:
-        """Share of kernel time without communication that was on Tensor Cores; None without such kernels."""
+        """Return the share of kernel time without communication on Tensor Cores; None without such kernels."""
         return self.shares.tensor_core_fraction_of_compute
 
     @property
     def verdict_time_us(self) -> dict[str, float]:
-        """Kernel time by verdict; every verdict is a key, and the values add up to all kernel time."""
+        """Return kernel time in us by verdict; every verdict is a key, and the values add up to all kernel time."""
         return self.shares.verdict_time_us
 
     @property
     def attributed_fraction(self) -> float | None:
-        """Share of kernel time whose operator is known; None without kernels."""
+        """Return the share of kernel time whose operator is known; None without kernels."""
         return self.coverage.attributed_fraction
 
     @cached_property
     def eligible(self) -> tuple[Loss, ...]:
-        """The losses that were eligible for Tensor Cores but not on them."""
+        """Return the losses that were eligible for Tensor Cores but not on them."""
         return tuple(loss for loss in self.losses if loss.verdict == "off")
 
     @cached_property
     def degraded(self) -> tuple[Loss, ...]:
-        """The losses that were on Tensor Cores, but degraded."""
+        """Return the losses that were on Tensor Cores, but degraded."""
         return tuple(loss for loss in self.losses if loss.verdict == "degraded")

@@ -1,4 +1,4 @@
-"""KernelRow: one run of a kernel with what its name says, its product and its verdict."""
+"""KernelRow: one run of a kernel with the facts from its name, its product and its verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpinspect.shapes.analysis import ShapeVerdict
     from mpinspect.shapes.records import Matmul
 
-#: Every verdict, best first; the first four are those of matrix products.
+#: All verdicts, best first; the first four are the verdicts of matrix products.
 VERDICTS = ("native", "degraded", "off", "unknown", "helper", "other")
 PRODUCTS = VERDICTS[:4]
 ON_TENSOR_CORES = VERDICTS[:2]
@@ -24,18 +24,18 @@ class KernelRow:
     """One run of a kernel.
 
     Args:
-        kernel: as the trace has it.
-        named: the verdict by its name alone.
-        gpu: the GPU that it was judged for.
-        trace: index of its trace (``report.ranks``).
-        verdict: one of VERDICTS: the name's, unless the operator or the rate says otherwise.
+        kernel: the kernel as recorded in the trace.
+        named: the verdict by the kernel's name alone.
+        gpu: the GPU that the kernel was judged for.
+        trace: index of the kernel's trace (``report.ranks``).
+        verdict: one of VERDICTS: the name's verdict, unless the operator or the rate gives another.
         reason: a sentence on the verdict.
-        basis: where the verdict comes from: "name", "operator" (the call that launched the kernel, where the name says nothing
-            or cannot be right), or "rate" (an estimate: FLOPs from shapes over measured time).
-        dtype: dtype of the product's operands ("bfloat16") by the operator's arguments, else by the name; "" where unknown.
-        matmul: its operator's product; None where it is no product or the trace lacks shapes.
-        flops: operations of this run; None where unknown (several products in one call that no name tells apart).
-        shape: the shape rule's verdict on that product; None without a product.
+        basis: the source of the verdict: "name", "operator" (the call that launched the kernel, if the name says nothing or
+            cannot be right), or "rate" (an estimate: FLOPs from shapes over measured time).
+        dtype: dtype of the product's operands ("bfloat16") by the operator's arguments, else by the name; "" if unknown.
+        matmul: the operator's product; None if there is no product or the trace lacks shapes.
+        flops: operations of this run; None if unknown (one call has several products that no name distinguishes).
+        shape: the shape rule's verdict on ``matmul``; None without a product.
     """
 
     kernel: Kernel
@@ -60,13 +60,13 @@ class KernelRow:
 
     @property
     def op(self) -> str:
-        """Name of the operator that launched it, the product's for a matrix product ("aten::addmm"); "" where unknown."""
+        """Return the operator that launched the kernel, for a matrix product its own ("aten::addmm"); "" if unknown."""
         op = (self.kernel.matmul_op if self.is_product else None) or self.kernel.op
         return op.name if op is not None else ""
 
     @property
     def module(self) -> str:
-        """Dotted path of the module, or its chain of classes by the trace's Python stack; "" where unknown."""
+        """Return the module's dotted path, or its chain of classes from the trace's Python stack; "" if unknown."""
         return self.kernel.module
 
     @property
@@ -79,22 +79,22 @@ class KernelRow:
 
     @property
     def kind(self) -> str:
-        """ "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or ""."""
+        """Return "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or ""."""
         return self.named.kind or (self.matmul.kind if self.matmul is not None and self.is_product else "")
 
     @property
     def architecture(self) -> str:
-        """Architecture that the kernel was built for, by its name; an older one than the GPU's runs too."""
+        """Return the architecture that the kernel was built for, by its name; it may be older than the GPU's."""
         return self.named.architecture
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Dtypes that the name spells."""
+        """Return the dtypes in the kernel's name."""
         return self.named.dtypes
 
     @property
     def is_product(self) -> bool:
-        """Whether it computes a matrix product, or may do so."""
+        """Return whether the kernel computes a matrix product, or may do so."""
         return self.verdict in PRODUCTS
 
     @property
@@ -103,5 +103,5 @@ class KernelRow:
 
     @property
     def tflops(self) -> float | None:
-        """Achieved rate in TFLOP/s; None where the FLOPs are unknown or the time is 0."""
+        """Return the achieved rate in TFLOP/s; None if the FLOPs are unknown or the time is 0."""
         return self.flops / self.time_us / 1e6 if self.flops is not None and self.time_us > 0 else None

@@ -1,4 +1,4 @@
-"""Estimates the time that products could save, from the time that their siblings take or that the roofline leaves."""
+"""Estimate the time that products could save, from the rates of sibling kernels or from the roofline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpinspect.runtime.gpus import Gpu
 
 @dataclass(frozen=True)
 class Saving:
-    """Time that a change could save, an *estimate* with its basis.
+    """The *estimated* time that a change could save, and the basis of the estimate.
 
     Args:
         way: the change: "TF32", "FP16 or BF16", "aligned", ...
-        saved_us: over all runs, at least 0.
+        saved_us: saved time over all runs, at least 0.
         basis: "sibling kernels" (the median rate of native products of the same trace, kind and dtype and of similar size) or
-            "roofline" (no kernel is faster, so that nothing can save more).
+            "roofline" (an upper bound, since no kernel is faster).
         limited_by: what limits the product after the change: "math" or "memory".
     """
 
@@ -28,10 +28,10 @@ class Saving:
     limited_by: str
 
 
-#: Causes of the shape rule whose products gain nothing on Tensor Cores, whatever their dtype and alignment.
+#: Causes of the shape rule whose products gain nothing on Tensor Cores, regardless of dtype and alignment.
 _NOTHING_TO_GAIN = ("matrix-vector", "depthwise", "empty", "raises")
 
-#: The shortest kernels in real traces (A100, H100) take this long, however little they do.
+#: Duration of the shortest kernels in real traces (A100, H100), regardless of their work.
 SHORTEST_KERNEL_US = 1.0
 
 SIBLINGS, ROOFLINE = "sibling kernels", "roofline"
@@ -45,7 +45,7 @@ def savings(rows: Sequence[KernelRow], siblings: SiblingRates) -> tuple[Saving, 
 def can_gain(row: KernelRow) -> bool:
     """Return whether Tensor Cores could be faster: not for matrix-vector products, depthwise convolutions and the like.
 
-    Memory limits those on any unit.
+    Such products are memory-bound on any unit.
     """
     if row.kind == "gemv" or (row.shape is not None and row.shape.cause in _NOTHING_TO_GAIN):
         return False
@@ -53,9 +53,9 @@ def can_gain(row: KernelRow) -> bool:
 
 
 def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
-    """Yield the changes that would bring a product to Tensor Cores at full speed, each with the dtype it would have."""
+    """Yield the changes that would bring a product to Tensor Cores at full speed, each with its resulting dtype."""
     if row.verdict == "degraded":
-        # The name or the shape rule says what held it back; a rate only that something did.
+        # The name or the shape rule says what slowed the kernel down; a rate only shows that it was slow.
         is_known = row.basis == "name" or (row.shape is not None and row.shape.verdict == "degraded")
         yield "aligned" if is_known else "at full speed", row.dtype
     elif row.dtype == "float32":
@@ -104,6 +104,6 @@ def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRa
 
 
 def _time_of_siblings(row: KernelRow, dtype: str, floor: Bound, siblings: SiblingRates) -> float | None:
-    """Return the run's time at its siblings' median rate, but no less than the roofline; None without siblings."""
+    """Return the run's time at its siblings' median rate, but at least the roofline's time; None without siblings."""
     rate = siblings.of(row) if dtype == row.dtype else None
     return max(row.flops / rate / 1e6, floor.time_us) if rate and row.flops is not None else None

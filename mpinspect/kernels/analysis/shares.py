@@ -1,4 +1,4 @@
-"""Adds up kernel time: by verdict with shares of it, by kernel name and by module; and counts products in words."""
+"""Sum kernel time by verdict (with shares), by kernel name and by module; and count products in words."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpinspect.kernels.records import UNATTRIBUTED
 
 @dataclass(frozen=True)
 class Shares:
-    """Sums of kernel times, and shares of them (None where the denominator is 0).
+    """Sums of kernel times, and their shares (None if the denominator is 0).
 
     Args:
         calls: number of kernels that ran.
-        kernel_time_us: of all kernels, communication included.
-        communication_time_us: of NCCL's kernels and the like.
-        verdict_time_us, verdict_calls: by verdict; every verdict is a key.
+        kernel_time_us: time of all kernels, communication included.
+        communication_time_us: time of communication kernels, such as NCCL's.
+        verdict_time_us, verdict_calls: time and calls by verdict; every verdict is a key.
     """
 
     calls: int
@@ -31,7 +31,7 @@ class Shares:
 
     @property
     def product_time_us(self) -> float:
-        """Time of the kernels that compute matrix products, or may do so: native, degraded, off and unknown."""
+        """Return the time of kernels that compute matrix products, or may do so: native, degraded, off and unknown."""
         return sum(self.verdict_time_us[verdict] for verdict in PRODUCTS)
 
     @property
@@ -40,7 +40,7 @@ class Shares:
 
     @property
     def compute_time_us(self) -> float:
-        """Kernel time without communication."""
+        """Return the kernel time without communication."""
         return max(0.0, self.kernel_time_us - self.communication_time_us)
 
     @property
@@ -66,14 +66,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Shares of kernel time that could be attributed; None where the whole is 0.
+    """Shares of kernel time by what is known about the kernels; None if the denominator is 0.
 
     Args:
-        attributed_fraction: of kernels whose operator is known.
-        module_fraction: of kernels whose module is known, as a path or as a chain of classes.
-        path_fraction: of kernels whose module's dotted path is known.
-        flops_fraction: of products whose FLOPs are known, in the time of all products.
-        unattributed_fractions: of kernels without an operator, by reason (``kernels.records.UNATTRIBUTED``, each is a key).
+        attributed_fraction: time of kernels whose operator is known.
+        module_fraction: time of kernels whose module is known, as a path or as a chain of classes.
+        path_fraction: time of kernels whose module's dotted path is known.
+        flops_fraction: time of products whose FLOPs are known, as a share of the time of all products.
+        unattributed_fractions: time of kernels without an operator, by reason (each of ``kernels.records.UNATTRIBUTED`` is a
+            key).
     """
 
     attributed_fraction: float | None
@@ -84,7 +85,7 @@ class Coverage:
 
 
 def shares(rows: Iterable[KernelRow]) -> Shares:
-    """Add up the rows' times and calls by verdict."""
+    """Sum the rows' times and calls by verdict."""
     time, calls = dict.fromkeys(VERDICTS, 0.0), dict.fromkeys(VERDICTS, 0)
     communication = 0.0
     for row in rows:
@@ -97,7 +98,7 @@ def shares(rows: Iterable[KernelRow]) -> Shares:
 
 
 def coverage(rows: Iterable[KernelRow]) -> Coverage:
-    """Add up the time of rows whose operator, module or FLOPs are known."""
+    """Sum the time of rows whose operator, module or FLOPs are known."""
     total = attributed = module = path = products = flops = 0.0
     reasons = dict.fromkeys(UNATTRIBUTED, 0.0)
     for row in rows:
@@ -125,7 +126,7 @@ def coverage(rows: Iterable[KernelRow]) -> Coverage:
 
 
 def share(part: float, whole: float) -> float | None:
-    """Return part / whole, cut to 0..1 (sums of floats can end a hair beyond); None where the whole is 0."""
+    """Return part / whole, clipped to 0..1 (sums of floats can be slightly outside); None if the whole is 0."""
     return min(1.0, max(0.0, part / whole)) if whole > 0 else None
 
 
@@ -135,8 +136,8 @@ class NameRow:
 
     Args:
         name, verdict, reason, kind, architecture: as in KernelRow.
-        ops: names of the operators that launched it.
-        calls, time_us: number of runs, and their time in all.
+        ops: names of the operators that launched the kernel.
+        calls, time_us: number of runs, and their total time.
         fraction: their share of all kernel time.
         tflops: achieved rate over the runs whose FLOPs are known; None if there are none.
     """
@@ -158,8 +159,8 @@ class ModuleRow:
     """All kernels of one module.
 
     Args:
-        module: dotted path, or a chain of classes (``is_path`` False); "" for the kernels whose module is unknown.
-        calls, time_us: number of kernels, and their time in all.
+        module: dotted path, or a chain of classes (``is_path`` False); "" for kernels whose module is unknown.
+        calls, time_us: number of kernels, and their total time.
         fraction: their share of all kernel time.
         verdict_time_us: time by verdict.
     """
@@ -173,7 +174,7 @@ class ModuleRow:
 
 
 def by_name(rows: Sequence[KernelRow]) -> tuple[NameRow, ...]:
-    """Return a row for each name, verdict and its basis (a name's verdicts differ by alignment, dtype, GPU), most time first."""
+    """Return one row per name, verdict and basis (verdicts of one name vary by alignment, dtype, GPU), most time first."""
     groups: dict[tuple[str, str, str], list[KernelRow]] = defaultdict(list)
     for row in rows:
         groups[row.name, row.verdict, row.basis].append(row)
@@ -183,7 +184,7 @@ def by_name(rows: Sequence[KernelRow]) -> tuple[NameRow, ...]:
 
 
 def by_module(rows: Sequence[KernelRow]) -> tuple[ModuleRow, ...]:
-    """Return a row for each module, most time first; the row "" stands for kernels without one."""
+    """Return a row for each module, most time first; the row "" has the kernels without a module."""
     groups: dict[tuple[str, bool], list[KernelRow]] = defaultdict(list)
     for row in rows:
         groups[row.module, row.kernel.module_is_path].append(row)
@@ -218,7 +219,7 @@ def _module_row(module: str, is_path: bool, rows: list[KernelRow], total: float)
     return ModuleRow(module, is_path, len(rows), time, share(time, total) or 0.0, verdict_time_us)
 
 
-#: Families of Tensor Core kernels by what their names spell; the first that matches counts.
+#: Families of Tensor Core kernels by patterns in their names; the first match counts.
 _FAMILIES = tuple(
     (label, re.compile(pattern, re.IGNORECASE))
     for label, pattern in (
@@ -237,14 +238,14 @@ _FAMILIES = tuple(
     )
 )
 _PLURALS = {"gemm": "GEMMs", "convolution": "convolutions", "attention": "attention kernels", "recurrent": "recurrent"}
-#: Families that are named; "..." stands for the others.
+#: Maximum number of families named; "..." replaces the others.
 _MOST = 3
 
 
 def phrase(rows: Sequence[KernelRow]) -> str:
-    """Count the products that ran on Tensor Cores, as one does with ``grep 884``: "884 kernels: 12 of 12 GEMMs".
+    """Count the products that ran on Tensor Cores, as with ``grep 884``: "884 kernels: 12 of 12 GEMMs".
 
-    Families stand in order of their time. Matrix-vector products are not counted. Returns "" without products.
+    Families are ordered by their time. Matrix-vector products are not counted. Returns "" without products.
     """
     products = [row for row in rows if row.is_product and row.kind != "gemv"]
     if not products:
@@ -257,7 +258,7 @@ def _heading(on: list[KernelRow], products: list[KernelRow]) -> str:
     time: dict[str, float] = defaultdict(float)
     for row in on:
         time[_family(row.name)] += row.time_us
-    # Volta's users look for 884; so do those whose Volta ran none.
+    # On Volta, users search for 884, even if no such kernel ran.
     if set(time) <= {"884"} and all(row.gpu.architecture == "volta" for row in products):
         return "884 kernels"
     names = [name for name in sorted(time, key=lambda name: -time[name]) if name]

@@ -1,4 +1,4 @@
-"""Judges kernels by their names, and by the operators that launched them where a name says nothing or cannot be right."""
+"""Judge kernels by their names, or by the operators that launched them if a name says nothing or cannot be right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpinspect.shapes.operators import product_name
 
 
 def rows_by_name(traces: Sequence[KernelTrace], gpu: Gpu | None = None) -> list[KernelRow]:
-    """Return a row for each kernel of the traces, judged by its name alone. ``gpu`` overrides what the traces say."""
+    """Return a row for each kernel of the traces, judged by its name alone. ``gpu`` overrides the GPUs in the traces."""
     judge, unknown, rows = _cached(), Gpu("", vendor=""), []
     for index, trace in enumerate(traces):
         described = _gpus(trace)
@@ -25,7 +25,7 @@ def rows_by_name(traces: Sequence[KernelTrace], gpu: Gpu | None = None) -> list[
 
 
 def gpus_of(traces: Iterable[KernelTrace], gpu: Gpu | None = None) -> tuple[Gpu, ...]:
-    """Return the distinct GPUs that the traces' kernels ran on, in order of appearance; only ``gpu`` where it is given."""
+    """Return the distinct GPUs that the traces' kernels ran on, in order of appearance; only ``gpu`` if it is given."""
     if gpu is not None:
         return (gpu,)
     found: dict[tuple[str, str], Gpu] = {}
@@ -40,9 +40,9 @@ def _gpus(trace: KernelTrace) -> dict[int, Gpu]:
 
 
 def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
-    """Return a judge that remembers its verdict on each name, dtype and GPU: a trace has many kernels but few names."""
+    """Return a judge that caches its verdict on each name, dtype and GPU: a trace has many kernels but few names."""
     known: dict[tuple[str, str, int], tuple[KernelVerdict, str]] = {}
-    # Keyed by identity: hashing an operator's shapes takes longer than everything else here. Traces and rows keep them alive.
+    # Keyed by identity: hashing an operator's shapes takes longer than all the rest. Traces and rows keep the operators alive.
     dtypes: dict[int, str] = {}
 
     def judge(kernel: Kernel, gpu: Gpu, trace: int) -> KernelRow:
@@ -61,7 +61,7 @@ def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
 
 
 def _stored(named: KernelVerdict) -> str:
-    """Return the dtype that the operands have in memory, by the kernel's name; "" where it names none or several."""
+    """Return the dtype of the operands in memory, by the kernel's name; "" if the name has no dtype or several."""
     if len(set(named.dtypes)) != 1:
         return ""
     return "float32" if named.dtypes[0] == "tfloat32" else named.dtypes[0]
@@ -76,9 +76,10 @@ _remembered = lru_cache(maxsize=1 << 12)
 def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
     """Return the rows in the same order, with the verdicts that follow from their operators' calls.
 
-    One of the kernels that a product's call launched must compute it. Where none is a product by its name, the longest one
-    becomes "unknown"; kernels of known families keep their verdicts. Where one is, shorter kernels of unfamiliar names become
-    helpers. A kernel of unfamiliar name becomes "other" where its operator computes no product.
+    At least one of the kernels that a product's call launched must compute the product. If none of them is a product by name,
+    the longest one becomes "unknown"; kernels of known families keep their verdicts. If one is a product by name, shorter
+    kernels with unfamiliar names become helpers. A kernel with an unfamiliar name becomes "other" if its operator computes no
+    product.
     """
     found, calls = list(rows), defaultdict[tuple[int, bool, int], list[int]](list)
     for index, row in enumerate(rows):
@@ -94,7 +95,7 @@ def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
 
 
 def _product(row: KernelRow) -> TraceOp | None:
-    """Return the product whose call launched the kernel: torch's, or another library's operator whose name says so."""
+    """Return the product whose call launched the kernel: torch's, or another library's operator with a product's name."""
     op = row.kernel.matmul_op or row.kernel.op
     return op if op is not None and _is_product(op.name) else None
 
@@ -112,7 +113,7 @@ def _computes_none(name: str) -> bool:
 
 
 def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> None:
-    """Judge the kernels of one call by each other, or those of all calls of an operator where calls have no numbers."""
+    """Judge the kernels of one call by comparing them; if calls have no numbers, the kernels of all the operator's calls."""
     by_name = [rows[index] for index in indices if rows[index].is_product and rows[index].named.rule != UNFAMILIAR.id]
     guessed = [rows[index] for index in indices if rows[index].named.rule in GUESSES]
     longest = max(guessed, key=lambda row: row.time_us, default=None)

@@ -1,1 +1,1 @@
-"""Records a training step with torch.profiler, with named ranges around its modules."""
+"""Record a training step with torch.profiler, with named ranges around the model's modules."""

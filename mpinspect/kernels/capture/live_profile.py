@@ -1,7 +1,7 @@
-"""Records one step of a running script with torch.profiler: starts between two steps, and keeps the second step from there.
+"""Record one step of a running script with torch.profiler: start between two steps, then keep the second step.
 
-Each module's forward gets a range, as in profiling.py, but by hooks on the modules: a compiled model warns of torch's hooks on
-all modules.
+Each module's forward gets a range, as in profiling.py, but with hooks on the single modules: a compiled model warns about
+torch's global hooks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpinspect.runtime.hooks import HandleList, ModelHook
 
 
 def obstacle() -> str:
-    """Say why no profile can begin now; "" where one can."""
+    """Return why no profile can start now; "" if one can."""
     if torch.autograd.profiler._is_profiler_enabled:
         return "the script profiles itself, and torch records for one at a time. Give its trace to mpinspect kernels"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -30,12 +30,12 @@ def obstacle() -> str:
 
 
 class LiveProfile:
-    """Profiles two steps and keeps the second: the first contains the profiler's own start-up.
+    """Profile two steps and keep the second one: the first contains the profiler's own start-up.
 
     Args:
-        models: by name; where there are several, paths of modules begin with the name.
-        path: the trace to write (.json.gz); its directory is made.
-        unhookable: ids of compiled modules, which get no range: removing a hook would compile them again.
+        models: the models by name; if there are several, module paths begin with the model's name.
+        path: the trace to write (.json.gz); its directory is created.
+        unhookable: ids of compiled modules, which get no range: removing a hook would recompile them.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], path: Path, *, unhookable: Collection[int] = ()) -> None:
@@ -55,8 +55,8 @@ class LiveProfile:
         """Start the profiler. Waits for the GPU.
 
         Raises:
-            OSError: the trace's directory can't be made.
-            RuntimeError: torch's profiler can't start.
+            OSError: the trace's directory cannot be created.
+            RuntimeError: torch's profiler cannot start.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with _quietly():
@@ -66,7 +66,7 @@ class LiveProfile:
         self._unwatch = _watch_for_profilers(self._yield_profiler)
 
     def next_step(self) -> bool:
-        """End a step; return whether it was the one to keep. Waits for the GPU."""
+        """End a step; return whether it was the step to keep. Waits for the GPU."""
         self._steps += 1
         if self._profiler is None or self._steps == 2:
             return True
@@ -78,10 +78,10 @@ class LiveProfile:
         return False
 
     def end(self, stopped: str = "") -> str:
-        """Stop and write the trace; return why there is none, "" where there is one. Waits for the GPU.
+        """Stop and write the trace; return why there is no trace, or "" if there is one. Waits for the GPU.
 
         Args:
-            stopped: why the step was interrupted, "" if it was not.
+            stopped: why the step was interrupted; "" if it was not.
         """
         profiler = self._stop()
         if self._yielded:
@@ -95,12 +95,12 @@ class LiveProfile:
         return ""
 
     def leave_modules(self) -> None:
-        """Remove the hooks because a compilation is about to begin; no further modules of this step get a range."""
+        """Remove the hooks because a compilation is about to start; no further modules of this step get a range."""
         self._names_modules = False
         self._handles.remove_all()
 
     def abandon(self) -> None:
-        """Forget the profiler in a forked child, where it belongs to the parent."""
+        """Drop the profiler in a forked child process, where it belongs to the parent."""
         self._unhook()
         self._profiler = None
 
@@ -151,7 +151,7 @@ class LiveProfile:
 
 
 def _watch_for_profilers(yield_profiler: Callable[[], None]) -> Callable[[], None]:
-    """Call ``yield_profiler`` before another profiler starts, which would fail otherwise; return a function that ends this."""
+    """Call ``yield_profiler`` before another profiler starts, which would otherwise fail; return a function that undoes this."""
     owner: Any = torch.autograd.profiler.profile
     original = owner.__init__
 
@@ -170,7 +170,7 @@ def _watch_for_profilers(yield_profiler: Callable[[], None]) -> Callable[[], Non
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress the profiler's warnings: the script may have made warnings errors."""
+    """Suppress the profiler's warnings, since the script may have turned warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,8 @@
-"""Records one iteration with torch.profiler as a trace like any other, with named ranges around module forwards.
+"""Record one iteration with torch.profiler as an ordinary trace, with named ranges around module forwards.
 
-torch.profiler writes class names only ("nn.Module: Linear_3"), and only with Python stacks, which cost more than the model. Here
-every module call gets a range "mpinspect::module::<dotted path>", by torch's own hooks for all modules: nothing is put into the
-user's model, and nothing stays behind.
+torch.profiler writes only class names ("nn.Module: Linear_3"), and only with Python stacks, which cost more time than the
+model. Here every module call gets a range "mpinspect::module::<dotted path>" from torch's global module hooks, so nothing is
+added to the user's model, and nothing remains afterwards.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from mpinspect.kernels.records import MODULE_RANGE
 
-#: Parts of a dotted path that wrappers add: torch.compile's, FSDP's and activation checkpointing's.
+#: Parts of a dotted path that wrappers add: torch.compile, FSDP and activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class ModuleRanges:
-    """Names modules and, while ``recording``, puts a range around each of their forwards.
+    """Name modules and, while ``recording``, open a range around each of their forwards.
 
-    Without a model, modules called from outside any other are roots. Paths begin at the root with most parameters; those within
-    other roots (a loss, a discriminator) begin with the root's class name.
+    Without a model, modules called from outside any other module are roots. Paths begin at the root with the most parameters;
+    paths within other roots (a loss, a discriminator) begin with the root's class name.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -40,14 +40,14 @@ class ModuleRanges:
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[nn.Module] = []
         self._depth = 0
-        #: Ranges of the modules that are running, None for those without one.
+        #: Ranges of the running modules; None for a module without a range.
         self._open: list[Any] = []
         if model is not None:
             self._name(model, "")
 
     @contextmanager
     def installed(self) -> Iterator[ModuleRanges]:
-        """Hook all module calls within the context; remove the hooks at its end, also after an exception."""
+        """Hook all module calls within the context; remove the hooks when it ends, also after an exception."""
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -62,7 +62,7 @@ class ModuleRanges:
                 handle.remove()
 
     def settle(self) -> None:
-        """Name the modules of the roots called so far. To be called after the warm-up, when all roots have been called."""
+        """Name the modules of the roots called so far. Call this after the warm-up, when all roots have been called."""
         named = [root for root in self._roots if root not in self._paths]
         largest = max(named, key=_parameters, default=None) if not self._paths else None
         for root in sorted(named, key=lambda each: each is not largest):
@@ -70,7 +70,7 @@ class ModuleRanges:
         self._roots.clear()
 
     def path(self, module: nn.Module) -> str | None:
-        """Return the dotted path of a module; None for a module of no root."""
+        """Return the dotted path of a module; None for a module outside all roots."""
         return self._paths.get(module)
 
     def _name(self, root: nn.Module, prefix: str) -> None:
@@ -96,7 +96,7 @@ class ModuleRanges:
             opened.__exit__(None, None, None)
 
     def _range(self, module: nn.Module) -> Any:
-        """Return an open range; None for a module of no root, such as a graph that torch.compile made."""
+        """Return an open range; None for a module outside all roots, such as a graph made by torch.compile."""
         path = self._paths.get(module)
         if path is None:
             return None
@@ -105,14 +105,14 @@ class ModuleRanges:
 
 
 def opened_range(path: str) -> Any:
-    """Begin the range of a module's forward; leave it with ``__exit__``."""
+    """Open the range of a module's forward; close it with ``__exit__``."""
     opened = torch.profiler.record_function(MODULE_RANGE + path)
     opened.__enter__()  # type: ignore[no-untyped-call]
     return opened
 
 
 def plain_parts(root: nn.Module, name: str) -> list[str]:
-    """Split a module's name without what wrappers add: "module._orig_mod.fc" of a DistributedDataParallel gives ["fc"]."""
+    """Split a module's name, dropping wrappers' parts: "module._orig_mod.fc" of a DistributedDataParallel gives ["fc"]."""
     parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
     wraps = isinstance(root, nn.DataParallel | nn.parallel.DistributedDataParallel)
     return parts[1:] if wraps and parts[:1] == ["module"] else parts
@@ -125,14 +125,14 @@ def _parameters(module: nn.Module) -> int:
 def record_trace(
     step: Callable[[], object], path: Path, *, model: nn.Module | None = None, warmup: int = 3
 ) -> tuple[str, ...]:
-    """Run ``step`` ``warmup + 2`` times and record the last run into ``path`` (JSON). Waits for the GPU before and after it.
+    """Run ``step`` ``warmup + 2`` times and record the last run to ``path`` (JSON). Waits for the GPU before and after it.
 
     Returns:
-        Notes: sentences on what the trace lacks.
+        Notes: sentences on what is missing from the trace.
 
     Raises:
         RuntimeError: another torch profiler is running.
-        Exception: whatever ``step`` raises passes through; no hook and no profiler is left behind.
+        Exception: exceptions of ``step`` pass through; no hook and no profiler is left behind.
     """
     # A second profiler would silently end the first one's recording.
     if torch.autograd.profiler._is_profiler_enabled:
@@ -165,7 +165,7 @@ def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> Non
 
 
 def two_step_profiler(on_trace_ready: Callable[[profile], Any] | None = None) -> profile:
-    """Return a profiler that keeps the second of two steps: the first contains its own start-up (CUPTI's)."""
+    """Return a profiler that keeps the second of two steps: the first contains the start-up of the profiler (CUPTI)."""
     activities = [ProfilerActivity.CPU]
     if ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
         activities.append(ProfilerActivity.CUDA)

@@ -1,4 +1,4 @@
-"""classify_kernel: judges a name by the first rule that matches, then by the alignment it spells and by the GPU."""
+"""classify_kernel: judge a name by the first matching rule, then by the alignment in the name and by the GPU."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FULL_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
-    """What a kernel's name says about Tensor Cores.
+    """The verdict on Tensor Cores by a kernel's name.
 
     Args:
-        verdict: "native" (Tensor Cores at full alignment), "degraded" (on Tensor Cores, evidently held back), "off" (a product on
-            CUDA cores), "helper" (work beside a product), "unknown" (a product whose name does not say, or an unfamiliar name,
-            which may be a product's), "other" (no product).
-        architecture: the one it was built for, not the GPU's; "any" where the name does not say.
-        reason: one sentence.
-        dtypes: the operands' dtypes that the name spells ("tfloat32" for TF32); () where it spells none.
+        verdict: "native" (Tensor Cores at full alignment), "degraded" (on Tensor Cores, but slowed down), "off" (a product
+            on CUDA cores), "helper" (work that accompanies a product), "unknown" (a product whose name does not say, or an
+            unfamiliar name, which may be a product's), "other" (not a product).
+        architecture: the architecture that the kernel was built for, not the GPU's; "any" if the name does not say.
+        reason: the verdict's reason in one sentence.
+        dtypes: the operands' dtypes in the name ("tfloat32" for TF32); () if the name has none.
         kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "".
-        alignment: number of elements to which operands are aligned by the name; None where it does not say.
-        rule: id of the rule that decided.
+        alignment: the operands' alignment in elements by the name; None if the name does not say.
+        rule: id of the rule that matched.
     """
 
     verdict: str
@@ -41,7 +41,7 @@ class KernelVerdict:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is matrix-multiplication work: native, degraded, off or unknown."""
+        """Return whether the kernel may compute a matrix product: native, degraded, off or unknown."""
         return self.verdict in ("native", "degraded", "off", "unknown")
 
 
@@ -49,16 +49,16 @@ def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None =
     """Judge by its name whether a kernel ran on Tensor Cores.
 
     Args:
-        name: as a profiler wrote it, mangled or not.
-        gpu: the one it ran on ("hopper", "H100 PCIe", or a Gpu); None: judge by the name alone.
-        dtype: the operator's dtype ("bfloat16"), used where the name spells none; None where unknown.
+        name: the name as a profiler wrote it, mangled or not.
+        gpu: the GPU that the kernel ran on ("hopper", "H100 PCIe", or a Gpu); None: judge by the name alone.
+        dtype: the operator's dtype ("bfloat16"), used if the name has none; None if unknown.
 
     Returns:
-        The verdict. By its name a kernel is *degraded* only if its alignment is under 16 bytes (align4 is full alignment for TF32
-        and half of it for FP16); an older architecture or a small tile is no evidence. KernelReport judges by rates too.
+        The verdict. By name, a kernel is *degraded* only if its alignment is below 16 bytes (align4 is full alignment for TF32
+        and half of it for FP16); an older architecture or a small tile is no evidence. KernelReport also judges by rates.
 
     Raises:
-        TypeError: ``name`` is no string.
+        TypeError: ``name`` is not a string.
         ValueError: no GPU of that name is known.
     """
     if not isinstance(name, str):
@@ -89,7 +89,7 @@ def _product(rule: Rule, lowered: str, dtype: str | None) -> KernelVerdict:
 
 
 def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reason: str) -> tuple[str, str]:
-    """Return "native", or "degraded" where operands are aligned to fewer than 16 bytes, with the reason."""
+    """Return "native", or "degraded" if operands are aligned to fewer than 16 bytes, with the reason."""
     if "notaligned" in lowered:
         return "degraded", f"{reason}; built for operands that are not aligned to {FULL_ALIGNMENT} bytes"
     if alignment is None or not dtypes:
@@ -97,7 +97,7 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
     bytes_ = alignment * min(
         ITEM_SIZES.get("float32" if each == "tfloat32" else each, FULL_ALIGNMENT) for each in dtypes
     )
-    # FP64's own granule is 8 bytes: its kernels are all align1 or align2 (CUTLASS's procedural names).
+    # FP64 kernels load 8 bytes at a time: all of them are align1 or align2 (CUTLASS's procedural names).
     if bytes_ >= FULL_ALIGNMENT or "float64" in dtypes:
         return "native", reason
     return "degraded", (
@@ -107,7 +107,7 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
 
 
 def _on(gpu: Gpu | None, found: KernelVerdict, since: str) -> KernelVerdict:
-    """Return the verdict on a GPU, which may have no Tensor Cores, or none for that dtype, or be AMD's."""
+    """Return the verdict on a GPU, which may have no Tensor Cores, may not multiply the dtype, or may be AMD's."""
     if gpu is None:
         return found
     if gpu.vendor == "AMD":

@@ -1,4 +1,4 @@
-"""Reads from a kernel's name the architecture it was built for, its operands' dtypes, the alignment they need, and its kind."""
+"""Read a kernel's architecture, operand dtypes, required alignment and kind from its name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from mpinspect.kernels.names.rules import MMA, MMA_DIGITS
 from mpinspect.runtime.gpus import architecture_of
 
-#: Patterns begin with plain letters, which re finds fast in names of a thousand characters.
+#: Patterns start with plain letters, which re finds quickly in names of a thousand characters.
 _SM = re.compile(r"sm_?(\d{2,3})[af]?(?!\d)")
 _CUTLASS = re.compile(r"cutlass_(\d{2})(?!\d)")
 _WORDS = ("volta", "turing", "ampere", "hopper", "blackwell")
 
-#: Architectures by the digits of their mma instruction, where the name spells nothing else: m8n8k4 is Volta's, m16n8k8 Turing's.
+#: Architectures by the digits of the mma instruction, if the name has nothing else: m8n8k4 is Volta's, m16n8k8 Turing's.
 _INSTRUCTIONS = {"884": "volta", "1688": "turing", "8816": "turing", "8832": "turing"}
 
-#: Spellings of dtypes; the first that a name has counts. FP32, which others are accumulated in, is not among them.
+#: Spellings of dtypes; the first one found in a name counts. FP32 is excluded because it is often the accumulator's dtype.
 _DTYPES = (
     ("e4m3", "float8_e4m3fn"),
     ("e5m2", "float8_e5m2"),
@@ -70,7 +70,7 @@ _KINDS = (
 
 
 def architecture(lowered: str, digits: str) -> str:
-    """Return the architecture a kernel was built for, "any" where unknown. ``digits``: of the mma instruction, or ""."""
+    """Return the architecture a kernel was built for, "any" if unknown. ``digits``: those of the mma instruction, or ""."""
     for word in _WORDS:
         if f"{word}_" in lowered:
             return word
@@ -78,7 +78,7 @@ def architecture(lowered: str, digits: str) -> str:
     if number:
         return architecture_of(number // 10, number % 10) or "any"
     if "nvjet_" in lowered:
-        # Clusters of two CTAs a tile, and block-scaled operands, exist from Blackwell on.
+        # Two CTAs per tile and block-scaled operands exist only from Blackwell on.
         return "blackwell" if "2cta" in lowered or "ue8m0" in lowered or "ue4m3" in lowered else "hopper"
     if "fmhasm100" in lowered:
         return "blackwell"
@@ -98,7 +98,7 @@ def _compute_capability(lowered: str) -> int | None:
 
 
 def instruction(lowered: str) -> tuple[str, str]:
-    """Return a name's mma instruction: its accumulator's letter ("m" where the name says mma) and its digits, or ("", "")."""
+    """Return a name's mma instruction: the accumulator's letter ("m" if the name says mma) and the digits, or ("", "")."""
     for each in _DIGITS:
         if each in lowered:
             found = _MMA.search(lowered)
@@ -107,7 +107,7 @@ def instruction(lowered: str) -> tuple[str, str]:
 
 
 def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
-    """Return the operands' dtypes that a name spells, by torch's names or "tfloat32"; () where it spells none."""
+    """Return the operands' dtypes in a name, by torch's names or "tfloat32"; () if the name has none."""
     if "nvjet_" in lowered:
         jet = _NVJET.search(lowered)
         return _nvjet_dtypes(jet.group(1)) if jet else ()
@@ -127,7 +127,7 @@ def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
 
 
 def alignment(lowered: str) -> int | None:
-    """Return the fewest elements to which an operand is aligned by the name (_align2, aligna4_alignc4, ldg8), or None."""
+    """Return the smallest alignment of an operand, in elements, by the name (_align2, aligna4_alignc4, ldg8), or None."""
     found = [int(number) for number in _ALIGN.findall(lowered)] if "align" in lowered else []
     if "ldg" in lowered:
         found += [int(number) for number in _LOAD.findall(lowered)]
@@ -143,7 +143,7 @@ def kind(lowered: str) -> str:
 
 
 def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
-    """Return the dtypes of A and B by nvjet_<A><B><C><compute><D>, or by three letters where A and B are alike."""
+    """Return the dtypes of A and B from nvjet_<A><B><C><compute><D>, or from three letters if A and B are equal."""
     operands = letters[:2] if len(letters) == 5 else letters[:1]
     return tuple(dict.fromkeys(_NVJET_LETTERS[letter] for letter in operands if letter in _NVJET_LETTERS))
 

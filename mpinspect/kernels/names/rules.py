@@ -1,11 +1,11 @@
-"""Rules on what a kernel's name says about Tensor Cores, as data: the first rule that matches decides.
+"""Define the rules on kernel names and Tensor Cores as data: the first rule that matches decides.
 
-Families come first: libraries whose kernels are known by name. A name of no family is judged by its words. A word of products
-makes it a product on an unknown unit; a word of elementwise or other such work makes it no product. A name with neither may be
-anything: its verdict is "unknown", never "other".
-
-A new kind of kernel is a new rule here, with its source and an example that no earlier rule matches.
+Families come first: libraries whose kernels are known by name. A name of no family is judged by its words: a word for
+products makes it a product on an unknown unit; a word for elementwise or similar work makes it not a product. A name without
+either may be anything: its verdict is "unknown", never "other".
+To support a new kind of kernel, add a rule here, with its source and an example that no earlier rule matches.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
+tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mpinspect.kernels.names.spelling import Spelling
 
-#: Version of the rules, which every report carries; to be changed with every rule.
+#: Version of the rules, included in every report; change it with every change to the rules.
 RULES_VERSION = "2026.12"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
@@ -24,21 +24,22 @@ VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
 @dataclass(frozen=True)
 class Rule:
-    """A verdict on names, which are matched in lower case and without their parameters.
+    """A verdict on names; names are matched in lower case and without their parameters.
 
     Args:
-        id: name of the rule, in reports.
-        verdict: one of VERDICTS but "degraded", which needs more evidence than a name's family.
-        kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "" (no product, or any).
-        any_of: substrings, separated by spaces, one of which the name must have: a cheap check before the pattern. "": any name.
-        meaning: completes "this is ...".
+        id: id of the rule in reports.
+        verdict: any of VERDICTS except "degraded", which needs more evidence than a name's family.
+        kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "" (not a product, or any kind).
+        any_of: substrings, separated by spaces, at least one of which must be in the name: a cheap check before the pattern;
+            "" allows any name.
+        meaning: the end of the sentence "this is ...".
         source: where the name was seen or is defined.
         example: a name that this rule decides.
         pattern: a regular expression that the name must match too, or "".
-        none_of: substrings, none of which the name may have.
+        none_of: substrings that must not be in the name.
         own: whether to match only the function with its namespaces, and not the template arguments.
-        any_architecture: whether a prefix of the name says nothing about the GPU (cuBLAS runs volta_sgemm on a Turing card).
-        since: the first architecture on which it uses Tensor Cores, where it runs on older ones too.
+        any_architecture: whether the name's prefix says nothing about the GPU (cuBLAS runs volta_sgemm on a Turing card).
+        since: the first architecture on which the kernel uses Tensor Cores, if it also runs on older ones.
     """
 
     id: str
@@ -59,17 +60,17 @@ class Rule:
         object.__setattr__(self, "regex", re.compile(self.pattern) if self.pattern else None)
 
     def decides(self, text: str) -> bool:
-        """Return whether a lower-case text that has one of ``any_of`` satisfies ``pattern`` and ``none_of``."""
+        """Return whether a lower-case text, which has one of ``any_of``, satisfies ``pattern`` and ``none_of``."""
         return (self.regex is None or self.regex.search(text) is not None) and not any(
             each in text for each in self.none_of
         )
 
 
-#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, behind the letter of the
+#: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, after the letter of the
 #: accumulator's dtype. Anchored on both sides, so that 884 inside another number does not match.
 MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
 
-#: Substrings, one of which every match of MMA has: "168" is in 1684, 1688, 16816, 16832, ...
+#: Substrings such that every match of MMA contains at least one: "168" is in 1684, 1688, 16816, 16832, ...
 MMA_DIGITS = "884 168 1616 8816 8832"
 
 #: The beginning and the end of a word in lower case.
@@ -84,7 +85,7 @@ PRODUCT_WORDS = (
     rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
 )
 
-#: Words of work beside a product: a kernel with one of these in its name computes no product itself ...
+#: Words for work that accompanies a product: a kernel with one of these in its name computes no product itself ...
 HELPER_WORDS = (
     r"reduc(?!escatter)|combine(?!d)|per_token_group_quant|finali[sz]e|pre_?process|post_?process|prep_|metadata|repack|prepack|_to_marlin|workspace|fixup|align_?block"
     r"|_align\d?_|permut|routing|router|indices|_ids|histogram|prefix_?sum|cumsum(?!_\w*kkt|_house)|offset|count|sort|top_?k|scatter"
@@ -101,7 +102,7 @@ _PRODUCT_VERB = (
     r"|gemm_\w*_(?:quant_kernel|split_cat)|dequant\w*gemm|kernel_stage1"
 )
 
-#: Words of elementwise kernels, reductions, normalisations, sorting, copies, random numbers, optimizers, losses, bookkeeping.
+#: Words for elementwise kernels, reductions, normalisations, sorting, copies, random numbers, optimizers, losses, bookkeeping.
 OTHER_WORDS = (
     r"element_?wise|pointwise|element_|reduc|softm|soft_?(?:max|cap)|sparsemax|norm|welford|memset|memcpy|copy|copies|quant|transpos|permut"
     r"|sort|top_?[kp]|scan|scatter|gather|index|indices|embed|rope|rotary|rotate|silu|gelu|swish|swiglu|geglu|relu|sigmoid|activat|act_and"
@@ -629,7 +630,7 @@ FAMILIES = (
     ),
 )
 
-#: Rules for names of no family, by the words of the function; by those of its template arguments where it has no such words.
+#: Rules for names of no family, by the words of the function, or of its template arguments if the function has none.
 WORDS = (
     Rule(
         "tensorrt-myelin",
@@ -673,7 +674,7 @@ WORDS = (
     ),
 )
 
-#: The rule for all other names, any of which may be a product's.
+#: The rule for all other names; the kernel may or may not be a product.
 UNFAMILIAR = Rule(
     "unfamiliar",
     "unknown",
@@ -686,7 +687,7 @@ UNFAMILIAR = Rule(
 
 RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
 
-#: Ids of the rules that go by words or by nothing; evidence from operators overrides them.
+#: Ids of the rules that use words or no evidence; evidence from operators overrides these rules.
 GUESSES = frozenset(rule.id for rule in (*WORDS, UNFAMILIAR))
 
 #: Pairs of a substring and its rule, so that first_match has no inner loop: traces have thousands of names.
@@ -694,18 +695,18 @@ _TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of.s
 
 
 def first_match(name: str) -> Rule:
-    """Return the rule that decides on a name as a profiler wrote it."""
+    """Return the rule that decides a name as a profiler wrote it."""
     spelt = Spelling.of(name)
     for literal, rule in _TABLE:
         text = spelt.function if rule.own else spelt.whole
         if literal in text and rule.decides(text):
             return rule
-    # Template arguments also name work beside the product (attention's softmax), so helpers are not sought among them.
+    # Template arguments also name the work around a product (attention's softmax), so helper rules do not apply to them.
     return by_words(spelt.function) or by_words(spelt.arguments, ("unknown", "other")) or UNFAMILIAR
 
 
 def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:
-    """Return the rule that decides on a function's or an operator's name by its words; None where none is known."""
+    """Return the rule that decides a function's or an operator's name by its words; None if no rule matches."""
     return next(
         (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of in lowered and rule.decides(lowered)),
         None,

@@ -1,4 +1,4 @@
-"""Reads names of kernels as compilers spell them: mangled, or with return type, template arguments and parameters."""
+"""Parse kernel names as compilers write them: mangled, or with return type, template arguments and parameters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-#: Itanium C++ ABI, 5.1: literals (Li128E, Lb0E), _Float16 and the like (DF16b), substitutions (S1_) and template parameters (T0_)
-#: have digits that count no letters; the number of its letters stands before an identifier; I and J open template arguments.
+#: Itanium C++ ABI, 5.1: an identifier follows the number of its letters; I and J open template arguments. The digits in literals
+#: (Li128E, Lb0E), _Float16 and the like (DF16b), substitutions (S1_) and template parameters (T0_) are not such numbers.
 _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_])|([IJ])|.", re.DOTALL)
 
-#: In front of the types of arguments that the CuTe DSL writes behind a Python function's name.
+#: The CuTe DSL writes this between a Python function's name and the types of its arguments.
 _ARGUMENTS_OF_PYTHON = "_object_at_"
 _OPEN = "<({["
 
-#: Letters of a name that are read. Its beginning says what a kernel is, and some patterns take time by the square of the length.
+#: Maximum number of letters read. A name's start says what the kernel is, and some patterns take quadratic time in the length.
 _MOST_READ = 4096
 
 
@@ -23,9 +23,9 @@ class Spelling:
     """A name in lower case, without its return type and its parameters, which repeat the template's types.
 
     Args:
-        function: the function with its namespaces; the whole name where it is none of C++.
-        arguments: the template arguments; "" without any.
-        whole: both, followed by the mangled name where it was mangled.
+        function: the function with its namespaces; the whole name if it is not a C++ name.
+        arguments: the template arguments; "" if there are none.
+        whole: both, followed by the mangled name if the name was mangled.
     """
 
     function: str
@@ -35,13 +35,13 @@ class Spelling:
     @classmethod
     @lru_cache(maxsize=1 << 10)
     def of(cls, name: str) -> Spelling:
-        """Read a name as a profiler wrote it."""
+        """Parse a name as a profiler wrote it."""
         name = name[:_MOST_READ]
         is_mangled = name.startswith("_Z")
         readable = (_demangled(name) if is_mangled else name).lower().replace("(anonymous namespace)::", "")
         function, arguments = _function_and_arguments(readable)
         whole = f"{function}<{arguments}" if function else readable
-        # Traces cut names short, so that fewer letters than their number may follow.
+        # Traces truncate names, so an identifier may have fewer letters than its number says.
         return cls(function or readable, arguments, f"{whole} {name.lower()}" if is_mangled else whole)
 
 
@@ -56,7 +56,7 @@ def _demangled(name: str) -> str:
             end = position + int(token[1])
             found.append(name[position:end])
             position = end
-            # Its arguments follow a name that is not nested.
+            # After a name that is not nested, its template arguments follow.
             found = found if is_nested else arguments
         elif token[2] or (token[0] == "E" and path):
             found = arguments
@@ -68,7 +68,7 @@ def _demangled(name: str) -> str:
 
 
 def _function_and_arguments(name: str) -> tuple[str, str]:
-    """Return the function with its namespaces and its template arguments, each "" where absent; drop type and parameters."""
+    """Return the function with its namespaces, and its template arguments ("" if absent), without type and parameters."""
     path: list[str] = []
     arguments: list[str] = []
     brackets: list[str] = []
@@ -79,7 +79,7 @@ def _function_and_arguments(name: str) -> tuple[str, str]:
             arguments.append(letter)
         if letter in _OPEN:
             brackets.append(letter)
-        # A comparison within parentheses closes no template argument.
+        # A ">" within parentheses is a comparison and closes no template argument.
         elif letter in ")}]" or (letter == ">" and brackets[-1:] == ["<"]):
             del brackets[-1:]
         elif not brackets:

@@ -1,1 +1,1 @@
-"""What a KernelReport says, in every form."""
+"""Render a KernelReport in every form."""

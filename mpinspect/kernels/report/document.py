@@ -1,4 +1,4 @@
-"""What the kernel report says: Tensor Core time, findings, losses, kernels, modules, what is left to gain, traces, coverage."""
+"""Compose the kernel report's text: Tensor Core time, findings, losses, kernels, modules, possible gains, traces, coverage."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, format_name, percent, shortened
 
-#: About as many as one looks through; GitHub cuts a comment at 65,536 characters.
+#: Maximum numbers of rows in a terminal and on a page; GitHub cuts a comment at 65,536 characters.
 ROWS = Limit(15, 50, "more; the JSON report has all")
 LOSSES = Limit(8, 50, "more; the JSON report has all")
 TRACES = Limit(32, 256, "more; the JSON report has all")
-#: Characters of a name, where there is room.
+#: Maximum number of characters of a name, if there is room.
 _NAME = 100
 
 _TONES: dict[str, Tone] = {"native": "good", "degraded": "warning", "off": "error", "unknown": "unknown"}
-#: What each verdict says.
+#: The meaning of each verdict.
 _MEANINGS = {
     "native": "on Tensor Cores",
     "degraded": "on Tensor Cores, held back",
@@ -51,7 +51,7 @@ _MEANINGS = {
 
 
 def document(report: KernelReport) -> Document:
-    """Return the report as a document. What to do stands before the figures behind it."""
+    """Return the report as a document. Recommended actions come before the figures behind them."""
     return Document(title(report), (*lines(_totals(report)), *_blocks(report)))
 
 
@@ -72,7 +72,7 @@ def _blocks(report: KernelReport) -> Iterator[Block]:
 
 
 def title(report: KernelReport) -> str:
-    """Return what was judged, and on which GPUs."""
+    """Return a title with the traces that were judged, and their GPUs."""
     gpus = ", ".join(_gpus(report)) if report.kernels else ""
     return f"Kernels of {_sources(report)}{f' on {gpus}' if gpus else ''}"
 
@@ -85,7 +85,7 @@ def _sources(report: KernelReport) -> str:
 
 
 def _gpus(report: KernelReport) -> Iterator[str]:
-    """Yield the GPUs by name, and what they are."""
+    """Yield each GPU's name, followed by its architecture unless the name contains it."""
     for gpu in report.gpus:
         is_new = gpu.architecture and gpu.architecture not in gpu.name.lower()
         known = f" ({gpu.architecture.title()})" if is_new else ""
@@ -116,11 +116,11 @@ def _tensor_cores(report: KernelReport) -> Iterator[Block]:
 
 
 def figures(shares: Shares) -> Iterator[tuple[str, str]]:
-    """(share, of what): the three shares of Tensor Core time, each with its denominator."""
+    """Yield the three shares of Tensor Core time, each as (share, denominator in words)."""
     if shares.calls == 0:
         return
     unknown = shares.of_products("unknown")
-    # Where no verdict of a product is known, nothing is: 0% would be a "no".
+    # If no product's verdict is known, the share is unknown: 0% would say that none ran on Tensor Cores.
     all_unknown = unknown == 1.0
     more = "" if not unknown else ": all unknown" if all_unknown else f"; of {percent(unknown)} more it is unknown"
     products = f"of the matrix products' time ({duration(shares.product_time_us)}){more}"
@@ -135,7 +135,7 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
 
 
 def _verdicts(shares: Shares) -> Iterator[list[str | Cell]]:
-    """Verdict, meaning, calls, time, share of all, share of products; those that occur."""
+    """Yield a row for each verdict that occurs: verdict, meaning, calls, time, share of all, share of products."""
     for verdict in VERDICTS:
         calls, time = shares.verdict_calls[verdict], shares.verdict_time_us[verdict]
         if not calls:
@@ -165,7 +165,7 @@ def _loss(loss: Loss) -> Item:
 
 
 def _product(loss: Loss) -> str:
-    """ "addmm 128 x 30522 x 512 BF16": M x N x K, as far as known."""
+    """Return the product's operator, sizes (M x N x K) and dtype, as far as known: "addmm 128 x 30522 x 512 BF16"."""
     sizes = "" if loss.m is None else f"{loss.m} x {loss.n} x {loss.k}"
     batch = f"{loss.batch} x " if loss.batch is not None and loss.batch > 1 else ""
     op = loss.op.removeprefix("aten::") or loss.kind
@@ -173,7 +173,7 @@ def _product(loss: Loss) -> str:
 
 
 def _saving(one: Saving) -> str:
-    """ "aligned: ~32.0 us at most, by the roofline (then memory-limited)": an estimate and its basis."""
+    """Return an estimate with its basis: "aligned: ~32.0 us at most, by the roofline (then memory-limited)"."""
     return f"{one.way}: ~{duration(one.saved_us)} at most, by the {one.basis} (then {one.limited_by}-limited)"
 
 
@@ -201,7 +201,7 @@ def _modules(modules: tuple[ModuleRow, ...]) -> Tables:
     columns = (
         Column("time"),
         Column("of all"),
-        # Verdicts that no module has would only take the names' room.
+        # Verdicts that no module has would only take room from the names.
         *(Column(verdict, priority=1, is_optional=True) for verdict in (*PRODUCTS, "rest")),
         Column("module", is_name=True, cut="start"),
     )
@@ -210,7 +210,7 @@ def _modules(modules: tuple[ModuleRow, ...]) -> Tables:
 
 
 def _module_cells(row: ModuleRow) -> list[str]:
-    """Time, share, the times of the verdicts of products, the rest, the name; "-" where there is none."""
+    """Return the cells: time, share, time by product verdict, other time, name; "-" for no time."""
     verdicts = [row.verdict_time_us[verdict] for verdict in PRODUCTS]
     rest = row.time_us - sum(verdicts)
     times = [duration(time) if time > 0 else NOT_APPLICABLE for time in (*verdicts, rest)]
@@ -249,7 +249,7 @@ def _trace_cells(rank: RankReport) -> list[str]:
 
 
 def _coverage(report: KernelReport) -> Iterator[str]:
-    """Yield how far kernel time was attributed, in sentences."""
+    """Yield sentences on how much of the kernel time was attributed."""
     covered = report.coverage
     if covered.attributed_fraction is None:
         yield "No kernel, so nothing to attribute."
@@ -265,7 +265,7 @@ def _coverage(report: KernelReport) -> Iterator[str]:
 
 
 def _limits(limits: Limits) -> Iterator[str]:
-    """Math-limited, memory-limited and idle time, and the bound."""
+    """Yield sentences on math-limited, memory-limited and idle time, and on the bound."""
     if limits.span_us <= 0:
         yield "Unknown: nothing ran on a GPU."
         return
@@ -293,7 +293,7 @@ def _times(parts: Iterable[tuple[str, float]], mark: str = "") -> str:
 
 
 def share_words(fraction: float | None) -> str:
-    """Return a share 0..1 in words; "?" where unknown."""
+    """Return a share 0..1 in words; "?" if unknown."""
     return UNKNOWN if fraction is None else percent(fraction)
 
 
@@ -306,13 +306,13 @@ def clean_name(name: str) -> str:
     """Return a kernel's name without its parameters and torch's namespaces."""
     text = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     text = _without_parameters(text).replace("at::native::", "").replace("pytorch_flash::", "")
-    # CUTLASS's kernels name themselves inside Kernel<...>, and once more among the parameters.
+    # CUTLASS kernels have their name inside Kernel<...>, and again among the parameters.
     wrapped = re.fullmatch(r"cutlass\w*::Kernel2?<(\w+)>?", text)
     return wrapped[1] if wrapped else text
 
 
 def _without_parameters(text: str) -> str:
-    """Return a C++ signature up to its parameter list: the first parenthesis outside of template arguments."""
+    """Return a C++ signature up to its parameter list, which starts at the first parenthesis outside template arguments."""
     depth = 0
     for place, character in enumerate(text):
         depth += {"<": 1, ">": -1}.get(character, 0)
@@ -322,5 +322,5 @@ def _without_parameters(text: str) -> str:
 
 
 def _rate(tflops: float | None) -> str:
-    """TFLOP/s, an estimate; "?" where unknown."""
+    """Return the estimated TFLOP/s in words; "?" if unknown."""
     return UNKNOWN if tflops is None else f"~{tflops:.3g}"

@@ -1,6 +1,6 @@
-"""The kernel report as JSON. The schema: docs/tensor-cores.md.
+"""Convert the kernel report to JSON. The schema is in docs/tensor-cores.md.
 
-Runs that are equal in all but their time stand together, with how many they are and how long they took.
+Runs that differ only in time form one entry, with their number and total time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 if TYPE_CHECKING:
     from mpinspect.shapes.records import Matmul
 
-#: The members of lists have a line each.
+#: Each member of a list has its own line.
 LAYOUT = Layout(2)
 
 
@@ -34,7 +34,7 @@ def to_plain(report: KernelReport) -> dict[str, Any]:
 
 
 def _kernels(report: KernelReport) -> list[dict[str, Any]]:
-    """Equal runs together, most time first within a trace."""
+    """Return one entry for each set of equal runs, most time first within a trace."""
     groups: dict[tuple[object, ...], list[KernelRow]] = defaultdict(list)
     for row in report.kernels:
         groups[_identity(row)].append(row)
@@ -92,7 +92,7 @@ _SHARES = (
     *("product_time_us", "tensor_core_time_us", "compute_time_us", "tensor_core_fraction"),
     *("tensor_core_fraction_of_all", "tensor_core_fraction_of_compute", "communication_fraction"),
 )
-#: Properties that stand beside the fields.
+#: Properties that are written in addition to the fields.
 _SPECIAL: Special = {
     Shares: lambda shares: fields(shares, also=_SHARES),
     Loss: lambda loss: fields(loss, also=("saved_us",)),

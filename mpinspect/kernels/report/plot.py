@@ -1,4 +1,4 @@
-"""The kernel report's picture: kernel time by verdict, and the modules (or kernels) that it goes to."""
+"""Draw the kernel report's figure: kernel time by verdict, and the modules (or kernels) that take most of it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mpinspect.reporting import words
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.plot_style import DPI, RC, drawn, percent_axis, shortened
 
-#: Bars of modules or kernels.
+#: Maximum number of bars for modules or kernels.
 MAX_BARS = 15
-#: Colours of Okabe and Ito's palette, greys for what is no product; communication stands apart from the rest.
+#: Colours of Okabe and Ito's palette; greys for kernels that are not products, with a darker grey for communication.
 COLOURS = {
     "native": "#009e73",
     "degraded": "#e69f00",
@@ -33,15 +33,15 @@ COLOURS = {
     "other": "#c4c4c4",
 }
 _LABEL_LENGTH = 58
-#: Characters of a line above the bars.
+#: Maximum number of characters in a line above the bars.
 _LINE = 92
-#: Points that a label inside a bar stays away from the bar's edges.
+#: Margin in points between a label inside a bar and the bar's edges.
 _MARGIN = 3.0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: its label, and times by part (keys of COLOURS)."""
+    """A bar of the figure: its label, and its times by part (keys of COLOURS)."""
 
     label: str
     times: dict[str, float]
@@ -52,15 +52,15 @@ class Bar:
 
 
 def kernels(report: KernelReport) -> Figure:
-    """Kernel time by verdict as one stacked bar, and the modules that take most as bars below."""
+    """Return a figure with kernel time by verdict as one stacked bar, and a bar for each of the longest modules below."""
     return drawn(_height(report), lambda figure: _draw(figure, report))
 
 
 def save(report: KernelReport, path: str | Path) -> Path:
-    """Write the picture as PNG. Returns the path.
+    """Write the figure as PNG and return the path.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: the file cannot be written.
     """
     report = escaped(report)
     with matplotlib.rc_context(RC):
@@ -69,7 +69,7 @@ def save(report: KernelReport, path: str | Path) -> Path:
 
 
 def bars(report: KernelReport) -> tuple[Bar, ...]:
-    """Return the modules that take most time; the kernels where no module is known."""
+    """Return a bar for each of the modules that take most time, or of the kernels if no module is known."""
     if has_modules(report):
         known = [row.module for row in report.by_module[:MAX_BARS]]
         return tuple(Bar(_label(module or "(unknown)", "start"), _times(report, module=module)) for module in known)
@@ -116,7 +116,7 @@ def _draw(figure: Figure, report: KernelReport) -> None:
 
 
 def _whole(axes: Axes, report: KernelReport) -> list[tuple[Text, Rectangle]]:
-    """Draw one bar of all kernel time and return each part with its label."""
+    """Draw one bar of all kernel time and return each part's label with its bar."""
     total, left = report.shares.kernel_time_us, 0.0
     labelled = []
     for part, time in _times(report).items():
@@ -136,7 +136,7 @@ def _whole(axes: Axes, report: KernelReport) -> list[tuple[Text, Rectangle]]:
 
 
 def _drop_wide(figure: Figure, labelled: Iterable[tuple[Text, Rectangle]]) -> None:
-    """Remove the labels that have no room in their bars: the axes' width follows from the longest name, so it is measured."""
+    """Remove labels that do not fit their bars; bar widths are measured, since they depend on the longest name."""
     figure.draw_without_rendering()
     margin = _MARGIN * figure.dpi / 72
     for text, bar in labelled:
@@ -152,7 +152,7 @@ def _sentences(report: KernelReport) -> Iterator[str]:
 
 
 def _parts(axes: Axes, found: Sequence[Bar], report: KernelReport) -> None:
-    """One bar a module or kernel, most time on top."""
+    """Draw one bar per module or kernel, the one with most time on top."""
     total = report.shares.kernel_time_us
     for place, bar in enumerate(found):
         left = 0.0
@@ -178,7 +178,7 @@ def _parts(axes: Axes, found: Sequence[Bar], report: KernelReport) -> None:
 
 
 def _legend(axes: Axes, report: KernelReport) -> None:
-    """Every part that occurs, with its share: small ones have no room in the bar."""
+    """Draw a legend of all parts with their shares, since labels of small parts do not fit the bar."""
     total, times = report.shares.kernel_time_us, _times(report)
     handles = [matplotlib.patches.Patch(color=COLOURS[part]) for part in times]
     labels = [f"{part} {share_words(time / total)}" for part, time in times.items()]

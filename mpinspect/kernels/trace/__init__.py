@@ -1,4 +1,4 @@
-"""Reads torch.profiler's traces (Chrome JSON, as Kineto writes it) to KernelTrace: files or folders of ranks, without torch."""
+"""Read torch.profiler's traces (Chrome JSON, as Kineto writes it) into KernelTrace: files or folders of ranks, without torch."""
 
 from __future__ import annotations
 

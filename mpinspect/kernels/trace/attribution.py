@@ -1,4 +1,4 @@
-"""Attributes kernels: by correlation to the host's call that launched them, by nesting to its operator, module and step."""
+"""Attribute kernels: by correlation to the host call that launched them, then by nesting to its operator, module and step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpinspect.kernels.trace.columns import Ints
 from mpinspect.kernels.trace.contexts import Surroundings, surroundings
 from mpinspect.kernels.trace.recording import Recording
 
-#: External ids are correlations if they equal them for more than this share of kernels; ids of operators do for a few, by chance.
+#: External ids are correlations if they are equal for more than this share of kernels; operator ids are for a few, by chance.
 _MOST = 0.5
 _STARTS_MANY = re.compile(r"GraphLaunch|MultiDevice")
 
@@ -27,10 +27,10 @@ class Launches:
     """The launches of a recording's kernels.
 
     Args:
-        of_kernel: for each kernel the position of its launch in the recording, or -1.
-        before_window: for each kernel whether its launch is missing because it was before the profiler began to record.
-        ambiguous: number of kernels without a launch because launches of several processes have their correlation.
-        shared: number of kernels without a launch because other kernels have the same one, which starts a single kernel.
+        of_kernel: for each kernel, the index of its launch in the recording, or -1.
+        before_window: for each kernel, whether its launch is missing because it happened before the profiler began to record.
+        ambiguous: number of kernels without a launch because launches in several processes have the kernel's correlation.
+        shared: number of kernels without a launch because several kernels match one launch that can start only one.
     """
 
     of_kernel: NDArray[np.int64]
@@ -40,7 +40,7 @@ class Launches:
 
 
 def find_launches(recording: Recording) -> Launches:
-    """Join the kernels with their launches."""
+    """Match the kernels with their launches."""
     wanted, kernel_start = recording.kernels["correlation"], recording.kernels.start
     start, correlation = recording.launches.start, recording.launches["correlation"]
     if not len(start):
@@ -63,9 +63,9 @@ def find_launches(recording: Recording) -> Launches:
 
 
 def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return for each kernel whether others have its launch although that call starts one kernel: at most one of them is right.
+    """Return, for each kernel, whether other kernels share its launch although the call starts only one; at most one is right.
 
-    Launches of graphs and on several devices (cudaLaunchCooperativeKernelMultiDevice) start many kernels.
+    Launches of graphs and on several devices (cudaLaunchCooperativeKernelMultiDevice) can start many kernels.
     """
     starts_one = np.array(
         ["launch" in name.lower() and not _STARTS_MANY.search(name) for name in recording.names], bool
@@ -78,10 +78,11 @@ def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.b
 
 
 def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_kernel: NDArray[np.int64]) -> int:
-    """Choose among several launches of one correlation; return the number of kernels for which that is impossible.
+    """Choose among several launches with one correlation; return the number of kernels for which no choice is possible.
 
-    A launch must have begun before its kernel; of several in one process, the last such counts. The process that has launches
-    for most of a GPU's kernels is taken as that GPU's own. Other kernels are decided by elimination: a launch starts one kernel.
+    A launch must start before its kernel; of several such launches in one process, the last one counts. The process with launches
+    for most of a GPU's kernels is assumed to be that GPU's own. Other kernels are decided by elimination: a launch starts only
+    one kernel.
     """
     pids = [thread[0] for thread in recording.threads]
     process = [pids[thread] for thread in recording.launches["thread"].tolist()]
@@ -94,7 +95,7 @@ def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_ke
             process[launch]: int(launch) for launch in launches if starts[launch] <= kernel_starts[kernel]
         }
         if not possible[kernel] and len({process[launch] for launch in launches}) == 1:
-            # Where the clocks differ a little, all launches can seem to be after the kernel.
+            # If the clocks differ slightly, all launches can seem to be later than the kernel.
             possible[kernel] = {process[launches[0]]: int(launches[0])}
         votes[devices[kernel]].update(possible[kernel].keys())
     homes = {device: _clear_winner(counted) for device, counted in votes.items()}
@@ -116,13 +117,13 @@ def _only(launches: dict[object, int]) -> int:
 
 
 def _clear_winner(votes: Counter[object]) -> object:
-    """Return the one with most votes; for a tie a fresh object, which equals nothing."""
+    """Return the entry with most votes; on a tie, return a new object, which equals nothing."""
     best = votes.most_common(2)
     return best[0][0] if best and (len(best) == 1 or best[0][1] > best[1][1]) else object()
 
 
 def external_id_is_correlation(correlation: Ints, external: Ints) -> bool:
-    """Whether the kernels' External ids are their correlations, as some versions of torch write, and not ids of operators."""
+    """Return whether the kernels' External ids are correlations, as some torch versions write, instead of operator ids."""
     known = (external >= 0) & (correlation >= 0)
     return bool(known.any() and np.mean(external[known] == correlation[known]) > _MOST)
 
@@ -191,13 +192,13 @@ def _why_none(is_graph: bool, launch: int, before: bool) -> str:
 
 
 def _graph_launches(recording: Recording, names: list[str]) -> list[bool]:
-    """Return for each launch whether it runs a whole graph (cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch)."""
+    """Return, for each launch, whether it runs a whole graph (cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch)."""
     graphs = {number for number, name in enumerate(names) if "GraphLaunch" in name}
     return [name in graphs for name in recording.launches["name"].tolist()]
 
 
 class _TraceOps:
-    """Makes TraceOps of one recording's operators; equal ones are one object."""
+    """Make TraceOps of one recording's operators; equal operators share one object."""
 
     def __init__(self, recording: Recording) -> None:
         self._names = list(recording.names)
@@ -207,7 +208,7 @@ class _TraceOps:
         self._made: dict[tuple[int, int], TraceOp] = {}
 
     def at(self, operator: int) -> TraceOp | None:
-        """Return the TraceOp at a position of the recording; None for -1."""
+        """Return the TraceOp at an index of the recording; None for -1."""
         if operator < 0:
             return None
         key = self._name[operator], self._arguments[operator]
@@ -228,7 +229,7 @@ def _trace_op(name: str, dims: Any, strides: Any, dtypes: Any, scalars: Any) -> 
 
 
 def _sizes(sizes: object) -> tuple[int, ...]:
-    """Return a tensor's sizes; () for other arguments, lists of tensors included, whose sizes are nested deeper."""
+    """Return a tensor's sizes; () for other arguments, including lists of tensors, whose sizes are nested deeper."""
     if isinstance(sizes, list) and all(type(size) is int for size in sizes):
         return tuple(sizes)
     return ()

@@ -1,4 +1,4 @@
-"""Keeps events as rows of numbers, a tenth of the size of decoded JSON, and finds which interval encloses which."""
+"""Store events as rows of numbers, a tenth of the size of decoded JSON, and find which interval encloses which."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: No clock shows this many microseconds: a larger number is damage, or an infinity.
+#: Upper bound of a valid time in microseconds: a larger number is damage, or an infinity.
 LONGEST = 1e18
-#: From here on a float64 does not hold every integer; identifiers of traces are smaller.
+#: From this number on, float64 cannot represent every integer; identifiers in traces are smaller.
 _LARGEST = 1 << 53
 
 
 class Numbering(dict[Any, int]):
-    """Numbers values from 0 on: ``numbering[value]`` is the same for equal values, ``list(numbering)`` has them by number."""
+    """Number values from 0 on: equal values get the same ``numbering[value]``; ``list(numbering)`` orders them by number."""
 
     def __missing__(self, value: Any) -> int:
         number = self[value] = len(self)
@@ -27,7 +27,7 @@ class Numbering(dict[Any, int]):
 
 
 class Columns:
-    """A table of float64: start and duration in microseconds, then integers by name, -1 where an event has none.
+    """A table of float64: start and duration in microseconds, then integers by name; -1 if an event lacks the value.
 
     ``add((start, duration, *integers))`` appends a row, with the integers in the order of the constructor's names.
     """
@@ -62,7 +62,7 @@ class Columns:
 
 
 def number(value: object) -> float | None:
-    """Return as a float what a profiler wrote as a number or a string; None if it is neither, too large or NaN."""
+    """Return a profiler's number or numeric string as a float; None if it is neither, too large or NaN."""
     if isinstance(value, (int, float, str)):
         try:
             found = float(value)
@@ -73,7 +73,7 @@ def number(value: object) -> float | None:
 
 
 def integer(value: object, default: int = -1) -> int:
-    """Return what a profiler wrote as an integer; ``default`` if it is none, or too large for an identifier of a trace."""
+    """Return a profiler's integer or integer string; ``default`` for other values or one too large for an identifier."""
     if type(value) is int and -_LARGEST < value < _LARGEST:
         return value
     if isinstance(value, str):
@@ -85,23 +85,24 @@ def integer(value: object, default: int = -1) -> int:
 
 
 def word(value: Any) -> str:
-    """Return a name: text as it is, a number in digits, and "" for other values, whose nesting may be deep."""
+    """Return a value as a name: text unchanged, a number in digits, and "" for other values, which may be deeply nested."""
     return str(value) if isinstance(value, (str, int)) else ""
 
 
-#: Microseconds by which a child may outlast its parent. Traces in whole microseconds round start and duration down separately,
-#: and a double holds the time since 1970 only to a quarter of a microsecond.
+#: Microseconds by which a child may outlast its parent: traces in whole microseconds round start and duration down separately,
+#: and a float64 resolves the time since 1970 only to a quarter of a microsecond.
 _ROUNDING = 1.0
 
 
 class Nesting:
-    """Finds which interval encloses which, on many threads. Intervals are half-open: touching ones don't overlap.
+    """Find which interval encloses which, on many threads. Intervals are half-open: touching intervals do not overlap.
 
     Args:
-        intervals: with columns "thread" and "id"; of two that begin and end together the smaller id is outside.
-        threads: a number for each interval, used instead of the column.
-        proper: whether intervals of a thread enclose each other or are apart (operators, stack frames), so that overlap is
-            a clock's rounding. Ranges that hooks begin and end may overlap.
+        intervals: the intervals, with columns "thread" and "id"; of two with equal start and end, the one with the smaller id is
+            the outer one.
+        threads: a number for each interval, used instead of the column "thread".
+        proper: whether intervals of a thread either enclose each other or are disjoint (operators, stack frames), so that
+            overlap comes from clock rounding. Ranges opened and closed by hooks may overlap.
     """
 
     def __init__(self, intervals: Columns, threads: Ints | None = None, *, proper: bool = True) -> None:
@@ -109,18 +110,18 @@ class Nesting:
         self._thread = intervals["thread"] if threads is None else threads
         self._order = np.lexsort((intervals["id"], -self._end, self._start, self._thread))
         self._proper = proper
-        #: The innermost interval around each interval's start, or -1. Filled by ``innermost``.
+        #: For each interval, the innermost interval around its start, or -1. Filled by ``innermost``.
         self.parents: NDArray[np.int64] = np.full(len(intervals), -1)
 
     def innermost(self, threads: Ints, times: Floats) -> NDArray[np.int64]:
-        """Return for each point (a thread and a time, in any order) the interval around it that began last, or -1."""
+        """Return, for each point (a thread and a time, in any order), the enclosing interval that began last, or -1."""
         found = np.full(len(times), -1)
         order = np.lexsort((times, threads))
         for intervals, points in self._by_thread(threads, order):
             parents, owners = _sweep(
                 self._start[intervals].tolist(), self._end[intervals].tolist(), times[points].tolist(), self._proper
             )
-            # Translates positions within the thread to positions in the columns; -1 finds the appended -1.
+            # Maps positions within the thread to positions in the columns; -1 selects the appended -1.
             place = np.append(intervals, -1)
             self.parents[intervals] = place[parents]
             found[points] = place[owners]
@@ -137,9 +138,9 @@ class Nesting:
 
 
 def _sweep(starts: list[float], ends: list[float], points: list[float], proper: bool) -> tuple[list[int], list[int]]:
-    """Return the parents of the intervals and the owners of the points, as positions. All arguments are in order of time."""
+    """Return the intervals' parents and the points' owners, as positions. All arguments are in order of time."""
     parents, owners, stack = [], [], [-1]
-    # The bottom of the stack never ends, and encloses everything.
+    # The bottom of the stack never ends and encloses everything.
     ends = [*ends, float("inf")]
     following = iter([*points, float("inf")])
     point = next(following)

@@ -1,4 +1,4 @@
-"""Finds what was around each launch: its operators, module, phase and step."""
+"""Find the surroundings of each launch: its operators, module, phase and step."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from mpinspect.kernels.trace.forwards import Forwards
 from mpinspect.kernels.trace.recording import STEP_RANGE, Recording
 from mpinspect.shapes.operators import PRODUCT_OPS
 
-#: The last three call another operator that computes the product, and stand for it where the trace lacks that one.
+#: The last three call another operator that computes the product; they replace that operator if the trace lacks it.
 _PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
 
-#: Namespaces whose operators compute no products, except for those above.
+#: Namespaces whose operators compute no products, except for _PRODUCTS.
 _NO_PRODUCTS = ("aten::", "autograd::", "prims::", "profiler::", "c10d::")
 
 
-#: The range in which autograd's engine runs a node, and its names of nodes (torch/csrc/autograd/engine.cpp, function.h).
+#: The range in which autograd's engine runs a node, and the pattern of node names (torch/csrc/autograd/engine.cpp, function.h).
 _ENGINE = "autograd::engine::evaluate_function"
 _NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around launches: a value for each launch, in the order asked for. Positions are in the recording's columns or -1.
+    """The surroundings of launches: one value per launch, in the order of the arguments. Positions index columns, or are -1.
 
     Args:
         operators: position of the innermost operator.
         products: position of the innermost matrix product.
         calls: number of the product's call, in the order of calls; None without a product.
-        encloses: whether the product (without one, the innermost operator) is around another that launched kernels.
-        modules: module's name ("" for the model itself); None if unknown.
-        is_path: whether all names of modules are dotted paths.
+        encloses: whether the product (without one, the innermost operator) encloses another that launched kernels.
+        modules: the module's name ("" for the model itself); None if unknown.
+        is_path: whether all module names are dotted paths.
         phases: "forward", "backward", "optimizer" or "".
         steps: number of the profiler's step, or None.
     """
@@ -51,7 +51,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Around:
-    """What all launches of one innermost operator share: product, autograd node, and the forward operator that made the node."""
+    """What launches of one innermost operator share: product, autograd node, and the forward operator that made the node."""
 
     product: int = -1
     node: int = -1
@@ -59,7 +59,7 @@ class _Around:
 
 
 def surroundings(recording: Recording, threads: Ints, times: Floats) -> Surroundings:
-    """Find what is around launches at these times on these threads."""
+    """Return the surroundings of launches at these times on these threads."""
     nesting = Nesting(recording.operators)
     innermost = nesting.innermost(threads, times).tolist()
     ranges, is_path = _module_ranges(recording)
@@ -88,7 +88,7 @@ def surroundings(recording: Recording, threads: Ints, times: Floats) -> Surround
 
 
 class _Chains:
-    """Walks from operators outwards. ``enclosing``: operators that may be products, around others that launched kernels."""
+    """Walk from operators outwards. ``enclosing``: operators that may be products and enclose others that launched kernels."""
 
     def __init__(self, recording: Recording, nesting: Nesting, forwards: Forwards | None) -> None:
         self._name = recording.operators["name"].tolist()
@@ -133,13 +133,13 @@ def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -
 
 
 def _module_ranges(recording: Recording) -> tuple[Columns, bool]:
-    """Return the ranges that name modules: this package's own where there are any, else frames of the Python stack."""
+    """Return the ranges that name modules: this package's own if there are any, else frames of the Python stack."""
     own = len(recording.modules) > 0 or len(recording.backwards) > 0
     return (recording.modules, True) if own else (recording.frames, False)
 
 
 class _Modules:
-    """Finds the names of launches' modules."""
+    """Find the module names of launches."""
 
     def __init__(self, recording: Recording, ranges: Columns, is_path: bool) -> None:
         self._recording = recording
@@ -151,7 +151,7 @@ class _Modules:
         self._chains: dict[int, str | None] = {-1: None}
 
     def of(self, launches: list[_Around], threads: Ints, times: Floats) -> list[str | None]:
-        """Return them in the launches' order. In the backward the forward operator's module counts, else the backward's range."""
+        """Return module names in the launches' order; in the backward, by the forward operator, else by the backward's range."""
         start = self._recording.operators.start
         forwards = np.array([launch.forward for launch in launches], dtype=np.int64)
         at_launch = self._nesting.innermost(threads, times).tolist()
@@ -175,7 +175,7 @@ class _Modules:
         return modules
 
     def _name(self, position: int) -> str | None:
-        """Return the dotted path, or the frames' classes from outside in."""
+        """Return the dotted path, or the chain of the frames' classes from the outermost inwards."""
         if position not in self._chains:
             name = str(self._names[self._range_names[position]])
             outer = None if self._is_path else self._name(int(self._nesting.parents[position]))
@@ -191,7 +191,7 @@ def _calls(recording: Recording, products: list[int]) -> list[int | None]:
 
 
 def _steps(recording: Recording, threads: Ints, times: Floats) -> list[int | None]:
-    """Return the step of each launch. The step's range is on the thread that called the profiler and holds for all others."""
+    """Return the step of each launch. A step's range is on the thread that called the profiler and applies to all threads."""
     processes: dict[object, int] = {}
     of_thread = np.array(
         [processes.setdefault(thread[0], len(processes)) for thread in recording.threads], dtype=np.int64

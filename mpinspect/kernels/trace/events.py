@@ -1,9 +1,10 @@
-"""Decodes Chrome's trace JSON as a stream: batches of events, and the other values of the top level, in bounded memory.
+"""Decode Chrome's trace JSON as a stream: batches of events, and the other top-level values, in bounded memory.
 
-Many events are decoded at once, between two places that look like ends of events. The decoding itself checks that guess: text
-that begins at an event and is valid JSON between brackets ends at an event too. Where the guess is wrong (the JSON has no such
+Many events are decoded at once, up to a place that looks like the end of an event. The decoding verifies that guess: text
+that starts at an event and is valid JSON between brackets also ends at an event. If the guess is wrong (the JSON has no such
 places, or an event is invalid), events are decoded one by one. Text that looks like an event that attribution does not need is
-left out before; if it was none (an event within an event), the rest is invalid JSON, and everything is decoded.
+removed before decoding; if the text was not an event (but an event within an event), the rest is invalid JSON, and everything
+is decoded.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from mpinspect.kernels.trace.text import (
     TraceError,
 )
 
-#: Calls that start nothing on the GPU: most of a trace's runtime events (CUDA Runtime and HIP API references).
+#: Calls that start no GPU work: most of a trace's runtime events (CUDA Runtime and HIP API references).
 _IDLE_CALLS = "(?:cuda|cu|hip)(?:Event|Stream|Device|Func|Occupancy|Pointer|Peek|Get|Host|Init|Ctx|Module[GU])"
 
-#: Matches events that attribution does not need, from behind the opening brace on: decoding them would be half of all work. Only
-#: Kineto's order of keys is recognised, with any white space; events in another order are decoded.
+#: Matches events that attribution does not need, after the opening brace: decoding them would be half of all work. Only Kineto's
+#: order of keys is recognised, with any white space; events with another order are decoded.
 _NOT_NEEDED = re.compile(
     r"""
     \s*"ph":\s*"(?:
@@ -43,35 +44,35 @@ _NOT_NEEDED = re.compile(
     re.VERBOSE,
 )
 
-#: ``not_needed(text)`` is truthy for the text of an event that can be left out, without its opening brace.
+#: ``not_needed(text)`` is truthy if the event can be left out; the text lacks the event's opening brace.
 not_needed = _NOT_NEEDED.match
 
 
-#: Characters of top-level values that are kept: enough for the process groups of ten thousand ranks.
+#: Maximum number of characters of top-level values that are kept: enough for the process groups of ten thousand ranks.
 _LARGEST_TOP_LEVEL = 4 << 20
 _SEPARATOR = re.compile(r"[ \t\r\n,]*")
-#: From the end of an event to the first key of the next.
+#: The text from the end of an event to the first key of the next.
 _NEXT_EVENT = re.compile(r'\}[ \t\r\n]*,?[ \t\r\n]*(?=\{[ \t\r\n]*")')
 _EVENTS_KEY = re.compile(r'"traceEvents"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
-# Profilers have written what JSON does not have: C's names of non-finite numbers, and Windows' paths.
+# Profilers have written invalid JSON: C's names of non-finite numbers, and Windows paths.
 _BARE_NUMBER = re.compile(r"(?<=[:,\[\s])[-+]?(?:inf|infinity|nan(?:\(\w*\))?)(?=[\s,\]}])", re.IGNORECASE)
 _BARE_BACKSLASH = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
 
 class EventStream:
-    """The events of one trace, read once.
+    """The events of one trace, which can be read once.
 
     Args:
-        chunks: the text.
+        chunks: the trace's text.
 
     Attributes:
-        top_level: the values beside "traceEvents" by key, up to 4 million characters of them; complete after the last batch.
-        events: number of events read, including those that are not needed.
+        top_level: the values beside "traceEvents" by key, at most 4 million characters in total; complete after the last batch.
+        events: number of events read, including events that are not needed.
         damaged: number of events left out because they are invalid JSON.
-        problem: sentence on where the text is cut off or damaged; "" if nowhere.
+        problem: sentence on where the text is cut off or damaged; "" if it is complete.
         is_cut: whether events are missing at the end.
-        header_problem: sentence on damage before the events, which were found all the same; "" if there is none.
+        header_problem: sentence on damage before the events, which could be read nevertheless; "" if there is none.
     """
 
     def __init__(self, chunks: TextChunks) -> None:
@@ -88,10 +89,10 @@ class EventStream:
         self._kept = 0
 
     def batches(self) -> Iterator[list[Any]]:
-        """Yield lists of events in the file's order: the values of the array, dicts in any sound trace.
+        """Yield lists of events in the file's order: the values of the array, which are dicts in any valid trace.
 
         Raises:
-            TraceError: the file is empty, no JSON, or JSON that is no trace.
+            TraceError: the file is empty, not JSON, or JSON that is not a trace.
         """
         first = self._text.peek()
         if first == "[":
@@ -105,7 +106,7 @@ class EventStream:
             raise TraceError(notes.no_trace(self._source, list(self.top_level)))
 
     def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Yield the events; then set ``problem`` and ``is_cut`` by how the file ends."""
+        """Yield the events; then set ``problem`` and ``is_cut`` according to the end of the file."""
         try:
             yield from events
             if self._text.peek().strip("\0\x1a"):
@@ -146,7 +147,7 @@ class EventStream:
         text.at += 1
 
     def _keep(self, key: str) -> None:
-        """Read a value of the top level, and keep it unless the values are too large in all."""
+        """Read a top-level value, and keep it unless the total size of the values is too large."""
         before = self._text.position
         value = self._text.value()
         self._kept += self._text.position - before
@@ -167,7 +168,7 @@ class EventStream:
         self._text.at += 1
 
     def _many(self) -> list[Any] | None:
-        """Decode the needed events up to the last place that looks like an event's end; None where that fails."""
+        """Decode the needed events up to the last place that looks like an event's end; return None if this fails."""
         text, at = self._text.text, self._text.at
         end = text.rfind(self._separator, at) if self._separator and text[at] == "{" else -1
         if end < 0:
@@ -183,7 +184,7 @@ class EventStream:
         return batch
 
     def _few(self) -> list[Any]:
-        """Decode the complete events of the window one by one; return none if more text was needed or one was damaged."""
+        """Decode the window's complete events one by one; return an empty list if more text was needed or one was damaged."""
         batch: list[Any] = []
         while True:
             try:
@@ -199,13 +200,13 @@ class EventStream:
             if text[end - 1] != "}" or (following := _NEXT_EVENT.match(text, end - 1)) is None:
                 return batch
             self._text.at = following.end()
-            # Most files write everything between two events in one way, the braces included.
+            # Most files use the same text between any two events, including the braces.
             if (separator := text[end - 1 : following.end() + 1]) != self._separator:
                 self._separator = separator
                 return batch
 
     def _mended(self) -> list[Any]:
-        """Return the invalid event here with known faults mended; if that is not enough, count it as damaged."""
+        """Return the invalid event at this position with known faults repaired; if that fails, count the event as damaged."""
         text = self._text
         while (following := _NEXT_EVENT.search(text.text, text.at + 1)) is None:
             if len(text.text) - text.at > LONGEST_VALUE or not text.double():

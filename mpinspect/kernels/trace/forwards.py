@@ -1,10 +1,10 @@
-"""Finds the forward operator whose gradient an operator of the backward computes.
+"""Find the forward operator whose gradient a backward operator computes.
 
 The profiler gives one sequence number to the operator that makes an autograd node and to the node's run in the backward
-(torch/csrc/profiler/collection.cpp, torch/csrc/autograd/profiler_kineto.cpp). It numbers an operator by the next node of its
-thread: operators before the maker that make no node have the maker's number too, and so have those around the maker. Of all with
-one number, the maker began last. Each thread counts by itself. Without sequence numbers, Kineto's arrows from forward to backward
-(category fwdbwd) connect the two.
+(torch/csrc/profiler/collection.cpp, torch/csrc/autograd/profiler_kineto.cpp). An operator gets the number of its thread's next
+node, so earlier operators that make no node, and operators around the maker, share the maker's number. Of all operators with
+one number, the maker began last. Each thread counts separately. Without sequence numbers, Kineto's arrows from forward to
+backward (category fwdbwd) connect the two.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Key = tuple[object, int]
 
 
 class Forwards:
-    """Finds forward operators of one trace.
+    """Find the forward operators of one trace.
 
     Args:
         recording: the trace's events.
-        nesting: that of its operators.
+        nesting: the nesting of the recording's operators.
     """
 
     def __init__(self, recording: Recording, nesting: Nesting) -> None:
@@ -40,7 +40,7 @@ class Forwards:
         self._threads = self._learn_threads()
 
     def of(self, operator: int) -> int:
-        """Return the forward operator of one in the backward, or -1. Both are positions in the recording."""
+        """Return the forward operator of a backward operator, or -1. Both are positions in the recording."""
         if (arrow := self._by_arrow.get(operator)) is not None:
             return arrow
         if not self.is_backward(operator):
@@ -51,7 +51,7 @@ class Forwards:
         return makers.get(self._threads.get((self._pid(operator), int(self._forward_thread[operator])), -1), -1)
 
     def is_backward(self, operator: int) -> bool:
-        """Return whether the profiler says which autograd node the operator runs."""
+        """Return whether the trace identifies the autograd node that the operator runs."""
         return self._is_numbered[operator] or operator in self._by_arrow
 
     def _pid(self, operator: int) -> object:
@@ -61,7 +61,7 @@ class Forwards:
         return self._pid(operator), int(self._sequence[operator])
 
     def _find_makers(self, start: NDArray[np.float64], identity: NDArray[np.int64]) -> dict[_Key, dict[int, int]]:
-        """Return the operator that began last with a number, by (process, number) and then by thread."""
+        """Return the last-started operator for each sequence number, by (process, number) and then by thread."""
         makers: dict[_Key, dict[int, int]] = {}
         forward = np.flatnonzero((self._sequence >= 0) & (self._forward_thread <= 0))
         for operator in forward[np.lexsort((identity[forward], start[forward]))].tolist():
@@ -69,7 +69,7 @@ class Forwards:
         return makers
 
     def _learn_threads(self) -> dict[tuple[object, int], int]:
-        """Return threads by (process, "Fwd thread id"), a count from 1 that the profiler uses only there."""
+        """Return threads by (process, "Fwd thread id"); the profiler counts these ids from 1 and uses them only there."""
         votes: dict[tuple[object, int], Counter[int]] = {}
         for operator in np.flatnonzero((self._sequence >= 0) & (self._forward_thread > 0)).tolist():
             arrow = self._by_arrow.get(operator)
@@ -82,7 +82,7 @@ class Forwards:
 
 
 def _arrows(recording: Recording, nesting: Nesting) -> dict[int, int]:
-    """Return the operators at arrows' tails by those at their heads."""
+    """Return a map from the operator at each arrow's head to the operator at its tail."""
     tails, heads = recording.flow_starts, recording.flow_ends
     if not len(tails) or not len(heads):
         return {}

@@ -1,4 +1,4 @@
-"""Words the sentences on files that are no trace, on files that are cut short, and on what a trace lacks."""
+"""Word the sentences on files that are not traces, on truncated files, and on data missing from a trace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 _EXPORTED = "the .json or .json.gz that torch.profiler's export_chrome_trace or tensorboard_trace_handler wrote"
 
-#: What other kinds of files begin with.
+#: The first characters of other kinds of files.
 _KINDS = {"PK\x03\x04": "a ZIP archive", "SQLite": "an SQLite database (Nsight's?)", "<": "HTML or XML"}
 
 
 def no_json(source: TextChunks, beginning: str) -> str:
-    """Say that a file is no JSON. ``beginning``: its first characters, white space aside."""
+    """Return the sentence for a file that is not JSON. ``beginning``: its first characters after white space."""
     if not beginning:
         if source.problem:
             return f"{source.path} can't be read: {source.problem}. Copy or export it again."
@@ -31,24 +31,24 @@ def no_json(source: TextChunks, beginning: str) -> str:
 
 
 def no_trace(source: TextChunks, keys: list[str]) -> str:
-    """Say that JSON has no events. ``keys``: those of its top level."""
+    """Return the sentence for JSON without events. ``keys``: the keys of the top level."""
     has = f" (it has {', '.join(keys[:5])})" if keys else ""
     return f"{source.path} is JSON, but no trace: it has no traceEvents{has}. Give {_EXPORTED}."
 
 
 def no_phases(source: TextChunks) -> str:
-    """Say that the listed values are no events."""
+    """Return the sentence for a list whose values are not events."""
     return f"{source.path} is JSON, but no trace: what it lists has no phase (ph). Give {_EXPORTED}."
 
 
 def no_end(source: TextChunks) -> str:
-    """Say that a file ends before its first event."""
+    """Return the sentence for a file that ends before its first event."""
     where = source.problem or f"it ends at byte {source.bytes_read:,}"
     return f"{source.path} is not valid JSON, or cut short before its first event: {where}. Export it again."
 
 
 def cut_short(source: TextChunks, events: int) -> str:
-    """Say where a file ends before its events do. ``events``: the number that was read."""
+    """Return the sentence for a file that ends before its events do. ``events``: the number of events read."""
     where = source.problem or f"it ends at byte {source.bytes_read:,}, within the JSON"
     return (
         f"The file is cut short or damaged: {where}. The {events:,} events before that were read; what came after them is "
@@ -57,7 +57,7 @@ def cut_short(source: TextChunks, events: int) -> str:
 
 
 def damaged_at_the_end(source: TextChunks) -> str:
-    """Say that the gzip data around complete JSON are damaged, for example by a wrong checksum."""
+    """Return the sentence for damaged gzip data around complete JSON, for example a wrong checksum."""
     return f"The file is damaged: {source.problem}. Its JSON is complete and was read, but some of it may be wrong."
 
 
@@ -69,7 +69,7 @@ _NOT_THAT_FAR = (
 def notes(
     stream: EventStream, recording: Recording, launches: Launches, devices: tuple[Device, ...], wrong_ids: bool
 ) -> tuple[str, ...]:
-    """Return what a trace lacks and what follows from it, the most important first."""
+    """Return sentences on what a trace lacks and the consequences, the most important first."""
     return (*_of_the_file(stream, recording), *_of_kernels(stream, recording, launches, devices, wrong_ids))
 
 

@@ -1,4 +1,4 @@
-"""Tells where a trace is from: which rank of which job, and which GPUs, with how long these were busy."""
+"""Determine where a trace comes from (rank, job, GPUs) and how long each GPU was busy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mpinspect.kernels.trace.columns import Floats, integer, word
 from mpinspect.kernels.trace.recording import Recording
 from mpinspect.runtime.decoding import DecodingError, parsed
 
-#: Longer strings are not parsed; Python's syntax trees take hundreds of bytes a character.
+#: Longer strings are not parsed; Python's syntax trees take hundreds of bytes per character.
 _LONGEST_JSON, _LONGEST_PYTHON = 1 << 20, 1 << 16
 
-#: Keys of names that all ranks of a run share: those of PyTorch's own launchers and of common schedulers.
+#: Keys of names shared by all ranks of a run, as written by PyTorch's own launchers and common schedulers.
 _JOB_KEYS = ("mast_job_name", "job_name", "slurm_job_id", "job_id", "root_workflow_run_id", "workflow_run_id", "tw_job")
 _ATTEMPT_KEYS = ("mast_job_attempt",)
-#: Names of traces that say nothing about the run: temporary files, and tensorboard_trace_handler's <host>_<pid>.<time>.
+#: Trace names without information on the run: temporary files, and tensorboard_trace_handler's <host>_<pid>.<time>.
 _NAMELESS = re.compile(r"^(?:tmp\w*|file|trace|libkineto_activities_?#?|.+_\d+\.\d+)$")
 
 
 def structure(value: Any) -> Any:
-    """Decode a value that some exporters write as a string of JSON or Python; return other values as they are."""
+    """Decode a value that some exporters write as a string of JSON or Python; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -39,7 +39,7 @@ def structure(value: Any) -> Any:
 
 
 def rank_and_size(top_level: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Return rank and world size by distributedInfo; None where it does not say."""
+    """Return rank and world size from distributedInfo; None for each one that is missing."""
     info = structure(top_level.get("distributedInfo"))
     if not isinstance(info, dict):
         return None, None
@@ -48,7 +48,7 @@ def rank_and_size(top_level: dict[str, Any]) -> tuple[int | None, int | None]:
 
 
 def job(top_level: dict[str, Any]) -> str:
-    """Return a name that all ranks of a run share and other runs don't; "" where the trace has none."""
+    """Return a name that all ranks of a run share and other runs do not; "" if the trace has none."""
     for key in _JOB_KEYS:
         if name := word(top_level.get(key) or ""):
             attempts = [word(top_level[attempt]) for attempt in _ATTEMPT_KEYS if top_level.get(attempt)]
@@ -58,7 +58,7 @@ def job(top_level: dict[str, Any]) -> str:
     return "" if not stem or _NAMELESS.match(stem) else re.sub(r"\d+", "#", stem)
 
 
-#: Threads that AMD's data-centre GPUs run in lockstep; NVIDIA's run 32.
+#: Number of threads that AMD's data-centre GPUs run in lockstep; NVIDIA's GPUs run 32.
 _AMD_WAVEFRONT = 64
 _AMD = re.compile(r"\bAMD\b|Instinct|Radeon|\bMI\d{2,3}", re.IGNORECASE)
 _OTHERS = re.compile(r"\bIntel\b|\bArc\b|Max \d{4}|Ascend|Gaudi", re.IGNORECASE)
@@ -102,7 +102,7 @@ def _is_hip(recording: Recording, top_level: dict[str, Any]) -> bool:
 
 
 def busy_and_span(recording: Recording) -> tuple[dict[int, float], dict[int, float]]:
-    """Return by device the time in which a kernel or copy ran, and the time from the first one's start to the last one's end."""
+    """Return by device the time with a kernel or copy running, and the time from the first start to the last end, in us."""
     device = np.concatenate([recording.kernels["device"], recording.copies["device"]])
     start = np.concatenate([recording.kernels.start, recording.copies.start])
     end = np.concatenate([recording.kernels.end, recording.copies.end])
@@ -118,5 +118,5 @@ def _union(start: Floats, end: Floats) -> float:
     """Return the length of the union of intervals."""
     order = np.argsort(start, kind="stable")
     start, latest = start[order], np.maximum.accumulate(end[order])
-    # What an interval adds begins where all before it are over.
+    # An interval adds only its part after the end of all earlier ones.
     return float(np.maximum(latest - np.maximum(start, np.concatenate([start[:1], latest[:-1]])), 0.0).sum())

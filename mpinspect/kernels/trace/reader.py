@@ -1,4 +1,4 @@
-"""Reads a trace file to KernelTrace, or several: files, and folders with one file a rank."""
+"""Read one or several trace files into KernelTrace: files, and folders with one file per rank."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from mpinspect.runtime.garbage_collection import without_collection
 
 
 def read_trace_file(path: str | PathLike[str], *, chunk_bytes: int = CHUNK_BYTES) -> KernelTrace:
-    """Read a trace that torch.profiler exported: JSON, gzipped or not, whatever the file's name.
+    """Read a trace that torch.profiler exported: JSON, gzipped or not, regardless of the file's name.
 
-    Takes about 100 bytes of memory an event. Of a cut or damaged file, returns what could be read; ``notes`` of the result
+    Takes about 100 bytes of memory per event. For a truncated or damaged file, returns the readable part; ``notes`` of the result
     says what is missing.
 
     Args:
-        path: of the file.
+        path: path of the file.
         chunk_bytes: how many bytes to read at a time.
 
     Raises:
-        TraceError: there is no such file, it can't be read, or it is no trace.
+        TraceError: the file does not exist, cannot be read, or is not a trace.
     """
     with without_collection():
         return _read(Path(path), chunk_bytes)
@@ -72,7 +72,7 @@ def _read(path: Path, chunk_bytes: int) -> KernelTrace:
 
 
 def _window(recording: Recording) -> tuple[float, float]:
-    """Return the time from the first event or mark of the profiler to the last; (0, 0) without any."""
+    """Return the time from the first event or profiler mark to the last; (0, 0) if there are none."""
     columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
     starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
     ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
@@ -80,7 +80,7 @@ def _window(recording: Recording) -> tuple[float, float]:
 
 
 def _launch_count(recording: Recording) -> int:
-    """Return the number of calls that start kernels; the recording has other calls too, of copies."""
+    """Return the number of calls that start kernels; the recording also contains other calls, such as copies."""
     launching = [number for number, name in enumerate(recording.names) if "launch" in name.lower()]
     return int(np.isin(recording.launches["name"], launching).sum())
 
@@ -89,13 +89,13 @@ _SUFFIXES = (".json", ".json.gz")
 
 
 def read_trace_files(paths: Sequence[str | PathLike[str]]) -> tuple[KernelTrace, ...]:
-    """Read traces: each path a file, or a folder whose .json and .json.gz files are the ranks of a run (subfolders aside).
+    """Read traces; each path is a file, or a folder whose .json and .json.gz files are the ranks of a run (no subfolders).
 
-    Returns them sorted by rank, then by name with numbers in order ("worker10" after "worker2"). Files of a folder that are no
-    traces are left out, and the first trace's ``notes`` name them.
+    The result is sorted by rank, then by name with numbers in numeric order ("worker10" after "worker2"). Files in a folder that
+    are not traces are left out, and the first trace's ``notes`` name them.
 
     Raises:
-        TraceError: a file can't be read or is no trace, a folder has no trace, or no path was given.
+        TraceError: a file cannot be read or is not a trace, a folder has no trace, or no path was given.
     """
     if isinstance(paths, (str, PathLike)):
         paths = [paths]
@@ -134,7 +134,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
-    """Note which traces have one rank: they are of two runs, or of two windows of one."""
+    """Add a note to traces with the same rank: they come from several runs, or from several windows of one run."""
     counted = Counter(trace.rank for trace in traces if trace.rank is not None)
     return [_noted(trace, counted[trace.rank]) if trace.rank is not None else trace for trace in traces]
 

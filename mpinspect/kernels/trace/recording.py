@@ -1,4 +1,4 @@
-"""Sorts the events of a trace by category, and keeps of each what attribution needs."""
+"""Sort the events of a trace by category, and keep the data of each event that attribution needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from mpinspect.kernels.records import BACKWARD_RANGE, MODULE_RANGE
 from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number, word
 
-#: Names of a frame of the Python stack, and of ranges that torch marks.
+#: Name prefixes of Python stack frames, and of ranges that torch marks.
 MODULE_FRAME = "nn.Module: "
 STEP_RANGE = "ProfilerStep#"
 OPTIMIZER_RANGES = ("Optimizer.step#", "Optimizer.zero_grad#")
 
-#: marshal's version without references, whose output depends on the value alone.
+#: The version of marshal's format without references: its output depends only on the value.
 _MARSHAL = 2
-#: The keys that every operator has.
+#: The keys that every operator event has.
 _USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
 _ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
 
@@ -26,11 +26,11 @@ _Handler = Callable[[dict[str, Any]], None]
 
 
 class _Handlers(dict[object, _Handler]):
-    """Handlers of events by category, whose spelling Kineto has changed ("Kernel" and "kernel", "Operator" and "cpu_op", ...).
+    """Event handlers by category, since Kineto has changed the spelling ("Kernel" and "kernel", "Operator" and "cpu_op", ...).
 
     Args:
-        known: by categories without case, underscores and spaces; events of others are ignored.
-        without_category: for events without one.
+        known: handlers by category in lower case without underscores and spaces; events of other categories are ignored.
+        without_category: the handler of events without a category.
     """
 
     def __init__(self, known: dict[tuple[str, ...], _Handler], without_category: _Handler) -> None:
@@ -44,24 +44,24 @@ class _Handlers(dict[object, _Handler]):
 
 
 def _ignore(event: dict[str, Any]) -> None:
-    """Handle events that nothing needs."""
+    """Ignore an event that attribution does not need."""
 
 
 class Recording:
-    """The events of one trace that matter, as columns. Times are in microseconds; -1 stands for what an event lacks.
+    """The events of one trace that matter, as columns. Times are in microseconds; -1 replaces missing values.
 
     Attributes:
-        names, threads, arguments: what the numbers in columns stand for; a thread is (pid, tid); arguments are marshalled.
+        names, threads, arguments: the values numbered in the columns; a thread is (pid, tid); arguments are marshalled.
         operators: name, thread, arguments, id (External id, else Ev Idx), sequence, forward_thread.
         launches: name, thread, correlation.
-        kernels: name, device, stream, correlation, external, graph (1: the profiler says that it is a node of a graph).
+        kernels: name, device, stream, correlation, external, graph (1 if the profiler marks the kernel as a node of a graph).
         copies: device.
         modules, backwards: this package's ranges around forwards and backwards: name, thread, id.
         frames: nn.Module frames of the Python stack.
         steps, optimizers: torch's annotations.
         flow_starts, flow_ends: arrows from forward to backward: id (number in ``flows``), thread.
-        window: the profiler's own marks of beginning and end; infinities if there are none.
-        unreadable, without_duration, pairs, without_phase: numbers of events that are left out or patched.
+        window: the profiler's own marks of start and end; infinities if there are none.
+        unreadable, without_duration, pairs, without_phase: numbers of events that were left out or repaired.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Recording:
         )
 
     def add(self, batch: list[Any]) -> None:
-        """Add events; values that are no events are counted in ``unreadable``."""
+        """Add events; values that are not events are counted in ``unreadable``."""
         handlers = self._handlers
         for event in batch:
             try:
@@ -116,7 +116,7 @@ class Recording:
     # -- kinds of events --------------------------------------------------------------------------------------------------
 
     def _operator(self, event: dict[str, Any]) -> None:
-        """Add an operator. Most events are operators in their usual form, which takes as few calls as possible."""
+        """Add an operator. Most events are operators in the usual form, which is handled with as few calls as possible."""
         try:
             start, duration, name, pid, tid, args, phase = _USUAL(event)
             number_of_name = self._operator_names[name]
@@ -142,11 +142,11 @@ class Recording:
         )
 
     def _unusual_operator(self, event: dict[str, Any]) -> tuple[int, float, float, dict[str, Any]] | None:
-        """Read an operator with a new name, with numbers as strings or without arguments; None if it is no operator."""
+        """Return an operator with a new name, with numbers as strings or without arguments; None if it is not an operator."""
         name, span, args = event.get("name"), self._span(event), event.get("args") or {}
         if span is None or not isinstance(name, str):
             return None
-        # Before there was a category for them, ranges were operators.
+        # Before ranges had a category of their own, they were recorded as operators.
         if name.startswith((MODULE_RANGE, BACKWARD_RANGE, STEP_RANGE, *OPTIMIZER_RANGES)):
             self._range(name, span, event, args)
             return None
@@ -223,7 +223,7 @@ class Recording:
             columns.add((time, 0.0, flow, self.threads[event.get("pid"), event.get("tid")]))
 
     def _mark(self, event: dict[str, Any]) -> None:
-        """Add Kineto's instants at the beginning and the end of its window; other events name processes and threads."""
+        """Add Kineto's marks at the start and end of its window; other events here name processes and threads."""
         if event.get("ph") in ("i", "I"):
             name, time = word(event.get("name")), number(event.get("ts"))
             if time is not None and name.startswith(("Iteration Start", "Record Window End")):
@@ -232,7 +232,7 @@ class Recording:
             self.without_phase += 1
 
     def _span(self, event: dict[str, Any]) -> tuple[float, float] | None:
-        """Return start and duration; None if the event has no start, or is none of phase X."""
+        """Return start and duration; None if the event has no start or is not of phase X."""
         start: Any = event.get("ts")
         duration: Any = event.get("dur")
         phase = event.get("ph")
@@ -252,7 +252,7 @@ class Recording:
 
 
 def _is_span(start: Any, duration: Any) -> bool:
-    """Return whether these are numbers that a clock can show, and not strings, infinities or NaN."""
+    """Return whether start and duration are valid clock values, not strings, infinities or NaN."""
     try:
         return bool(0 <= duration < LONGEST > start > -LONGEST)
     except TypeError:
@@ -260,12 +260,12 @@ def _is_span(start: Any, duration: Any) -> bool:
 
 
 def _identity(args: dict[str, Any]) -> int:
-    """Return a number that grows in the order of calls, so that it orders events which begin and end together."""
+    """Return a number that grows in the order of calls, to order events with equal start and end."""
     found = args.get("External id")
     return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
 
 
 def _device(event: dict[str, Any], args: dict[str, Any]) -> int:
-    """Return the GPU's number, which Kineto also writes as the pid of the GPU's events."""
+    """Return the GPU's number, which Kineto also writes as the pid of GPU events."""
     device = integer(args.get("device"))
     return device if device >= 0 else max(integer(event.get("pid"), 0), 0)

@@ -1,4 +1,4 @@
-"""Reads a trace file, gzipped or not, piece by piece, and decodes the JSON values in its text."""
+"""Read a trace file, gzipped or not, in pieces, and decode the JSON values in its text."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import Any, BinaryIO
 
 
 class TraceError(ValueError):
-    """A file can't be read as a trace. The message says what is wrong and what to do."""
+    """Raised if a file cannot be read as a trace. The message says what is wrong and what to do."""
 
 
-#: Bytes read at a time. The decoded events of a piece fit a core's cache, which is twice as fast as pieces of a megabyte.
+#: Bytes read at a time. The decoded events of a piece fit a core's cache, which is twice as fast as using pieces of a megabyte.
 CHUNK_BYTES = 1 << 16
 _GZIP = b"\x1f\x8b"
-#: Tells zlib that a gzip header and trailer surround the data.
+#: Makes zlib expect a gzip header and trailer around the data.
 _GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
 
 
 class TextChunks:
-    """Iterates over a file's text in pieces. Where gzip data are cut short or damaged, the text ends and ``problem`` says so.
+    """Iterate over a file's text in pieces. If gzip data are cut short or damaged, the text ends and ``problem`` is set.
 
     The text is UTF-8, with or without a byte order mark; invalid bytes become U+FFFD.
 
     Args:
-        path: of the file; "-" has no special meaning.
-        chunk_bytes: the most bytes to read, and to decompress, at a time.
+        path: path of the file; "-" has no special meaning.
+        chunk_bytes: maximum number of bytes to read, and to decompress, at a time.
 
     Attributes:
-        bytes_read: of the text so far, uncompressed.
-        problem: clause on what was cut off or damaged; "" if nothing.
+        bytes_read: bytes of text read so far, uncompressed.
+        problem: clause on where the data are cut off or damaged; "" if they are not.
 
     Raises:
-        TraceError: while iterating: the file can't be opened or read.
+        TraceError: the file cannot be opened or read; raised while iterating.
     """
 
     def __init__(self, path: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -77,7 +77,7 @@ class TextChunks:
             data = piece
             while data:
                 if member.eof:
-                    # Another member follows (cat or parallel gzip wrote it), or padding, or something else than gzip.
+                    # Another gzip member follows (from cat or parallel gzip), or padding, or data that are not gzip.
                     data = data.lstrip(b"\0")
                     if not data:
                         break
@@ -96,14 +96,14 @@ class TextChunks:
 
 
 def _until_damage(member: zlib._Decompress, data: bytes) -> Iterator[bytes]:
-    """Yield the data before the damage: zlib returns them only if it is given byte by byte."""
+    """Yield the data before the damage: zlib returns them only if its input is given byte by byte."""
     with contextlib.suppress(zlib.error):
         for place in range(len(data)):
             yield member.decompress(data[place : place + 1])
 
 
 def cannot_read(path: Path, error: OSError) -> str:
-    """Say in a sentence why the operating system refused to read a path."""
+    """Return a sentence on why the operating system refused to read a path."""
     if error.errno == errno.ENOENT:
         return (
             f"There is no {path}: give a trace that torch.profiler exported (.json or .json.gz), or a folder of them."
@@ -113,30 +113,30 @@ def cannot_read(path: Path, error: OSError) -> str:
     return f"{path} can't be read: {os.strerror(error.errno) if error.errno else error}."
 
 
-#: Characters that one value may have. A longer one counts as damage: decoded, it could take 24 times as much memory.
+#: Maximum number of characters of one value. A longer value counts as damage: decoded, it could take 24 times as much memory.
 LONGEST_VALUE = 16 << 20
-#: A decoding error this near the end of the text may only need more text (the longest token that is no string is a number).
+#: A decoding error this close to the end may only mean that more text is needed; the longest non-string token is a number.
 _NEAR_END = 64
-#: The most characters that a pattern for ``find`` may match.
+#: Maximum number of characters that a pattern for ``find`` may match.
 _LONGEST_MATCH = 4096
 
 _MAY_GO_ON = re.compile(r"(?:\.|[eE][-+]?)?\Z")
 WHITESPACE = re.compile(r"[ \t\r\n]*")
 
-#: Accepts control characters within strings.
+#: A decoder that accepts control characters within strings.
 JSON = json.JSONDecoder(strict=False)
 
 
 class IncompleteError(Exception):
-    """The text ended within a value."""
+    """Raised if the text ends within a value."""
 
 
 class MalformedError(Exception):
-    """The text is no JSON."""
+    """Raised if the text is not JSON."""
 
 
 class JsonText:
-    """A window onto JSON text: ``text`` from ``at`` on. Text before ``at`` is dropped when more is read.
+    """A window onto JSON text: ``text`` from ``at`` on. Reading more text drops the text before ``at``.
 
     Args:
         chunks: the whole text, in pieces.
@@ -162,10 +162,10 @@ class JsonText:
                 return ""
 
     def value(self) -> Any:
-        """Decode the value that starts here and move to its end.
+        """Decode the value that starts at ``at`` and move to its end.
 
         Raises:
-            IncompleteError, MalformedError: the position is unchanged.
+            IncompleteError, MalformedError: the value is incomplete, or not JSON; the position is unchanged.
         """
         while True:
             try:
@@ -181,7 +181,7 @@ class JsonText:
             return value
 
     def decode(self) -> tuple[Any, int]:
-        """Return the value that starts here and its end, without reading more text. Raises as ``value`` does."""
+        """Return the value that starts at ``at`` and its end, without reading more text. Raises the same errors as ``value``."""
         try:
             return JSON.raw_decode(self.text, self.at)
         except JSONDecodeError as error:
@@ -193,9 +193,9 @@ class JsonText:
             raise MalformedError(f"{error} at byte {self.byte():,}") from None
 
     def find(self, pattern: re.Pattern[str]) -> bool:
-        """Move to the end of the pattern's next match; without one, to the end of the text, and return False."""
+        """Move to the end of the pattern's next match and return True; without one, move to the end of the text: False."""
         while (found := pattern.search(self.text, self.at)) is None:
-            # A match may begin in the last characters of the window; those before can be dropped.
+            # A match may start in the last characters of the window; earlier characters can be dropped.
             self.at = max(self.at, len(self.text) - _LONGEST_MATCH)
             if not self.more():
                 self.at = len(self.text)
@@ -204,11 +204,11 @@ class JsonText:
         return True
 
     def double(self) -> bool:
-        """Double the text. Decoding a value again after each doubling takes time in proportion to its length."""
+        """Double the text and return whether any was added; decoding again after each doubling takes linear time in total."""
         return self.more(len(self.text) - self.at)
 
     def more(self, characters: int = 1) -> bool:
-        """Append at least that many characters; return False at the end. Drops the text before ``at``."""
+        """Append at least ``characters`` characters; return False at the end of the text. Drops the text before ``at``."""
         pieces = [self.text[self.at :]]
         self._gone += self.at
         wanted = max(characters, 1)
@@ -224,11 +224,11 @@ class JsonText:
 
     @property
     def position(self) -> int:
-        """Number of characters of the whole text before ``at``."""
+        """Return the number of characters of the whole text before ``at``."""
         return self._gone + self.at
 
     def byte(self, at: int | None = None) -> int:
-        """Return the byte in the uncompressed file at which a position of ``text`` is, by default ``at``."""
-        # U+FFFD mostly stands for one invalid byte.
+        """Return the byte offset in the uncompressed file of a position in ``text``, by default of ``at``."""
+        # U+FFFD usually replaces one invalid byte.
         rest = self.text[self.at if at is None else at :].replace("\ufffd", "?")
         return self._source.bytes_read - len(rest.encode("utf-8", "surrogatepass"))

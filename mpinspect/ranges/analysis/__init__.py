@@ -1,4 +1,4 @@
-"""Analysis: from a session, which is plain counts, to everything that can be said about it. Pure; no torch, no GPU."""
+"""Analysis: derives the whole report from a session's plain counts. Pure functions; no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ __all__ = ["analyse", "recommend_loss_scale"]
 
 
 def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
-    """Return what a session tells about the ranges of its tensors in ``format``, and which loss scale fits.
+    """Return the report on how a session's tensors fit the range of ``format``, with the recommended loss scale.
 
     Args:
-        session: any.
-        format: judged against it; None for that in which the run computes (``precision.run_format``), and for FP16 where that is
-            FP32 or not known.
-
-    Every session has a report: an empty one, one that still grows, one full of NaN.
+        session: any session: an empty one, one still being recorded and one full of NaNs get a report too.
+        format: the format to judge the tensors against; None for the format in which the run computes
+            (``precision.run_format``), or for FP16 if the run computes in FP32 or its format is unknown.
 
     Raises:
-        ValueError: ``format`` names none that is known.
+        ValueError: ``format`` is the name of no known format.
     """
     session = replace(session, progress=session.reached())
     format = _judged_in(session) if format is None else as_format(format)
@@ -74,6 +72,6 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
 
 
 def _judged_in(session: Session) -> FloatFormat:
-    """Return the format in which the run computes; FP16 is the question that is asked of one in FP32."""
+    """Return the format in which the run computes; FP16 if the run computes in FP32 or its format is unknown."""
     format = run_format(session)
     return FLOAT16 if format is None or format == FLOAT32 else format

@@ -1,4 +1,4 @@
-"""What a probe found: FP16 gradients held against FP32 ones of the same batches, as plain data."""
+"""The results of a probe as plain data: FP16 gradients compared with FP32 gradients of the same batches."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from mpinspect.numeric.exponents import ExponentHistogram
 
 @dataclass(frozen=True)
 class GradientAgreement:
-    """One weight gradient at one loss scale: the FP16 pass, unscaled, against the FP32 reference. Counts are of elements.
+    """One weight gradient at one loss scale: the unscaled FP16 gradient compared with the FP32 reference, in element counts.
 
     Args:
         loss_scale: a power of two.
-        nonzero: elements whose reference is finite and not zero; without those that are rounding noise where a part of the
-            gradient is (the key third of a fused attention bias, zero in theory).
-        predicted_flushed: of these, those whose scaled reference FP16 rounds to zero: from the reference's counts alone.
-        measured_flushed: of these, those that came out zero in the FP16 pass.
-        lost_upstream: of the measured ones, those that FP16 would hold at their reference value: what their products were
-            made of had been rounded or flushed before, in an activation gradient for example.
+        nonzero: elements whose reference is finite and non-zero. If part of the gradient is rounding noise (the key
+            third of a fused attention bias, zero in theory), that part is excluded.
+        predicted_flushed: how many of ``nonzero`` FP16 would round to zero after scaling, by the reference's counts
+            alone.
+        measured_flushed: how many of ``nonzero`` were zero in the FP16 pass.
+        lost_upstream: how many of ``measured_flushed`` have a reference value that FP16 could hold: a factor of their
+            products had been rounded or flushed earlier, in an activation gradient for example.
         infs, nans: elements of the FP16 pass that are infinite or NaN: overflow.
-        cosine: between both gradients, -1..1, in float64; None where one is zero or not finite.
-        relative_error: L2 norm of the difference over that of the reference, in float64; None likewise.
+        cosine: cosine similarity of the two gradients, -1..1, in float64; None if either is zero or non-finite.
+        relative_error: L2 norm of the difference over the L2 norm of the reference, in float64; None as for ``cosine``.
     """
 
     loss_scale: float
@@ -36,32 +37,32 @@ class GradientAgreement:
 
     @property
     def predicted_flushed_fraction(self) -> float:
-        """Predicted flushed elements over non-zero ones, 0..1."""
+        """Share of the non-zero elements predicted to flush, 0..1."""
         return self._fraction(self.predicted_flushed)
 
     @property
     def measured_flushed_fraction(self) -> float:
-        """Measured flushed elements over non-zero ones, 0..1."""
+        """Share of the non-zero elements that flushed in the FP16 pass, 0..1."""
         return self._fraction(self.measured_flushed)
 
     @property
     def lost_upstream_fraction(self) -> float:
-        """Elements lost upstream over non-zero ones, 0..1."""
+        """Share of the non-zero elements lost upstream, 0..1."""
         return self._fraction(self.lost_upstream)
 
     @property
     def kept_by_rounding_fraction(self) -> float:
-        """Elements predicted to flush that did not, over non-zero ones, 0..1: rounding took them across the edge."""
+        """Share of the non-zero elements predicted to flush but kept, 0..1: rounding moved them above the flush edge."""
         return self._fraction(self.predicted_flushed - (self.measured_flushed - self.lost_upstream))
 
     @property
     def difference(self) -> float:
-        """Measured minus predicted flushed fraction: lost upstream minus kept by rounding."""
+        """Measured minus predicted flushed fraction; equals the lost-upstream minus the kept-by-rounding fraction."""
         return self.measured_flushed_fraction - self.predicted_flushed_fraction
 
     @property
     def overflowed(self) -> int:
-        """Elements that are infinite or NaN."""
+        """Number of elements of the FP16 pass that are infinite or NaN."""
         return self.infs + self.nans
 
     def _fraction(self, count: int) -> float:
@@ -75,12 +76,13 @@ class LayerProbe:
     Args:
         name: the parameter's dotted path.
         shape: its shape.
-        histogram: of the FP32 reference, all batches together.
-        unscaled: at loss scale 1.
-        scaled: at the second scale; None if there is none.
-        in_half: whether the gradient was rounded to FP16 at all: autocast keeps those of normalisation layers and embeddings in
-            FP32. Told from the values: all of them are FP16's.
-        rounding_noise: the gradient is zero in theory (a bias before BatchNorm); what there is of it is rounding noise.
+        histogram: histogram of the FP32 reference gradient over all batches.
+        unscaled: the comparison at loss scale 1.
+        scaled: the comparison at the second loss scale; None if there is no second scale.
+        in_half: whether the gradient was rounded to FP16, inferred from every value being representable in FP16.
+            Autocast keeps the gradients of normalisation layers and embeddings in FP32.
+        rounding_noise: whether the gradient is zero in theory (a bias before BatchNorm), so that it holds only rounding
+            noise.
     """
 
     name: str
@@ -93,5 +95,5 @@ class LayerProbe:
 
     @property
     def comparable(self) -> bool:
-        """Whether the prediction is about this gradient: FP16 held it, and it is not noise."""
+        """Whether the prediction applies to this gradient: it was rounded to FP16 and is not rounding noise."""
         return self.in_half and not self.rounding_noise

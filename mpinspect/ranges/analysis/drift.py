@@ -1,4 +1,4 @@
-"""How the window of safe scales moves during a run: time blocks, and what a static and a dynamic scaler make of them."""
+"""Drift of the window of safe loss scales during a run: time blocks, divergence, and a dynamic scaler's growth interval."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, Window, merge_windows
 
-#: Blocks that a run is cut into: enough to see a trend, few enough that each holds many steps.
+#: Maximum number of blocks that a run is divided into: enough to show a trend, few enough that each holds many steps.
 MAX_BLOCKS = 8
 
-#: torch.amp.GradScaler's default growth interval, and the shortest that is suggested: an overflow costs a step in so many.
+#: torch.amp.GradScaler's default growth interval, and the shortest one suggested: about one step per interval overflows.
 LONGEST_GROWTH_INTERVAL = 2000
 SHORTEST_GROWTH_INTERVAL = 100
 
-#: A training has diverged where its largest gradients rose by so many powers of two, to beyond FP16's top: as many as the
-#: gradients of the talk of 2018 left unused there, and those of a training that goes well mostly shrink. Or where they are so
-#: large that a scale under which they fit FP16 would flush 1.
+#: A training counts as diverged if its largest gradients rose by this many powers of two to beyond FP16's maximum: as many
+#: powers as the gradients of the talk of 2018 left unused at FP16's top; gradients of a healthy training mostly shrink. A
+#: training also counts as diverged if its gradients are so large that any scale at which they fit FP16 would flush 1.
 EXPLOSION = 15
 
-#: Powers of two: the peaks of a steady training differ by one from block to block.
+#: Least rise of the highest safe scale that counts as a trend, in powers of two: a steady training's blocks differ by one.
 LEAST_RISE = 2
 
 
 def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
-    """Return the windows in at most MAX_BLOCKS groups of neighbours with about as many sampled steps each."""
+    """Group the windows into at most MAX_BLOCKS runs of neighbours with about equal numbers of sampled steps."""
     ordered = sorted(windows, key=lambda window: window.first_step)
     whole = sum(window.sampled_steps for window in ordered)
     blocks: dict[int, list[Window]] = {}
@@ -42,13 +42,13 @@ def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
 
 
 def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
-    """Return the gradients of a block of windows, merged."""
+    """Return each gradient's counts, merged over a block of windows."""
     merged = merge_windows(*block).of_kinds(GRADIENT_KINDS)
     return {key: Visibility.of(tensor) for key, tensor in merged.tensors.items()}
 
 
 def divergence(windows: Sequence[Window]) -> str:
-    """Return why the gradients are those of a training that diverged, which no loss scale is for; "" where they are not."""
+    """Return a sentence saying that and how the training diverged, which no loss scale fixes; "" if it did not diverge."""
     seen = sorted((window for window in windows if window.gradient_peaks), key=lambda window: window.first_step)
     if not seen:
         return ""
@@ -67,11 +67,11 @@ def divergence(windows: Sequence[Window]) -> str:
 
 
 def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_INTERVAL) -> int:
-    """Return steps after which a dynamic scaler should try twice the scale, to follow the window's rise.
+    """Return the number of steps after which a dynamic scaler should double its scale to follow the window's rise.
 
-    Where the largest safe scale rises by d powers of two a step over the run, a scaler that grows by one in every 1/d steps
-    keeps up: 1/d, within 100 .. ``longest``. A rise of under LEAST_RISE is taken for chance. (A fall needs no interval:
-    the scaler backs off at once.)
+    If the largest safe scale rises by d powers of two per step over the run, a scaler that doubles every 1/d steps
+    keeps up: the result is 1/d, limited to 100 .. ``longest``. A rise of less than LEAST_RISE is treated as chance. (A
+    fall needs no interval: the scaler backs off at once.)
     """
     known = [(block, block.log2_highest) for block in blocks if block.log2_highest is not None]
     if len(known) < 2:
@@ -84,6 +84,6 @@ def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_I
 
 
 def moved(blocks: Sequence[TimeBlock]) -> int:
-    """Powers of two between the lowest and the highest ``log2_highest`` of the blocks."""
+    """Return the difference between the highest and the lowest ``log2_highest`` of the blocks, in powers of two."""
     highest = [block.log2_highest for block in blocks if block.log2_highest is not None]
     return max(highest) - min(highest) if highest else 0

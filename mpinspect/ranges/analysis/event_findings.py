@@ -1,4 +1,4 @@
-"""Infinities and NaNs: what they say about the run, and what a dynamic loss scale can and can't do about them."""
+"""Findings on infinities and NaNs: their cause, their damage, and whether a dynamic loss scale can handle them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mpinspect.ranges.session import END, LOSSES, Event, Session, TensorKey, Ten
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
-#: A dynamic scaler that skips more than one step in ten is no longer probing (its growth interval is hundreds of steps).
+#: Share of skipped steps above which a dynamic scaler is no longer just probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
-#: Skips in a row at the start that a dynamic scaler, halving each time, may take to find its scale: from 2^24 down to 1.
+#: Consecutive skips that a dynamic scaler may need at the start to find its scale by halving: from 2^24 down to 1.
 LONGEST_SEARCH = 24
-#: Fewer skips than this are no frequency.
+#: Fewer skips than this are too few to call frequent.
 FEWEST_SKIPS = 3
 
 _ID = "non-finite-event"
 
 
 def event_findings(session: Session, totals: dict[TensorKey, TensorWindow], advice: LossScaleAdvice) -> list[Finding]:
-    """At most one finding for the forward and one for the backward; from the counts alone where nothing watched the steps."""
+    """Return at most one finding each on the forward and the backward, or one from the counts alone if there are no events."""
     left = [event for event in session.events if event.phase == END]
     harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
     forward = [
@@ -38,14 +38,14 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow], advi
         findings.append(_backward(backward, session, advice))
     if forward and (stepped is None or forward[0].step <= stepped):
         in_half = any(window.passed_through == "float16" for window in totals.values())
-        # What came first is the cause, or nearest to it.
+        # The earlier event is the cause, or nearer to the cause.
         findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
     findings = [_left_broken(event, session) for event in left] + (findings or _from_counts(totals))
     return findings if backward else [*findings, *_unseen_skips(session)]
 
 
 def _left_broken(event: Event, session: Session) -> Finding:
-    """Weights that were found not to be finite when the run ended."""
+    """Return the finding for weights that were non-finite when the run ended."""
     seen, steps = session.progress.watched_steps, session.progress.steps
     again = "Run it again with the watch at every step (watch=True, no max_overhead): it names the step and the module."
     if not session.info.watch:
@@ -101,7 +101,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     first = min(events, key=lambda event: (event.step, event.micro_batch))
     steps = sorted({event.step for event in events})
     stepped = [event for event in events if event.skipped is False]
-    # Between sampled steps a skip may be all that is known of one.
+    # A step that was not watched may have left no event, only a count in ``skipped_steps``.
     skipped = max(len({event.step for event in events if event.skipped}), session.progress.skipped_steps)
     count = max(len(steps), skipped)
     evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
@@ -152,7 +152,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
 
 
 def _survived(stepped: Event, session: Session) -> bool:
-    """Return whether a forward after a step that was taken on what was not finite was finite: then the weights are."""
+    """Return whether forwards after the optimizer step with non-finite gradients were finite, so that the weights are too."""
     later = [event for event in session.events if event.step > stepped.step]
     if any(event.phase in ("forward", END) or event.forward_finite is False for event in session.events):
         return False
@@ -161,7 +161,7 @@ def _survived(stepped: Event, session: Session) -> bool:
 
 
 def _remedy(first: Event, advice: LossScaleAdvice) -> str:
-    """Return what to do about gradients that broke and that nobody skipped."""
+    """Return advice for non-finite gradients; names the loss scale only if the scale caused them."""
     if _scale_too_high(first):
         return _take(advice)
     module = repr(first.module or "the model")
@@ -173,7 +173,7 @@ def _remedy(first: Event, advice: LossScaleAdvice) -> str:
 
 
 def _scale_too_high(first: Event) -> str:
-    """That a finite loss had an infinite gradient, with the scale that made it so; "" where no scale did."""
+    """Return a clause saying that the loss scale was too high for a finite forward; "" if the scale was not the cause."""
     if first.value != "inf" or not first.forward_finite or (first.loss_scale is not None and first.loss_scale <= 1):
         return ""
     if first.loss_scale is not None:
@@ -184,14 +184,14 @@ def _scale_too_high(first: Event) -> str:
 
 
 def _never_updated(session: Session) -> str:
-    """That no update was ever applied, where that is known."""
+    """Return a clause saying that no update was ever applied; "" if one was, or if this is unknown."""
     if session.progress.weights_moved is not False or not session.progress.backwards:
         return ""
     return f"; of {session.progress.backwards} backwards no update was ever applied"
 
 
 def _take(advice: LossScaleAdvice) -> str:
-    """Return which scale to take, by the advice."""
+    """Return the advice on which loss scale to use, as a sentence."""
     if advice.recommended is None:
         return "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
     if advice.needed is False:
@@ -200,23 +200,23 @@ def _take(advice: LossScaleAdvice) -> str:
 
 
 def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:
-    """Return whether skips are frequent once the opening run of them, in which a dynamic scaler finds its scale, is over.
+    """Return whether skips are too frequent, apart from the initial skips by which a dynamic scaler finds its scale.
 
-    ``steps``: those that were seen not to be finite; ``skipped``: how many were skipped in all.
+    ``steps``: the steps seen to be non-finite, in order; ``skipped``: the number of skipped steps in the whole run.
     """
     opening = next((index for index, step in enumerate(steps) if step != index), len(steps))
     if opening > max(LONGEST_SEARCH, SKIPPED_TOLERANCE * session.progress.steps):
         return True
     if skipped >= session.progress.steps:
         scales = [event.loss_scale for event in session.events]
-        # Every step so far was skipped: hopeless where the scale does not fall.
+        # Every step so far was skipped, which cannot end unless the scale falls.
         return skipped >= FEWEST_SKIPS and len(set(scales)) == 1
     later, rest = skipped - opening, session.progress.steps - opening
     return later >= FEWEST_SKIPS and later > SKIPPED_TOLERANCE * rest
 
 
 def _unseen_skips(session: Session) -> list[Finding]:
-    """Return steps that were skipped where the watch was off, or did not look at every step."""
+    """Return a finding on skipped steps that were not watched (the watch was off, or did not cover every step)."""
     progress, skipped = session.progress, session.progress.skipped_steps
     if not skipped or (session.info.watch and progress.watched_steps is None):
         return []
@@ -237,7 +237,7 @@ def _unseen_skips(session: Session) -> list[Finding]:
 
 
 def _from_counts(totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
-    """Where the steps were not watched, the counts still hold the infinities and NaNs of the sampled ones."""
+    """Return a finding on infinities and NaNs in the counts of the sampled steps, for runs without events."""
     broken = [key for key, window in totals.items() if window.histogram.infs or window.histogram.nans]
     in_forward = [key.name for key in broken if key.kind == ACTIVATION]
     names = in_forward or [key.name for key in broken if key.kind in GRADIENT_KINDS]

@@ -1,7 +1,7 @@
-"""What of a session speaks for the whole run: each window weighed by the steps it stands for, collapsed scales left out.
+"""The representative part of a session: windows weighted by the steps they represent, without those at collapsed scales.
 
-The first steps of a run are sampled more densely than the later ones, so that pooled counts speak for its beginning. Shares
-that speak for the run are therefore taken from weighed counts; the counts themselves stay what was counted.
+The first steps of a run are sampled more densely than later ones, so pooled counts overrepresent its beginning. Shares
+over the whole run are therefore computed from weighted counts; the reported counts stay unweighted.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from mpinspect.ranges.session import Event, Session, Window
 from mpinspect.reporting.words import steps_named
 
-#: Windows whose samples stand for numbers of steps within this factor are pooled as they are, and shares stay measured: the
-#: last sample of a run stands for the few steps that are left.
+#: Windows are pooled unweighted, and shares count as measured, if the steps per sample differ by at most this factor: the
+#: last sample of a run represents only the few remaining steps.
 ALIKE = 2.0
-#: Weights are whole numbers, so that counts stay integers: multiples of 1/8 of the least, within 6%.
+#: Weights are integers, so that counts stay integers: multiples of 1/8 of the smallest stride, accurate to 6%.
 _PARTS = 8
-#: No window outweighs another by more: 2^40 elements a window then still add up in 64 bits.
+#: Largest ratio of two windows' weights: the counts of windows with 2^40 elements then still fit in 64 bits.
 _MOST = 10_000
 
 #: At this scale and below FP16 flushes even 1: its flush edge is 2^-25.
@@ -27,12 +27,12 @@ COLLAPSED_LOG2_SCALE = -25
 
 @dataclass(frozen=True)
 class Evidence:
-    """The part of a session that speaks for the run.
+    """The part of a session that represents the whole run.
 
     Args:
-        session: its windows hold weighed counts (peaks and sampled steps stay); shares follow from them.
-        is_weighed: whether weights differ, so that shares over the run are estimates.
-        left_out: a sentence on the windows left out; "" where there are none.
+        session: the session with weighted counts (peaks and sampled steps unchanged), from which shares are computed.
+        is_weighed: whether the windows' weights differ, which makes shares over the run estimates.
+        left_out: a sentence on the windows that were left out; "" if none were.
     """
 
     session: Session
@@ -41,7 +41,7 @@ class Evidence:
 
 
 def evidence(session: Session) -> Evidence:
-    """Return the windows of a session that tell something of its gradients, each weighed by the steps it stands for."""
+    """Return the session without windows at a collapsed loss scale, each window weighted by the steps it represents."""
     kept, left_out = _without_collapse(session)
     weights = _whole_weights(_strides(kept, session.progress.steps))
     if len(set(weights)) > 1:
@@ -51,14 +51,14 @@ def evidence(session: Session) -> Evidence:
 
 
 def _strides(windows: Sequence[Window], steps: int) -> list[float]:
-    """For how many steps a sample of each window stands: a window reaches to the next one's first step, the last to the end."""
+    """Return the number of steps per sample of each window; a window ends where the next one begins, or at the run's end."""
     ordered = sorted(enumerate(windows), key=lambda pair: pair[1].first_step)
     ends = [window.first_step for _, window in ordered[1:]] + [steps]
     strides, before = [1.0] * len(windows), 1.0
     for (place, window), end in zip(ordered, ends, strict=False):
         strides[place] = max((end - window.first_step) / max(window.sampled_steps, 1), 1.0)
         if window is ordered[-1][1]:
-            # What is left behind the last sample does not make it a smaller part of the run.
+            # The last window gets at least the stride of the one before, however few steps follow its last sample.
             strides[place] = max(strides[place], before)
         before = strides[place]
     return strides
@@ -72,10 +72,10 @@ def _whole_weights(strides: Sequence[float]) -> list[int]:
 
 
 def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
-    """The windows none of whose steps ran under a collapsed scale, and a sentence on the others.
+    """Return the windows without any step at a collapsed loss scale, and a sentence on the windows left out.
 
-    A scale has collapsed where FP16 would flush 1 itself, or where it fell below 1 after it was backed off for forwards that
-    were not finite, which no scale mends.
+    A loss scale has collapsed if FP16 would flush even 1 at that scale, or if the scale fell below 1 after steps were
+    skipped for a non-finite forward, which no loss scale fixes.
     """
     changes = session.progress.scales
     useless = min((event.step for event in session.events if event.skipped and forward_broke(event)), default=math.inf)
@@ -102,7 +102,7 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
 
 
 def forward_broke(event: Event) -> bool:
-    """Return whether the step's forward was not finite already, so that its gradients say nothing about the scale."""
+    """Return whether the step's forward was already non-finite, so that its gradients say nothing about the loss scale."""
     return event.phase == "forward" or event.forward_finite is False
 
 

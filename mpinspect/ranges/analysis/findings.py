@@ -1,4 +1,4 @@
-"""All findings of a session, the gravest first; here those on updates that rounding loses and sums that overflow."""
+"""Collects and sorts all findings of a session; also makes the findings on lost updates and overflowing sums."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def findings(
     coverage: Coverage,
     format: FloatFormat,
 ) -> tuple[Finding, ...]:
-    """Everything worth knowing, errors first, then warnings, then information; within one severity in order of finding."""
+    """Return all findings: errors first, then warnings, then information; within one severity, in the order of the checks."""
     diagnosed = list(diagnose(Case(session, layers, totals, infos, advised, format)))
     found = [
         *diagnosed,
@@ -44,7 +44,7 @@ def findings(
 
 
 def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
-    """Return what an event comes to, without an alarm and advice of its own where a diagnosis tells its cause."""
+    """Return an event's finding, reduced to information without a fix if a diagnosis already explains its cause."""
     causes = [
         each.step
         for each in diagnosed
@@ -56,14 +56,14 @@ def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
 
 
 def _told_already(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
-    """Return an unknown scale without an alarm where a diagnosis says that nothing was seen to scale, and what to do."""
+    """Return the finding; "scale-unknown" is reduced to information if a diagnosis already reports a missing scaler."""
     if finding.id == "scale-unknown" and any(each.id == "scaler-missing-in-float16" for each in diagnosed):
         return replace(finding, severity="info", fix="")
     return finding
 
 
 def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: FloatFormat) -> list[Finding]:
-    """Activations and weights are not multiplied by the loss scale: what overflows there overflows at every scale."""
+    """Return a finding if activations or weights would overflow, which no loss scale can prevent."""
     over = [layer for layer in layers if layer.kind in (ACTIVATION, WEIGHT) and layer.overflowed and layer.histogram]
     if not over:
         return []
@@ -131,15 +131,15 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
     ]
 
 
-#: More than this share lost is worth a warning. Measured on a digits classifier trained by SGD with FP16 weights and no
-#: FP32 masters: 87% of the updates were lost, and the loss ended at 0.298 against 0.160.
+#: Share of lost updates above which a warning is given. For comparison: a digits classifier trained by SGD with FP16 weights
+#: and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
 LOST_UPDATES_TOLERANCE = 0.1
 
 _MASTERS = "Keep FP32 master weights: let the optimizer step in FP32 and copy the rounded weights back."
 
 
 def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
-    """One finding a storage format: a warning where weights really are stored so and lose too much, else for information."""
+    """Return one finding per storage format: a warning if weights stored in it lose too many updates, else information."""
     by_format: dict[str, dict[str, LostUpdates]] = {}
     for key, window in totals.items():
         for storage, updates in window.lost_updates.items() if key.kind == UPDATE else ():
@@ -157,7 +157,7 @@ def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, 
 
 
 def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey, TensorInfo]) -> bool:
-    """Return whether the parameter really is held in this format."""
+    """Return whether the parameter really is stored in this format (otherwise its lost updates are hypothetical)."""
     dtypes = {infos[key].dtype for key in (TensorKey(name, UPDATE), TensorKey(name, WEIGHT)) if key in infos}
     return lost.measured or storage in dtypes
 
@@ -192,10 +192,10 @@ CERTAIN, POSSIBLE, NO = "certain", "possible", "no"
 
 @dataclass(frozen=True)
 class ReductionReport:
-    """The sums over one tensor of average size: of |x| (an L1 norm, and what bounds the plain sum), and of x^2.
+    """The sums of |x| (the L1 norm, which bounds the plain sum) and of x^2 over one tensor, averaged over its samples.
 
-    ``sum_abs`` and ``sum_squares`` are per sample, bounds and estimate of the average; the verdicts are "certain" (in at
-    least one sample), "possible" or "no" (not in an average sample).
+    ``sum_abs`` and ``sum_squares`` are the average per sample, as an estimate with bounds. The two verdicts on overflow
+    are "certain" (in at least one sample), "possible", or "no" (not in an average sample).
     """
 
     key: TensorKey
@@ -211,7 +211,7 @@ class ReductionReport:
 
 
 def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFormat) -> tuple[ReductionReport, ...]:
-    """Return a report for every tensor with a value (updates aside), unscaled values."""
+    """Return a report on the unscaled values of every tensor that has any finite non-zero value, except updates."""
     return tuple(
         reduction_report(key, window, format)
         for key, window in totals.items()
@@ -220,7 +220,7 @@ def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFor
 
 
 def reduction_report(key: TensorKey, window: TensorWindow, format: FloatFormat) -> ReductionReport:
-    """Return the sums of an average sample: the totals over the number of samples. If the average overflows, some sample does."""
+    """Return the average sums per sample (totals divided by samples); if the average overflows, at least one sample does."""
     first = _per_sample(window.histogram.sum_abs(), window.samples)
     second = _per_sample(window.histogram.sum_squares(), window.samples)
     return ReductionReport(key, first, second, _verdict(first, format), _verdict(second, format))

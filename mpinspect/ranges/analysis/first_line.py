@@ -16,7 +16,7 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 
 
 def first_line(event: Event) -> str:
-    """``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``; what is not known is left out."""
+    """Return ``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``, without the unknown parts."""
     if event.phase == END:
         return f"end of the run (step {event.step}), {event.tensor}, first {_VALUES.get(event.value, event.value)}"
     parts = [f"step {event.step}"]
@@ -33,31 +33,31 @@ def first_line(event: Event) -> str:
 
 
 def _scale(scale: float) -> str:
-    """Return a number that one has heard of, or the power of two that it is."""
+    """Return the scale as a plain number, or as "2^k" if it is a power of two below 1 or above 2^24."""
     mantissa, exponent = math.frexp(scale)
     is_known = mantissa != 0.5 or 0 <= exponent - 1 <= 24
     return f"{scale:.15g}" if is_known else f"2^{exponent - 1}"
 
 
 def what_broke(report: RangeReport) -> Event | None:
-    """Return the event that a run failed by; None where nothing did harm."""
+    """Return the event that broke the run; None if no event did harm."""
     told_by = EXPLAIN_EVENTS | {"non-finite-event"}
     alarming = any(finding.id in told_by and finding.severity != "info" for finding in report.findings)
-    # A scale that never lets a step through: each skip alone looks like probing.
+    # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
     return gravest(report.events) or (report.events[0] if alarming and report.events else None)
 
 
 def gravest(events: Sequence[Event]) -> Event | None:
-    """Return the first event that no loss scaler caught and that did harm; None without one.
+    """Return the first harmful event that no loss scaler caught; None if there is none.
 
-    A dynamic loss scale is found by overflowing: a skipped step with a finite forward is how it probes. A forward that is not
-    finite while every gradient is, as with a mask of infinities, does no harm.
+    A dynamic scaler finds its scale by overflowing, so a skipped step with a finite forward is normal. A non-finite
+    forward with finite gradients, as with a mask of infinities, does no harm.
     """
     return next((event for event in events if not _is_probing(event) and not _is_harmless(event)), None)
 
 
 def _is_probing(event: Event) -> bool:
-    """Return whether a loss scaler caught it, as it does when it has grown too large."""
+    """Return whether a loss scaler caught the event and skipped the step, as happens when its scale has grown too large."""
     return bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False
 
 

@@ -1,4 +1,4 @@
-"""Whether another number format would do, for each kind of tensor: by range alone, not by precision."""
+"""Verdicts on whether another number format would fit each kind of tensor, judged by range alone, not by precision."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mpinspect.ranges.kinds import KINDS, UPDATE
 from mpinspect.ranges.session import TensorKey, TensorWindow
 
 NO_SCALING = "none"
-#: One power of two a tensor and run: scales that follow the maximum from step to step can only do better.
+#: One scale (a power of two) per tensor for the whole run; a scale updated every step can only do better.
 PER_TENSOR = "per-tensor"
 
-#: What is asked: formats with FP32's or FP16's exponent as they are, FP8 the way it is used.
+#: The formats judged: FP16 and BF16 unscaled, FP8 with per-tensor scales, as FP8 is used in practice.
 CANDIDATES: tuple[tuple[FloatFormat, str], ...] = (
     (FLOAT16, NO_SCALING),
     (BFLOAT16, NO_SCALING),
@@ -25,7 +25,7 @@ CANDIDATES: tuple[tuple[FloatFormat, str], ...] = (
 
 
 def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[TensorKey]) -> tuple[FormatVerdict, ...]:
-    """Return a verdict for each kind seen (updates aside: they are added, not held) and each candidate."""
+    """Return a verdict for each candidate and each kind of tensor seen, except updates, which are added and not stored."""
     verdicts = []
     for kind in KINDS:
         histograms = {
@@ -41,9 +41,9 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
 def format_verdict(
     kind: str, histograms: Mapping[str, ExponentHistogram], format: FloatFormat, scaling: str
 ) -> FormatVerdict:
-    """Return whether every one of these tensors keeps its L1 mass but for LOST_L1_TOLERANCE, and none overflows.
+    """Return whether every tensor loses at most LOST_L1_TOLERANCE of its L1 mass and none overflows.
 
-    Each histogram must hold a value. ``overflows`` is True where an overflow is certain or possible.
+    Each histogram must hold a finite non-zero value. ``overflows`` is True if an overflow is certain or possible.
     """
     scales = {name: _log2_scale(histogram, format, scaling) for name, histogram in histograms.items()}
     lost = {name: histogram.lost_l1_share(format, scales[name]).estimate for name, histogram in histograms.items()}

@@ -1,4 +1,4 @@
-"""What the ranges of the gradients say: flushed, flushed already, overflowing, at odds, moving."""
+"""Findings on the ranges of gradients: flushing, flushing before counting, overflow, conflicting layers and drift."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_LAYERS_LISTED = 20
 
 
 def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: Advised) -> list[Finding]:
-    """Return all findings about gradients, from the layers' reports and the decision on the scale."""
+    """Return all findings on gradients, made from the layers' reports and the decision on the loss scale."""
     advice, decision = advised.advice, advised.decision
     gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
     if not session.progress.scale_known:
@@ -74,7 +74,7 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
 
 
 def _scale_fix(decision: Decision) -> str:
-    """Return how to get the recommended scale; the ways out where no scale serves every layer."""
+    """Return how to apply the recommended loss scale, or the alternatives if no scale serves every layer."""
     if decision.window.is_empty:
         return _ways_out(decision)
     return (
@@ -84,14 +84,14 @@ def _scale_fix(decision: Decision) -> str:
 
 
 def why_no_alarm(session: Session, worst: Loss, needed: int) -> str:
-    """Return why a layer that scale 1 fails is no alarm in this run; "" if it is one."""
+    """Return why this run needs no warning about a layer that flushes at scale 1; "" if a warning is due."""
     if runs_at_least(session, needed):
         return "The run's own loss scale serves it."
     return holds_without_scale(session, [worst.key])
 
 
 def runs_at_least(session: Session, log2_scale: int) -> bool:
-    """Return whether the run's known loss scale was at least 2^log2_scale in nine steps of ten."""
+    """Return whether the run's loss scale was known and at least 2^log2_scale in at least 90% of the steps."""
     changes = session.progress.scales
     if not changes:
         return False
@@ -126,7 +126,7 @@ def _weights_fine(decision: Decision) -> Finding | None:
 
 
 def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision) -> Finding | None:
-    """Where values flushed before counting may need a larger scale than those seen; a warning where they very likely do."""
+    """Return a finding if values flushed before counting may need a larger scale than the counted ones; a warning if likely."""
     if not decision.hides:
         return None
     format, tolerance = decision.rules.format, decision.rules.tolerance
@@ -168,7 +168,7 @@ def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision
 def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
     over = [layer for layer in gradients if layer.overflowed]
     if not over or not decision.overflows_unscaled:
-        # A few steps of very many may overflow, as they do under a dynamic scaler; the layers' rows have them.
+        # A small share of overflowing steps is normal under a dynamic scaler; the layers' reports still show them.
         return None
     format = decision.rules.format
     worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
@@ -211,7 +211,7 @@ def _window_empty(decision: Decision) -> Finding | None:
 
 
 def _ways_out(decision: Decision) -> str:
-    """Return what to do where no scale serves every layer."""
+    """Return the alternatives to take if no loss scale serves every layer."""
     large, small, *_ = _at_odds(decision)
     return (
         f"Compute {large!r} in FP32{f' (or {small!r})' if small else ''}, clip the large gradients where they arise, scale the "
@@ -220,7 +220,7 @@ def _ways_out(decision: Decision) -> str:
 
 
 def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
-    """The layer that needs a large scale, the one that overflows at it ("": the same, or not known), lowest and highest."""
+    """Return the layer that needs a large scale, the one that overflows at it ("": same or unknown), and their two limits."""
     if decision.conflicts:
         pair = decision.conflicts[0]
         small = "" if pair.needs_large == pair.needs_small else pair.needs_small

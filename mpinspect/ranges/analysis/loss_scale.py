@@ -1,4 +1,4 @@
-"""The loss scale that fits the gradients of a session, or of histograms alone."""
+"""Recommends a loss scale for the gradients of a session, or of bare histograms."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 from mpinspect.reporting.words import lower_first
 
-#: Powers of two within which FP32 holds a scale and its inverse.
+#: Largest |k| for which FP32 holds both 2^k and its inverse as normal numbers.
 FARTHEST = 126
-#: The kind of a gradient that is given as a bare histogram.
+#: The tensor kind given to bare histograms.
 _GRADIENT = "gradient"
 
 
@@ -39,18 +39,19 @@ def recommend_loss_scale(
     """Return the loss scale that fits these gradients.
 
     Args:
-        histograms: unscaled gradients, one histogram a layer: by name, or in any iterable (then named "0", "1", ...), or a
-            single one; or a whole session, which adds the steps' peaks (and with them the confidence), drift and noise.
-        format: the format that the scaled gradients are held in: a FloatFormat, a name or a dtype.
+        histograms: histograms of unscaled gradients, one per layer: a mapping by name, an iterable (the layers are then
+            named "0", "1", ...) or a single histogram. Or a whole session, which also gives each step's peak exponent
+            (and so the confidence), drift and rounding noise.
+        format: the format in which the scaled gradients are stored: a FloatFormat, a name or a dtype.
         headroom: powers of two to leave below the overflow, at least 0.
-        tolerance: the lost L1 share up to which a layer counts as served, in (0, 1).
-        growth_interval: steps; a probability of overflow of 1/growth_interval a step is accepted.
+        tolerance: the largest share of its L1 mass that a layer may lose, in (0, 1).
+        growth_interval: number of steps; an overflow probability of 1/growth_interval per step is accepted.
 
-    A mean over N samples in the loss is a scale of 1/N that is already in the gradients: another batch size, or
-    gradient accumulation over N micro-batches, moves the whole window by log2 N powers of two.
+    A loss that is a mean over N samples already scales the gradients by 1/N. Changing the batch size by a factor of N,
+    or accumulating gradients over N micro-batches, therefore moves the whole window by log2 N powers of two.
 
     Raises:
-        ValueError: an option is out of its range, or names no format.
+        ValueError: an option is out of its range, or ``format`` is unknown.
         TypeError: ``histograms`` is none of the above.
     """
     rules = ScaleRules(as_format(format), headroom, tolerance, growth_interval)
@@ -71,7 +72,7 @@ def recommend_loss_scale(
 
 
 def noise_of(totals: Mapping[TensorKey, TensorWindow], ceilings: Mapping[TensorKey, float]) -> frozenset[TensorKey]:
-    """Return the tensors that hold nothing but rounding noise."""
+    """Return the keys of the tensors that hold only rounding noise."""
     return frozenset(key for key, ceiling in ceilings.items() if is_rounding_noise(totals[key].histogram, ceiling))
 
 
@@ -82,7 +83,7 @@ def advise(
     noise: frozenset[TensorKey],
     rules: ScaleRules,
 ) -> Advised:
-    """Return the advice for what speaks for a session, whose totals and noise are known already."""
+    """Return the advice for a session's evidence, given its totals, noise ceilings and rounding-noise tensors."""
     session, format = seen.session, rules.format
     gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
     if not session.progress.scale_known:
@@ -113,7 +114,7 @@ def advise(
         first, last = group[0].first_step, max(part.last_step for part in group)
         top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
         if top is not None:
-            # The margin of the whole run: a block's few steps would give another.
+            # Use the whole run's margin: a margin from one block's few steps would differ.
             room = top.log2_highest + top.margin
             top = Ceiling(max(room - ceiling.margin, min(room, 0)))
             top = top.below(overflowed_at(event for event in overflowed if first <= event.step <= last))
@@ -136,7 +137,7 @@ def _advised(
 
 
 def _without_overflows(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
-    """The peaks that are known: a step that overflowed FP16 at 2^k shows 2^(16 - k), whatever its gradients would have been."""
+    """Return the peaks without those of overflowed steps: overflow at scale 2^k gives 2^(16 - k) whatever the true peak."""
     if "float16" not in session.passed_through():
         return peaks
     changes, first, last = session.progress.scales, group[0].first_step, max(part.last_step for part in group)
@@ -150,7 +151,7 @@ def _without_overflows(session: Session, group: list[Window], peaks: dict[int, i
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:
-    """Return the run's events, where an overflow of the run would have been one of ``format``."""
+    """Return the run's events if overflows of the run would also be overflows of ``format``; otherwise no events."""
     widest = min((FORMATS[name].max_exponent for name in session.passed_through() if name in FORMATS), default=0)
     return list(session.events) if format.max_exponent <= max(widest, FLOAT16.max_exponent) else []
 

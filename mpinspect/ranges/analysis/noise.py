@@ -1,9 +1,9 @@
-"""Gradients that are zero in theory and hold rounding noise: no underflow, and nothing that a scale should serve.
+"""Detects gradients that are zero in theory and hold only rounding noise, which a loss scale need not preserve.
 
 A bias before a BatchNorm, or the key part of an attention's bias before the softmax, has no influence on the loss: the
-terms of its gradient's sum cancel, and what is left is the rounding error of the sum. It looks like a layer that needs
-an enormous loss scale. The counts tell: a bias's gradient is the sum of the gradients of its layer's output, so its
-magnitude can be held against the sum of *their* magnitudes.
+terms of its gradient's sum cancel, and only the sum's rounding error remains. Such a bias looks as if it needed an
+enormous loss scale. It can be detected from the counts: a bias's gradient is the sum of the gradients of its layer's
+output, so the bias gradient's magnitude can be compared with the sum of the *output gradients'* magnitudes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
 FP32_NOISE_SHARE = 2.0**-16
 #: Terms rounded to FP16 or BF16 carry errors of up to 2^-9 each that do not cancel: at most this share remains ...
 NARROW_NOISE_SHARE = 2.0**-9
-#: ... and, the errors being of random sign, about 2^-9/sqrt(N). This share, over sqrt(N), is between that and 1/sqrt(N).
+#: ... and about 2^-9/sqrt(N) if the errors have random signs. This share over sqrt(N) lies between that and 1/sqrt(N).
 NARROW_NOISE_SHARE_OF_ONE_TERM = 2.0**-6
-#: Without the output's gradients: a bias gradient this far below the weight gradient of its layer, averages again. A layer
-#: would need inputs of 2^16 for a true bias gradient to be that small; noise in sums of many terms goes undetected.
+#: If the output's gradients were not captured: the ratio of the bias's to the weight's average gradient up to which the bias
+#: gradient is noise. A true one is that small only with inputs of 2^16; noise in sums of many terms goes undetected.
 NOISE_SHARE_OF_WEIGHT_GRADIENT = 2.0**-16
 
 
 def rounding_noise_ceilings(
     infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]
 ) -> dict[TensorKey, float]:
-    """For each bias gradient that can be judged, the average magnitude up to which its values are rounding noise.
+    """Return, for each bias gradient that can be judged, the average magnitude up to which the gradient is rounding noise.
 
-    Judged are one-dimensional parameters called "bias", which their module adds to its output (fused biases like
-    ``in_proj_bias`` and those of LSTMs enter elsewhere). An average over the samples, so an estimate.
+    Only one-dimensional parameters called "bias" are judged, which their module adds to its output (fused biases like
+    ``in_proj_bias`` and LSTM biases are added elsewhere). Each ceiling is an estimate, averaged over the samples.
     """
     ceilings = {}
     for key, info in infos.items():
@@ -51,15 +51,16 @@ def rounding_noise_ceilings(
 
 
 def is_rounding_noise(histogram: ExponentHistogram, ceiling: float) -> bool:
-    """Return whether the values are noise: their average magnitude is within the ceiling. False where there is no value.
+    """Return whether the values' average magnitude is at most the noise ceiling; False without a non-zero value.
 
-    The average, not the maximum: over a run whose gradients shrink, one early maximum is far above the average step.
+    The average is used rather than the maximum: if gradients shrink over a run, an early maximum far exceeds the
+    average.
     """
     return 0 < _mean_abs(histogram) <= ceiling
 
 
 def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHistogram:
-    """Return the histogram without the exponents that lie wholly below the ceiling (a fused bias is noise in part)."""
+    """Return the histogram without the exponents entirely below the ceiling (a fused bias is partly noise)."""
     if not len(histogram.counts) or ceiling <= 0:
         return histogram
     drop = math.frexp(ceiling)[1] - 1 - histogram.min_exponent
@@ -78,7 +79,7 @@ def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHisto
 
 
 def _ceiling_from_output(bias: TensorWindow, output: TensorWindow, elements: int) -> float | None:
-    """Noise share times the sum of |output gradient| per sample and bias element; None where no output was seen."""
+    """Return the noise share times the sum of |output gradient| per sample and bias element; None without output gradients."""
     if not output.histogram.nonzero:
         return None
     parts = bias.samples * elements
@@ -96,6 +97,6 @@ def _ceiling_from_weight(key: TensorKey, totals: dict[TensorKey, TensorWindow]) 
 
 
 def _mean_abs(histogram: ExponentHistogram) -> float:
-    """Mean magnitude of the finite elements, zeros included, estimated; 0.0 if there is none."""
+    """Return the estimated mean magnitude of the finite elements, zeros included; 0.0 if there are none."""
     elements = histogram.nonzero + histogram.zeros
     return histogram.sum_abs().estimate / elements if elements else 0.0

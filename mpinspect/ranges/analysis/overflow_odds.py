@@ -1,4 +1,4 @@
-"""From the largest gradients of the sampled steps to the largest scale that is safe, and how sure that is."""
+"""Derives the largest safe loss scale, and its confidence, from the largest gradients of the sampled steps."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.evidence import forward_broke
 from mpinspect.ranges.session import Event, add_counts
 
-#: How sure the bounds are.
+#: Confidence level of the bounds.
 CONFIDENCE = 0.95
 #: Zero events in n trials: the rate is at most 3/n with 95% confidence, for ln(1 - 0.95) = -2.996 ("rule of three").
 RULE_OF_THREE = 3.0
 #: The normal distribution's 95% quantile.
 _Z95 = 1.6449
-#: Events from which the normal distribution stands for the binomial, whose terms would be added one by one.
+#: Number of events above which a normal approximation replaces the exact sum of binomial terms.
 _EXACT = 10_000
-#: Steps from which a spread is taken: with fewer the factor k alone is beyond 8.
+#: Fewest steps from which a standard deviation is computed: with fewer, the tolerance factor k alone exceeds 8.
 FEWEST_IN_BLOCK = 5
-#: A NaN may stem from an overflow on its way where magnitudes had come within 16 times of FP16's top.
+#: A NaN is attributed to an overflow only if the tensor's earlier magnitudes reached 1/16 of FP16's maximum.
 NEAR_OVERFLOW = 65504 / 16
 
 
 def log2_room(peak_exponent: int, format: FloatFormat) -> int:
-    """Largest k for which a value of this peak exponent (11 bits) does not overflow: 15 - peak for FP16, exactly.
+    """Return the largest k at which a value of this peak exponent (rounded to 11 bits) does not overflow.
 
-    Formats of fewer bits overflow earlier in their highest power of two; there one k less, to be sure.
+    For FP16 the result is exactly 15 - peak. Formats with fewer bits overflow earlier within their highest power of
+    two, so the result is one less for them, to be safe.
     """
     return format.max_exponent - peak_exponent - int(format.overflow_significand < NEAR_TOP_SIGNIFICAND)
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The largest scale without overflow, as powers of two.
+    """The largest loss scale without overflow, as a power of two.
 
     Args:
         log2_highest: largest k at which a step overflows with a probability of at most 1/growth_interval.
-        margin: powers of two of it that are kept for steps larger than any that was seen.
-        log2_overflowed: least k at which the run itself overflowed; None where it did not.
+        margin: powers of two already subtracted as a reserve for gradients larger than any seen.
+        log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
     """
 
     log2_highest: int
@@ -49,7 +50,7 @@ class Ceiling:
     log2_overflowed: int | None = None
 
     def below(self, log2_overflowed: int | None) -> Ceiling:
-        """This ceiling for a run that overflowed at 2^log2_overflowed."""
+        """Return this ceiling lowered below 2^log2_overflowed, the scale at which the run overflowed (None: not at all)."""
         if log2_overflowed is None:
             return self
         if log2_overflowed > self.log2_highest:
@@ -63,17 +64,20 @@ def log2_highest(
     growth_interval: int,
     exact: Sequence[Mapping[int, int]] | None = None,
 ) -> Ceiling | None:
-    """Return the largest scale at which a step overflows with a probability of at most 1/growth_interval; None without a step.
+    """Return the largest scale with an overflow probability of at most 1/growth_interval per step; None if there are no steps.
 
     Args:
-        blocks: for blocks of steps in order, for how many steps the exponent of the largest gradient (rounded to 11 bits) was
-            what. Several, so that a drift over the run is not taken for spread.
-        growth_interval: a dynamic scaler that doubles every so many steps risks about one overflow in as many.
-        exact: the same without the steps that overflowed, of which no more is known than a lower bound; they tell of no spread.
+        blocks: one mapping per block of consecutive steps: exponent of a step's largest gradient (rounded to 11 bits)
+            -> number of steps. Separate blocks keep a drift over the run from being taken for spread.
+        growth_interval: number of steps after which a dynamic scaler doubles its scale, risking about one overflow each
+            time.
+        exact: ``blocks`` without the steps that overflowed, whose peaks are only lower bounds and tell nothing about
+            spread.
 
-    The (1 - 1/growth_interval) quantile of the peaks is bounded from above with 95% confidence: by an order statistic, which
-    assumes no distribution, where the steps suffice (3 growth intervals), else by ``normal_bound`` or the largest peak,
-    whichever is more. The margin never takes scale 1 away, which no step seen has overflowed.
+    The (1 - 1/growth_interval) quantile of the peaks is bounded from above with 95% confidence. If there are enough
+    steps (3 growth intervals) the bound is an order statistic, which assumes no distribution; otherwise it is
+    ``normal_bound`` or the largest peak, whichever is larger. The margin never excludes scale 1 if no step seen
+    overflows at scale 1.
     """
     peaks = add_counts(blocks)
     steps = sum(peaks.values())
@@ -89,16 +93,17 @@ def log2_highest(
     if steps * probability >= RULE_OF_THREE:
         return Ceiling(seen)
     bound = normal_bound(blocks if exact is None else exact, probability)
-    # A peak of exponent e lies in [2^e, 2^(e+1)), in the middle at e + 1/2; the bound falls into the exponent below it.
+    # A peak of exponent e lies in [2^e, 2^(e+1)), on average at e + 1/2; adding 1/2 and rounding down gives the bound's exponent.
     largest = exponent if bound is None else max(exponent, math.floor(bound + 0.5))
     highest = max(log2_room(largest, format), min(seen, 0))
     return Ceiling(highest, seen - highest)
 
 
 def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> float | None:
-    """95% upper bound of the (1 - probability) quantile of the peaks' exponents, as if normal; None for too few steps.
+    """Return a 95% upper bound of the (1 - probability) quantile of the peaks' exponents, taken as normally distributed.
 
-    The largest of the blocks' mean + k s, with s pooled within the blocks and ``tolerance_factor`` as k.
+    The bound is the maximum of mean + k s over the blocks, with the pooled within-block standard deviation s and k from
+    ``tolerance_factor``; None if there are too few steps.
     """
     blocks = _large_enough(blocks)
     sizes = [sum(block.values()) for block in blocks]
@@ -114,7 +119,7 @@ def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> flo
 
 
 def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]]:
-    """Return the blocks, neighbours merged until each has FEWEST_IN_BLOCK steps (or there is one)."""
+    """Return the blocks, merging neighbours until each has FEWEST_IN_BLOCK steps or only one block is left."""
     merged: list[Mapping[int, int]] = []
     for block in blocks:
         if merged and min(sum(merged[-1].values()), sum(block.values())) < FEWEST_IN_BLOCK:
@@ -125,11 +130,11 @@ def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]
 
 
 def tolerance_factor(n: int, freedom: float, probability: float) -> float:
-    """Return the k for which mean + k s of n normal values is above their (1 - probability) quantile with 95% confidence.
+    """Return the k for which mean + k s of n normal values exceeds their (1 - probability) quantile with 95% confidence.
 
-    The one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella, 1963):
-    k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, with the normal quantiles z of the share covered and
-    c of the confidence, and f the degrees of freedom of s.
+    This is the one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after
+    Natrella, 1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, where z and c are the normal
+    quantiles of 1 - probability and of the confidence, and f is the degrees of freedom of s.
     """
     covered, confidence = NormalDist().inv_cdf(1 - probability), NormalDist().inv_cdf(CONFIDENCE)
     a = 1 - confidence**2 / (2 * freedom)
@@ -138,10 +143,10 @@ def tolerance_factor(n: int, freedom: float, probability: float) -> float:
 
 
 def overflowed_at(events: Iterable[Event]) -> int | None:
-    """Least k such that the run overflowed at 2^k (a scale between two powers counts as the one above); None where it did not.
+    """Return the smallest k such that the run overflowed at 2^k (k is rounded up); None if the run did not overflow.
 
-    Evidence is an infinity in the backward of a forward that was finite; of a NaN, only where the values of the same tensor
-    had come near the top: other NaNs are of the arithmetic, at any scale.
+    An infinity in the backward after a finite forward counts as an overflow. A NaN counts only if the same tensor's
+    values had come near FP16's maximum (NEAR_OVERFLOW): other NaNs come from the arithmetic and occur at any scale.
     """
     scales = [
         event.loss_scale
@@ -155,11 +160,11 @@ def overflowed_at(events: Iterable[Event]) -> int | None:
 
 
 def tolerated_overflows(steps: int, probability: float) -> int:
-    """Return how many of the largest peaks may be passed over, and the next still bounds the quantile with 95% confidence.
+    """Return how many of the largest peaks can be skipped with the next one still a 95% upper bound of the quantile.
 
-    The (m+1)-th largest of n values is at least the (1 - p) quantile unless at most m values lie beyond it:
-    the largest m with BinomialCDF(m; n, p) <= 0.05, or 0. Where that is in the thousands, the normal distribution's, less
-    one: its skewness, which that leaves out, is worth (z^2 - 1) / 6 = 0.3.
+    The (m+1)-th largest of n values is at least the (1 - p) quantile unless at most m values exceed the quantile. The
+    result is therefore the largest m with BinomialCDF(m; n, p) <= 0.05, or 0. If n p exceeds 10,000 the normal
+    approximation is used, less one: the skewness that it neglects amounts to (z^2 - 1) / 6 = 0.3.
     """
     mean = steps * probability
     if mean > _EXACT:
@@ -173,10 +178,11 @@ def tolerated_overflows(steps: int, probability: float) -> int:
 
 
 def overflow_probability_bound(overflows: int, steps: int) -> float | None:
-    """95% upper bound of the probability that a step overflows, ``overflows`` of ``steps`` having done so; None for no step.
+    """Return a 95% upper bound of a step's overflow probability after ``overflows`` in ``steps`` steps; None without steps.
 
-    3/n where none did; otherwise the p with BinomialCDF(overflows; n, p) = 0.05 (Clopper and Pearson), by bisection, and
-    from thousands on Wilson's score bound. Successive steps are taken as independent.
+    Without overflows the bound is 3/n. Otherwise it is the p with BinomialCDF(overflows; n, p) = 0.05 (Clopper and
+    Pearson), found by bisection, or Wilson's score bound for more than 10,000 overflows. Steps are treated as
+    independent.
     """
     if not steps:
         return None
@@ -196,7 +202,7 @@ def overflow_probability_bound(overflows: int, steps: int) -> float | None:
 
 
 def _binomial_cdf(n: int, p: float, last: int | None = None) -> list[float]:
-    """P(X <= m) for m = 0..last, X binomial(n, p); by default up to the first m that exceeds 1 - CONFIDENCE."""
+    """Return P(X <= m) for m = 0..last, X binomial(n, p); by default up to the first value above 1 - CONFIDENCE."""
     if p >= 1:
         return [0.0] * n + [1.0]
     values: list[float] = []

@@ -1,17 +1,18 @@
-"""What inspecting cost, and what a budget (max_overhead) made of it, in words."""
+"""Describes the inspector's measured cost under a budget (max_overhead), in words."""
 
 from __future__ import annotations
 
 from mpinspect.ranges.session import Session
 
-#: From so many times the budget on the report says why it was not kept.
+#: Ratio of cost to budget above which the report explains why the budget was exceeded.
 _CLEARLY_ABOVE = 1.25
 
 
 def overhead_line(session: Session) -> str:
-    """Return a sentence on the cost that was measured and on what was looked at for it; "" where there was no budget.
+    """Return a sentence on the measured cost and on the steps sampled and watched; "" without a budget.
 
-    Times are those inside the inspector's callbacks (and of its kernels on a CUDA device) over the bare steps.
+    The cost is the time spent in the inspector's callbacks (and in its kernels on a CUDA device) over that of the bare
+    steps.
     """
     most, progress = session.info.max_overhead, session.progress
     if most is None:

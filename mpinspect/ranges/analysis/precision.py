@@ -1,4 +1,4 @@
-"""In which precision a run computes, by its ledger: one line, and the format that it is judged in."""
+"""Derives from a run's precision ledger the format in which the run computes, and a one-line summary."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, Float
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord, Session, TensorKey
 from mpinspect.reporting.words import format_name, power_of_two
 
-#: Weights of a dtype that holds a smaller share of the elements are not worth a word: a few norms kept in FP32.
+#: Smallest share of the elements for which a dtype is named: a few normalisation weights kept in FP32 are not.
 _WORTH_A_WORD = 0.001
 
 
 def run_format(session: Session) -> FloatFormat | None:
-    """Return the format in which the run computes its products; None where nothing tells.
+    """Return the format in which the run computes its products; None if it cannot be determined.
 
-    That of autocast; without any that of most weights; without a ledger what the values had passed through. Of FP16 and BF16 the
-    narrower range counts.
+    This is the autocast dtype, else the dtype of most weights, else (without a ledger) the narrow format to which
+    values had been rounded. If both FP16 and BF16 occur, the result is FP16, which has the narrower range.
     """
     ledger = session.precision
     told = {dtype for dtype in ledger.autocast if dtype}
     if not told and ledger.weights:
         told = {max(ledger.weights, key=lambda dtype: ledger.weights[dtype])}
         if told == {FLOAT32.name}:
-            # A model may cast by itself what it computes with.
+            # A model with FP32 weights may cast its inputs and weights itself.
             told = {dtype for dtype in ledger.outputs if dtype in (FLOAT16.name, BFLOAT16.name)} or told
     for format in (FLOAT16, BFLOAT16, FLOAT32):
         if format.name in (told or session.passed_through() - {FLOAT32.name}):
@@ -32,7 +32,7 @@ def run_format(session: Session) -> FloatFormat | None:
 
 
 def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
-    """Why FP16's flushing these tensors, or overflowing, is no alarm: the run's own range is wider. "" where it may be one."""
+    """Return why FP16's flushing or overflow of these tensors needs no warning (the run's format has more range), or ""."""
     if session.passed_through(keys) == {BFLOAT16.name}:
         return "The run uses BF16, which holds them without."
     format = run_format(session) if session.precision.weights else None
@@ -42,7 +42,7 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
 
 
 def ledger_line(precision: Precision) -> str:
-    """As in "FP32 weights, BF16 autocast, AdamW with states in FP32, no scaler"; "" where nothing is known."""
+    """Return a line like "FP32 weights, BF16 autocast, AdamW with states in FP32, no scaler"; "" without a ledger."""
     return ", ".join(_parts(precision)) if precision.weights else ""
 
 
@@ -75,7 +75,7 @@ def _scaler(scaler: ScalerRecord) -> str:
 
 
 def _worth_naming(elements: Mapping[str, int]) -> list[str]:
-    """Return the dtypes by their number of elements, most first, without those of next to none."""
+    """Return the dtypes by number of elements, largest first, without those below a share of _WORTH_A_WORD."""
     most = sorted(elements, key=lambda dtype: -elements[dtype])
     return [dtype for dtype in most if elements[dtype] >= _WORTH_A_WORD * sum(elements.values())]
 

@@ -1,4 +1,4 @@
-"""Per tensor: what a format does to the values that were counted, and which watched tensors were never seen."""
+"""Reports per tensor what a format does to the counted values, and which watched tensors were never seen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layer_reports(
     format: FloatFormat,
     noise: frozenset[TensorKey],
 ) -> tuple[LayerReport, ...]:
-    """Return one report a tensor, in the order in which they were watched; ``noise`` names those that hold rounding noise."""
+    """Return one report per tensor, in watching order; ``noise`` holds the keys of tensors that hold only rounding noise."""
     return tuple(
         layer_report(info, totals.get(info.key), format, rounding_noise=info.key in noise)
         for info in tensor_infos(session, totals).values()
@@ -33,12 +33,12 @@ def layer_reports(
 def over_the_run(
     layers: Sequence[LayerReport], seen: Evidence, spoken: dict[TensorKey, TensorWindow], format: FloatFormat
 ) -> tuple[LayerReport, ...]:
-    """Return the reports with the shares that hold for the run; their counts stay what was counted.
+    """Return the reports with their shares replaced by shares over the whole run; the counts stay unchanged.
 
     Args:
-        layers: of all that was counted.
-        seen, spoken: what of it speaks for the run, and its totals; of a tensor that is not among them no share is known.
-        format: asked about.
+        layers: the reports on everything counted.
+        seen, spoken: the representative part of the session, and its totals; a tensor missing there gets no shares.
+        format: the format to judge the tensors against.
     """
     blocks = [merge_windows(*block).tensors for block in time_blocks(seen.session.windows)] if seen.is_weighed else []
     return tuple(
@@ -69,7 +69,7 @@ def _over_the_run(
 
 
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
-    """Return the reports with the scale that the decision found each gradient to need, in the block that needs most."""
+    """Return the reports with ``log2_scale_needed`` of each gradient taken from the decision (its most demanding block)."""
     needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
     return tuple(
         replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers
@@ -77,7 +77,7 @@ def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tupl
 
 
 def _between(run: Interval | None, blocks: Sequence[Interval | None]) -> Interval | None:
-    """Return an estimate over the run, between the lowest and the highest bound of its blocks."""
+    """Return the run's estimate with bounds widened to the lowest and the highest bound of the run and its blocks."""
     if run is None:
         return None
     known = [run, *(part for part in blocks if part is not None)]
@@ -85,7 +85,7 @@ def _between(run: Interval | None, blocks: Sequence[Interval | None]) -> Interva
 
 
 def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> tuple[LayerReport, ...]:
-    """One report a kind over all of its tensors together. For orientation: a scale is judged layer by layer, never pooled."""
+    """Return one report per kind over all its tensors pooled, for orientation only: scales are judged layer by layer."""
     reports = []
     for kind in KINDS:
         parts = [window for key, window in totals.items() if key.kind == kind]
@@ -95,7 +95,7 @@ def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) 
 
 
 def tensor_infos(session: Session, totals: dict[TensorKey, TensorWindow]) -> dict[TensorKey, TensorInfo]:
-    """Return what is known of every tensor: those watched, and those counted without having been announced."""
+    """Return the TensorInfo of every watched tensor, and a minimal one of each tensor counted without being watched."""
     infos = {info.key: info for info in session.watched}
     for key in totals:
         infos.setdefault(key, TensorInfo(key.name, key.kind, key.name, ""))
@@ -110,9 +110,9 @@ def layer_report(
     log2_scale: int = 0,
     rounding_noise: bool = False,
 ) -> LayerReport:
-    """Return what ``format`` does to one tensor's values times 2^log2_scale; all fields None if it was never seen.
+    """Return the report on one tensor's values times 2^log2_scale in ``format``; its figures are None if never seen.
 
-    ``log2_scale_needed``, ``max_log2_scale`` and ``range_offset`` are of the unscaled values whatever the scale.
+    ``log2_scale_needed``, ``max_log2_scale`` and ``range_offset`` always refer to the unscaled values.
     """
     if window is None or not window.samples:
         return LayerReport(info.name, info.kind, info.module, info.module_type, 0, None)
@@ -140,12 +140,12 @@ def layer_report(
     )
 
 
-#: A gradient that did not come, though others did.
+#: The reason given for a gradient that never arrived although other tensors were seen or a backward ran.
 NO_GRADIENT_SEEN = "not called, or compiled, or no backward reached it"
 
 
 def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> Coverage:
-    """Return what was watched and what never fired, with a reason for each."""
+    """Return how many tensors were watched and seen, and a reason for each that was never seen."""
     seen = {key for key, window in totals.items() if window.samples}
     unseen = tuple((key.name, key.kind, _reason(info, session, seen)) for key, info in infos.items() if key not in seen)
     return Coverage(len(infos), len(infos) - len(unseen), unseen)

@@ -1,4 +1,4 @@
-"""The findings of a session as plain data: what every report renders."""
+"""The results of the analysis as plain data, which every report renders."""
 
 from __future__ import annotations
 
@@ -62,29 +62,31 @@ FINDING_IDS = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What FP16 (or whichever format was asked about) does to one tensor, over the whole run, at scale 1.
+    """The effect of FP16, or of another format judged, on one tensor over the whole run at loss scale 1.
 
     Args:
         name, kind, module, module_type: as in TensorInfo.
-        samples: tensors counted; 0 if never seen.
+        samples: number of times the tensor was counted; 0 if never seen.
         histogram: unscaled counts, or None if never seen.
         range_offset: unused powers of two at the top of the format; None if there was no finite non-zero value.
-        flushed_fraction: share of the non-zero elements that flush. Measured where nothing was flushed before counting (the
-            three figures are equal); where the values had passed through a narrow format, the estimate is that of the
-            visible ones and the bounds are what the zeros leave (none of them, or all, were flushed values). Where samples
-            stand for different numbers of steps, it is an estimate over the run, between its lowest and its highest block.
+        flushed_fraction: share of the non-zero elements that flush. If nothing was flushed before counting, the share
+            is measured and the three figures are equal. If the values had passed through a narrow format, the estimate
+            covers the visible values, and the bounds assume that none or all of the zeros were flushed values. If
+            samples represent different numbers of steps, it is an estimate over the run with the lowest and highest
+            bound of any block.
         already_flushed_fraction: share of the non-zero elements that was flushed before counting, as bounds (the estimate
-            is the low one: no figure follows from the counts); None where none can have been.
+            equals the lower bound, as the counts give no better figure); None if nothing can have been flushed.
         floor_exponent: visibility floor, see TensorWindow.
         subnormal_fraction: share of the visible non-zero elements that survive with fewer bits.
-        overflowed: number of finite elements beyond the format (upper bound where not exact).
-        lost_l1_share: estimate with bounds, over the run as flushed_fraction.
-        noise_to_signal: estimate; inf if something overflows.
+        overflowed: number of finite elements beyond the format's range (an upper bound if not exact).
+        lost_l1_share: flushed share of the L1 mass, as an estimate with bounds, over the run like ``flushed_fraction``.
+        noise_to_signal: estimated noise-to-signal ratio; inf if something overflows.
         log2_scale_needed: least k >= 0 at which the lost L1 share is at most the tolerance, over the run and in each of its
-            blocks; None if there is no value.
+            blocks; None if there is no finite non-zero value.
         max_log2_scale: largest k without overflow.
-        lost_updates: for kind "update".
-        rounding_noise: True where the gradient is zero in theory and the counts hold rounding noise (no scale need serve it).
+        lost_updates: lost updates by storage format, for the kind "update" only.
+        rounding_noise: True if the gradient is zero in theory and holds only rounding noise, which no scale need
+            preserve.
     """
 
     name: str
@@ -113,7 +115,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What was watched and what never fired: (name, kind, reason) of the latter."""
+    """The number of watched and of seen tensors, and (name, kind, reason) of each tensor that was never seen."""
 
     watched: int
     seen: int
@@ -155,25 +157,29 @@ class TimeBlock:
 
 @dataclass(frozen=True)
 class LossScaleAdvice:
-    """The loss scale that fits, and how sure that is. Scales are floats, powers of two.
+    """The recommended loss scale and its confidence. Scales are floats and powers of two.
 
     Args:
-        available: False where no advice can be given (no gradients seen, scale unknown): ``reason`` says why, the rest is None.
-        needed: whether any layer that must be served loses more than the tolerance at scale 1, over the run or in a block of it,
-            or overflows; None where the values that were flushed before counting leave it open.
-        recommended: the scale; 1.0 where none is needed. Where no one scale serves every layer, the largest without overflow.
-        lowest, highest: the window: least scale that serves every layer, by what was counted; largest without overflow, with a
-            margin for larger steps than were seen, and below every scale at which the run itself overflowed.
+        available: False if no advice can be given (no gradients seen, scale unknown); ``reason`` says why.
+        needed: whether, at scale 1, any layer that must be served overflows or loses more than the tolerance, over the
+            run or in one of its blocks; None if values flushed before counting make this undecidable.
+        recommended: the scale; 1.0 if no scaling is needed. If no one scale serves every layer, the largest without
+            overflow.
+        lowest, highest: the window of safe scales: the least scale that serves every layer, by the counted values, and
+            the largest without overflow, with a margin for larger gradients and below every scale at which the run
+            overflowed.
         headroom: powers of two between ``recommended`` and ``highest``.
         flushed_fraction_unscaled, flushed_fraction_scaled: of the worst layer, at scale 1 and at ``recommended``.
-        worst_layer: its name.
+        worst_layer: name of the layer that loses most at scale 1.
         conflicts: pairs of layers that no one scale serves.
-        samples: sampled steps without overflow at ``recommended``.
-        overflow_probability_bound: 95% upper bound of the probability that a step overflows there: 3/n if none of n did.
-        static_scale, dynamic: ``recommended`` for a scale that stays fixed; where a dynamic scaler starts: there too, unless no
-            one scale serves the whole run, then as its first block likes it.
-        blocks: drift over time.
-        reason: a sentence.
+        samples: number of sampled steps that do not overflow at ``recommended``.
+        overflow_probability_bound: 95% upper bound of a step's overflow probability at ``recommended``; 3/n if none of
+            n did.
+        static_scale: ``recommended``, for a scale that stays fixed.
+        dynamic: settings for a dynamic scaler. It starts at ``recommended``, or, if no one scale serves the whole run,
+            at the scale that suits the first block.
+        blocks: the window in each block of steps, which shows drift over time.
+        reason: the advice in words, one or more sentences.
     """
 
     available: bool
@@ -200,7 +206,7 @@ class LossScaleAdvice:
         return f"<LossScaleAdvice: {scale_line(self)}>"
 
     def __str__(self) -> str:
-        """Return the same as a sentence, and the reason."""
+        """Return the scale, its window and the headroom as a sentence, followed by the reason."""
         from mpinspect.ranges.report.scale_line import scale_line
 
         return f"{scale_line(self)}. {self.reason}"
@@ -208,10 +214,10 @@ class LossScaleAdvice:
 
 @dataclass(frozen=True)
 class FormatVerdict:
-    """Whether another format would do for one kind of tensor.
+    """The verdict on whether another format would fit one kind of tensor.
 
-    ``scaling``: "none", or "per-tensor" where each tensor is first multiplied by a power of two of its own that
-    brings its maximum just below the format's top. ``worst_lost_l1_share`` and ``worst_layer`` at that scaling.
+    ``scaling`` is "none", or "per-tensor" if each tensor is first multiplied by its own power of two, which brings its
+    maximum just below the format's maximum. ``worst_lost_l1_share`` and ``worst_layer`` apply at that scaling.
     """
 
     format: str
@@ -225,15 +231,15 @@ class FormatVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run comes to.
+    """The overall verdict on a run.
 
     Args:
-        healthy: None where too little was seen to say.
-        precision: the ledger in a line: in which dtypes the run keeps and computes things; "" where that is not known.
-        sentences: whether it is healthy, else what is wrong first of all; the scale.
+        healthy: whether the run is healthy; None if too little was seen to say.
+        precision: the dtypes in which the run stores and computes, in one line; "" if unknown.
+        sentences: for a healthy run a sentence saying so and one on the loss scale; otherwise the gravest problem.
         change: the one thing to change; "" if nothing.
-        code: that change as code; "" where there is none.
-        more: what else there is to read; "" if nothing.
+        code: that change as code; "" if there is none.
+        more: a pointer to further findings; "" if there are none.
     """
 
     healthy: bool | None
@@ -245,7 +251,7 @@ class Verdict:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Three to six lines, the code's among them."""
+        """The verdict as three to six lines, including the lines of code."""
         change = (f"Change: {self.change}",) if self.change else ()
         found = (self.precision, *self.sentences, *change, *self.code.splitlines(), self.more)
         return tuple(line for line in found if line)
@@ -256,11 +262,11 @@ class Verdict:
 
 @dataclass(frozen=True, repr=False)
 class RangeReport(RendersItself):
-    """Everything that a session tells. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
+    """The full analysis of a session. Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
-    ``format`` is the name of the format asked about, ``layers`` one report a watched tensor, ``overall`` one a kind seen,
-    over all its tensors pooled (for orientation: scales are judged layer by layer). ``findings`` are the gravest first.
-    ``in_float16`` is the advice for FP16 where ``format`` is another one.
+    ``format`` is the name of the format judged. ``layers`` holds one report per watched tensor; ``overall`` holds one
+    per kind over all its tensors pooled (for orientation: scales are judged layer by layer). ``findings`` are sorted,
+    gravest first. ``in_float16`` is the advice for FP16 if ``format`` is another format, else None.
     """
 
     kind: ClassVar[str] = "ranges"
@@ -279,11 +285,11 @@ class RangeReport(RendersItself):
 
     @property
     def precision(self) -> Precision:
-        """The ledger: in which dtypes the run keeps and computes things."""
+        """The precision ledger: the dtypes in which the run stores and computes."""
         return self.session.precision
 
     def to_dataframe(self) -> Any:
-        """Return one row a layer and kind, as a pandas DataFrame.
+        """Return a pandas DataFrame with one row per layer and kind.
 
         Raises:
             ImportError: pandas is not installed (``pip install mpinspect[pandas]``).

@@ -1,6 +1,6 @@
-"""From the windows of scales to one decision: whether a scale is needed, which, and how sure that is.
+"""Turns windows of safe scales into one decision: whether a loss scale is needed, which one, and with what confidence.
 
-Every sentence on the loss scale, in the advice and in the findings, follows from the ``Decision``.
+Every sentence on the loss scale, in the advice and in the findings, is derived from the ``Decision``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mpinspect.reporting.words import scale_of
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """What is asked for.
+    """The requirements on a loss scale.
 
     Args:
-        format: the format that the scaled gradients are held in.
+        format: the format in which the scaled gradients are stored.
         headroom: powers of two to leave below the overflow.
-        tolerance: lost L1 share that serves a layer, in (0, 1).
-        growth_interval: steps, at least 1: an overflow once in so many is accepted.
+        tolerance: largest share of its L1 mass that a layer may lose, in (0, 1).
+        growth_interval: number of steps, at least 1; one overflow in that many steps is accepted.
     """
 
     format: FloatFormat = FLOAT16
@@ -46,7 +46,7 @@ class ScaleRules:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of steps, its gradients and their window; None where it holds nothing that a scale should serve."""
+    """A block of steps, its gradients and their window (None if no gradient in it needs to be served)."""
 
     first_step: int
     last_step: int
@@ -56,14 +56,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Loss:
-    """What scale 1 takes from one gradient that a scale has to serve, where it takes most.
+    """The loss at scale 1 of one gradient that a scale has to serve, over the run or in its worst block.
 
     Args:
-        gradient: over the run, or over the block of steps where it loses most.
-        lost_l1_share, flushed_fraction: at scale 1, of what was seen; 0..1.
-        log2_lowest: least k that serves it, by what was seen; over 0 where scale 1 does not.
-        log2_certain: the same whatever was flushed before counting.
-        steps: first and last step of that block; None for the whole run.
+        gradient: the gradient over the run, or over the block of steps where it loses most.
+        lost_l1_share, flushed_fraction: shares of the counted values lost at scale 1, 0..1.
+        log2_lowest: least k that serves the counted values; above 0 if scale 1 does not serve them.
+        log2_certain: least k that serves the gradient whatever was flushed before counting.
+        steps: first and last step of the block; None for the whole run.
     """
 
     gradient: GradientRange
@@ -80,17 +80,18 @@ class Loss:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is known of the loss scale that fits, once for every sentence.
+    """The recommended loss scale and the evidence for it, worked out once and used by every sentence of the advice.
 
     Args:
-        needed: whether scale 1 fails a layer, or overflows; None where values flushed before counting leave it open.
-        log2_scale: the scale that is recommended.
-        window: of the whole run.
-        ceiling: what the window's top rests on.
-        losses: of the gradients that a scale has to serve, the one that loses most at scale 1 first.
-        overflows, steps: how many of the steps seen overflow at ``log2_scale``, and how many were seen.
+        needed: whether scale 1 overflows or fails a layer; None if values flushed before counting make this
+            undecidable.
+        log2_scale: the recommended scale, as a power of two.
+        window: the window of safe scales for the whole run.
+        ceiling: the basis of the window's upper end.
+        losses: one entry per gradient that a scale has to serve, the largest loss at scale 1 first.
+        overflows, steps: the number of sampled steps that overflow at ``log2_scale``, and the number of sampled steps.
         conflicts: pairs of layers that no one scale serves.
-        rules: what was asked for.
+        rules: the requirements on the scale.
     """
 
     needed: bool | None
@@ -110,12 +111,12 @@ class Decision:
 
     @property
     def doubtful(self) -> Loss:
-        """The gradient that needs the largest scale if everything that can have been flushed before counting was."""
+        """The gradient that needs the largest scale on the assumption that every zero was flushed before counting."""
         return max(self.losses, key=lambda loss: loss.log2_certain)
 
     @property
     def suffering(self) -> tuple[Loss, ...]:
-        """The gradients that scale 1 does not serve, by what was seen; the worst first."""
+        """The gradients whose counted values lose too much at scale 1; the worst first."""
         return tuple(loss for loss in self.losses if loss.log2_lowest > 0)
 
     @property
@@ -125,12 +126,12 @@ class Decision:
 
     @property
     def hides(self) -> bool:
-        """Whether values flushed before counting may need a larger scale than those that were seen."""
+        """Whether values flushed before counting may need a larger scale than the counted values do."""
         return self.needed is None or (self.needed and self.window.log2_certain > self.window.log2_lowest)
 
 
 class Advised(NamedTuple):
-    """The advice, and the decision that it states; None where nothing can be decided, as where the training diverged."""
+    """The advice and the decision behind it; the decision is None if none is possible, as after a divergence."""
 
     advice: LossScaleAdvice
     decision: Decision | None = None
@@ -148,12 +149,12 @@ def decide(
     """Return the decision for these gradients.
 
     Args:
-        gradients: all of them; at least one is to be served.
-        window: their window over the whole run.
-        ceiling: the window's top.
-        peaks: for how many steps the peak exponent over all gradients was what; may be empty.
+        gradients: all gradients; a scale must have to serve at least one of them.
+        window: the window of the gradients over the whole run.
+        ceiling: the window's upper end.
+        peaks: peak exponent over all gradients of a step -> number of steps; may be empty.
         blocks: windows over time, in order; may be empty.
-        rules: what is asked for.
+        rules: the requirements on the scale.
     """
     whole = window.serving(block.window for block in blocks if block.window)
     needed = _is_needed(whole)
@@ -172,7 +173,7 @@ def decide(
 
 
 def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> LossScaleAdvice:
-    """Return the decision as users get it; ``reason`` says it in words."""
+    """Return the decision in the form shown to users; ``reason`` is the decision in words."""
     format, chosen, window = decision.rules.format, decision.log2_scale, decision.window
     worst = decision.worst.gradient.histogram
     times = tuple(_time_block(block) for block in blocks)
@@ -199,7 +200,7 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
 
 
 def no_advice(reason: str) -> LossScaleAdvice:
-    """No advice, and why."""
+    """Return an unavailable advice with the reason."""
     return LossScaleAdvice(
         available=False,
         needed=None,
@@ -221,14 +222,14 @@ def no_advice(reason: str) -> LossScaleAdvice:
 
 
 def _is_needed(window: ScaleWindow) -> bool | None:
-    """By what was seen; None where what was flushed before counting may weigh enough to need one."""
+    """Return whether the counted values need a scale; None if only values flushed before counting may need one."""
     if window.log2_lowest > 0 or window.log2_highest < 0:
         return True
     return False if window.log2_certain <= 0 else None
 
 
 def _losses(gradients: Sequence[GradientRange], blocks: Sequence[Block], rules: ScaleRules) -> tuple[Loss, ...]:
-    """Return each gradient over the run; a block where it loses more counts where the run as a whole would hide that it fails."""
+    """Return each gradient's loss over the run, or over the block that needs the largest scale if that exceeds the run's."""
     losses = {gradient.key: _loss(gradient, rules) for gradient in gradients if gradient.is_served}
     for block in blocks:
         for gradient in block.gradients:
@@ -258,12 +259,12 @@ def _loss(gradient: GradientRange, rules: ScaleRules) -> Loss:
 
 
 def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:
-    """Likely share of the L1 mass that scale 1 loses among the values flushed before counting, 0..1."""
+    """Return the likely share of the L1 mass, 0..1, in values flushed before counting that scale 1 would lose too."""
     return gradient.seen.likely_hidden_l1_share() if gradient.seen.hidden_flush(format, 0) else 0.0
 
 
 def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
-    """Where a dynamic scaler begins: at the scale recommended; where none serves the run, as its first steps like it."""
+    """Return a dynamic scaler's initial scale: the recommended one, or the first block's if no scale serves the run."""
     first = next((block.window for block in blocks if block.window), None)
     if first is None or not decision.window.is_empty:
         return decision.log2_scale

@@ -1,4 +1,4 @@
-"""The window of loss scales that serve every layer without overflow, and the layers for which there is none."""
+"""Computes the window of loss scales that serve every layer without overflow, and the layers that conflict."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from mpinspect.ranges.session import TensorKey
 
 _Found = TypeVar("_Found")
 
-#: Powers of two that the recommended scale leaves below the largest one without overflow. The largest gradients of two
-#: stretches of one training (the last 100 and the last 500 steps of a digits classifier) agreed within 2 of them, and
-#: the windows of one run are fewer steps than the run: one more.
+#: Powers of two that the recommended scale stays below the largest scale without overflow. The largest gradients of two
+#: stretches of one training (the last 100 and the last 500 steps of a digits classifier) agreed within 2 powers of two; one
+#: more is added because a run's windows hold fewer steps than the run.
 HEADROOM = 3
 
-#: As many pairs of layers as a person reads.
+#: Maximum number of conflicting pairs of layers reported.
 MAX_CONFLICTS = 5
 
 
 @dataclass(frozen=True)
 class GradientRange:
-    """One gradient, its values unscaled.
+    """The unscaled values of one gradient.
 
-    ``noise_ceiling``: magnitudes up to it are rounding noise; ``is_noise``: all of them are, so no scale need serve it.
+    Magnitudes up to ``noise_ceiling`` are rounding noise. ``is_noise``: the whole gradient is, so no scale need serve
+    it.
     """
 
     key: TensorKey
@@ -44,20 +45,20 @@ class GradientRange:
 
     @property
     def is_served(self) -> bool:
-        """Whether a scale has to serve it."""
+        """Whether a scale has to serve this gradient: it has a finite non-zero value and is not rounding noise."""
         return bool(len(self.histogram.counts)) and not self.is_noise
 
     def log2_lowest(self, format: FloatFormat, tolerance: float = LOST_L1_TOLERANCE) -> int | None:
-        """Least k that serves what was seen of it."""
+        """Return the least k that serves the counted values; None if there is no finite non-zero value."""
         return least_log2_scale(self.histogram, format, tolerance)
 
     def needs(self, format: FloatFormat, tolerance: float) -> ScaleNeeds:
-        """Return what a scale must do for it; it holds a value."""
+        """Return the least scales for this gradient, which must have a finite non-zero value."""
         lost = _known(LostMass.of(self.histogram, format))
         hidden, floor = self.seen.hidden, self.seen.floor_exponent
         lowest = lost.least_log2_scale(tolerance)
         signal = without_noise(self.histogram, self.noise_ceiling)
-        # The ceiling is the whole run's: over a few steps all values of a gradient that is no noise can lie below it.
+        # The ceiling is from the whole run: within a few steps even a true gradient can lie entirely below it.
         is_part = signal is not self.histogram and len(signal.counts)
         lost_signal = _known(LostMass.of(signal, format)) if is_part else lost
         return ScaleNeeds(
@@ -68,8 +69,8 @@ class GradientRange:
 
 
 class ScaleNeeds(NamedTuple):
-    """Least k of one gradient: that serves what was seen of it (``log2_lowest``), that serves it whatever was flushed before it
-    was counted (``log2_certain``), and at which next to nothing that was seen and is not noise is lost (``log2_ample``)."""
+    """The least k for one gradient: ``log2_lowest`` serves the counted values, ``log2_certain`` serves the gradient whatever was
+    flushed before counting, ``log2_ample`` loses at most NEGLIGIBLE_L1_SHARE of the counted values that are not noise."""
 
     log2_lowest: int
     log2_certain: int
@@ -78,13 +79,13 @@ class ScaleNeeds(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaleWindow:
-    """Powers of two: the exponents k of scales 2^k.
+    """The window of safe loss scales 2^k, as exponents k.
 
     Args:
-        log2_lowest: least k at which every layer is served, by what was seen, over the run and in each of its blocks; it may be
-            negative.
-        log2_certain: the same whatever was flushed before counting; at least ``log2_lowest``.
-        log2_ample: least k at which next to nothing is lost (NEGLIGIBLE_L1_SHARE).
+        log2_lowest: least k that serves the counted values of every layer, over the run and in each of its blocks; may
+            be negative.
+        log2_certain: least k that serves every layer whatever was flushed before counting; at least ``log2_lowest``.
+        log2_ample: least k at which every layer loses at most NEGLIGIBLE_L1_SHARE.
         log2_highest: largest k without overflow.
     """
 
@@ -98,7 +99,7 @@ class ScaleWindow:
         return self.log2_lowest > self.log2_highest
 
     def serving(self, others: Iterable[ScaleWindow]) -> ScaleWindow:
-        """Return the window whose least scales serve the layers in these windows too; its top stays."""
+        """Return the window with its lower ends raised to serve the layers of the other windows too; its top is unchanged."""
         parts = [self, *others]
         return replace(
             self,
@@ -107,10 +108,10 @@ class ScaleWindow:
         )
 
     def choose(self, headroom: int = HEADROOM) -> int:
-        """max(lowest, min(highest - headroom, ample)), and never above the highest.
+        """Return the k to recommend: max(lowest, min(highest - headroom, enough)), but at most the highest.
 
-        Nothing is gained beyond what is ample, nor by going below 1 further than the headroom asks. In an empty
-        window the highest: an overflow costs the step, a flushed layer costs accuracy.
+        ``enough`` is the largest of ample, certain and 0: a larger scale gains nothing, and one below 1 only leaves
+        headroom. An empty window gives the highest: above it steps overflow, below it layers lose more accuracy.
         """
         enough = max(self.log2_ample, self.log2_certain, 0)
         return min(self.log2_highest, max(self.log2_lowest, min(self.log2_highest - headroom, enough)))
@@ -122,9 +123,9 @@ def scale_window(
     format: FloatFormat,
     tolerance: float = LOST_L1_TOLERANCE,
 ) -> ScaleWindow | None:
-    """Return the window of these gradients; None where none holds a value that a scale should serve.
+    """Return the window of these gradients; None if no gradient has to be served.
 
-    ``log2_highest`` is from the peaks of the steps; None takes the largest value counted.
+    ``log2_highest`` comes from the steps' peaks; if None, the largest counted value determines the window's top.
     """
     served = [gradient for gradient in gradients if gradient.is_served]
     if not served:
@@ -138,7 +139,7 @@ def scale_window(
 def scale_conflicts(
     gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float = LOST_L1_TOLERANCE
 ) -> tuple[ScaleConflict, ...]:
-    """Pairs of layers that no one scale can serve, worst first, at most MAX_CONFLICTS; a layer may conflict with itself."""
+    """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself."""
     served = [gradient for gradient in gradients if gradient.is_served]
     needs_large = sorted(((_known(g.log2_lowest(format, tolerance)), g.key.name) for g in served), reverse=True)
     needs_small = sorted((_known(g.histogram.max_log2_scale(format)), g.key.name) for g in served)
@@ -154,7 +155,7 @@ def scale_conflicts(
 def gradient_ranges(
     histograms: dict[TensorKey, Visibility], ceilings: dict[TensorKey, float], noise: frozenset[TensorKey]
 ) -> tuple[GradientRange, ...]:
-    """Return the gradients among these tensors, with what is known of their noise."""
+    """Return the gradients among these tensors, with their noise ceilings and whether they are noise."""
     return tuple(
         GradientRange(key, seen, ceilings.get(key, 0.0), key in noise)
         for key, seen in histograms.items()

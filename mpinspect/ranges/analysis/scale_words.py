@@ -1,4 +1,4 @@
-"""The decision on the loss scale in sentences."""
+"""Puts the decision on the loss scale into sentences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.words import format_name, percent, power, steps_named
 
-#: A lost share from which the sentence on a layer that is served says why that is enough.
+#: Lost share above which the sentence on a served layer also says why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
 
 
 def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str = "") -> str:
-    """Return why this scale: what scale 1 would do, the window, how sure."""
+    """Return the reason for the advice: the effect of scale 1, the window and the confidence."""
     return " ".join(sentence for sentence in _reason(decision, gradients, left_out) if sentence)
 
 
@@ -33,7 +33,7 @@ def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: st
 
 
 def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None = None) -> str:
-    """Return why there is no advice although the scale is known, and what to do."""
+    """Return why there is no advice although the loss scale is known, and what to do."""
     if any(gradient.histogram.total for gradient in gradients):
         if any(gradient.is_noise for gradient in gradients):
             return "No advice: the only gradients with a value are zero in theory and hold rounding noise."
@@ -51,7 +51,7 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
 
 
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
-    """Return why there is no advice where a backward's scale is not known; what can be said of the gradients as they arrived."""
+    """Return why an unknown loss scale prevents advice, and how the gradients, still scaled, fit the format."""
     cause = (session.progress.scale_unknown_reason or "the loss scale of a backward could not be told").rstrip(".")
     ask = "Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
     if "loss_scale=" in cause:
@@ -60,9 +60,9 @@ def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: 
 
 
 def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
-    """Return what the format does to the gradients under the scale that they came with, where that was never known."""
+    """Return how the still-scaled gradients fit the format; "" if the scale was known for part of the run."""
     if any(change.scale is not None for change in session.progress.scales):
-        # Some were unscaled before they were counted, some were not.
+        # Some gradients were unscaled before counting and some were not, so the counts are mixed.
         return ""
     name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
@@ -81,7 +81,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
 
 
 def in_steps(steps: tuple[int, int] | None) -> str:
-    """ " in steps 800-999" behind a figure that is of them; "" where it is of the whole run."""
+    """Return " in steps 800-999", to follow a figure about a block of steps; "" for a figure about the whole run."""
     return f" in {steps_named(*steps)}" if steps else ""
 
 
@@ -140,7 +140,7 @@ def _no_scale(decision: Decision) -> str:
 
 
 def _overflowed(decision: Decision) -> str:
-    """Return what the window's top rests on where that is not what was counted."""
+    """Return why the window's top is below the largest scale that the counts allow; "" if it is not."""
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         return f"The run itself overflowed at 2^{ceiling.log2_overflowed}."
@@ -154,7 +154,7 @@ def _overflowed(decision: Decision) -> str:
 
 
 def _hidden(decision: Decision) -> str:
-    """Return what is to be said of values that were flushed before they could be counted."""
+    """Return the sentence on values flushed before counting; "" if they cannot change the scale."""
     window = decision.window
     if not decision.hides:
         return ""

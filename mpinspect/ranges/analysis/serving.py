@@ -1,4 +1,4 @@
-"""When a loss scale serves a layer: the tolerated loss, and the least scale that keeps to it."""
+"""Defines when a loss scale serves a layer: the tolerated loss of L1 mass, and the least scale that stays within it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy.typing as npt
 from mpinspect.numeric.exponents import MEAN_SIGNIFICAND, ExponentHistogram
 from mpinspect.numeric.formats import FloatFormat
 
-#: A layer is served when at most this share of the sum of its gradient's magnitudes is flushed to zero. It is the one line
-#: between "needed" and "not needed": every sentence on the loss scale follows from it.
-#: Measured with FP16 products: a digits classifier of four sigmoid layers that loses 0.0017 trains to the same loss at scale
-#: 1 as in FP32, and so did, over three seeds, networks that lose 0.0055 and 0.0074. The demo's language model
-#: (benchmarks/loss_scale_window.py) takes another path at scale 8, where its worst layer loses 0.014, and at scale 1, at 0.1,
-#: ends at a validation loss of 4.98 against FP32's 4.64. The flushed *fraction* of elements is no such measure: small
-#: elements are many and weigh little. The scale that is recommended loses far less (NEGLIGIBLE_L1_SHARE).
+#: A layer is served if at most this share of the sum of its gradient's magnitudes is flushed to zero. This is the one
+#: threshold between "needed" and "not needed": every sentence on the loss scale depends on it.
+#: Measured with FP16 products: at scale 1, a digits classifier of four sigmoid layers that loses 0.0017 trains to the same
+#: loss as in FP32, as do, over three seeds, networks that lose 0.0055 and 0.0074. The demo's language model
+#: (benchmarks/loss_scale_window.py) departs from FP32 at scale 8, where its worst layer loses 0.014; at scale 1, where that
+#: layer loses 0.1, the validation loss ends at 4.98 against FP32's 4.64. The flushed *fraction* of elements is not a suitable
+#: measure: small elements are many and weigh little. The recommended scale loses far less (NEGLIGIBLE_L1_SHARE).
 LOST_L1_TOLERANCE = 1e-2
 
-#: A scale is ample when every layer loses at most this share of its L1 mass: FP32, in which the unscaled gradient is
-#: used, does not resolve it (2^-24 is its rounding). Asking for no flushed element at all would let the smallest of a
-#: billion decide: in the same model that takes 2^20, which leaves no headroom, and 2^13 loses 1e-8.
+#: A scale is ample if every layer loses at most this share of its L1 mass: the share is below the rounding (2^-24) of FP32,
+#: in which the unscaled gradient is used. If no element at all were allowed to flush, the smallest of a billion elements
+#: would decide: in the same model that needs 2^20, which leaves no headroom, while 2^13 loses only 1e-8.
 NEGLIGIBLE_L1_SHARE = 2.0**-24
 
 
 def flush_exponent(format: FloatFormat) -> int:
-    """Return exponent of the magnitude up to which the format flushes (-25 for FP16)."""
+    """Return the exponent of the magnitude up to which the format flushes to zero (-25 for FP16)."""
     return format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
 
 
@@ -40,11 +40,11 @@ def least_log2_scale(
     hidden: int = 0,
     floor_exponent: int | None = None,
 ) -> int | None:
-    """Least k (it may be negative) at which x * 2^k loses at most ``tolerance`` of its L1 mass; None without a value.
+    """Return the least k, possibly negative, at which x * 2^k loses at most ``tolerance`` of its L1 mass.
 
-    By the estimate of ``ExponentHistogram.lost_l1_share``. With ``hidden`` and ``floor_exponent`` the k is one that
-    serves the tensor whatever was flushed before it was counted: ``hidden`` more elements of up to 2^floor_exponent
-    each are taken to be lost up to the flush edge.
+    The lost mass is the estimate of ``ExponentHistogram.lost_l1_share``. With ``hidden`` and ``floor_exponent`` the k
+    serves the tensor whatever was flushed before counting: ``hidden`` more elements are assumed, each losing
+    2^floor_exponent or the flush edge, whichever is smaller. Returns None if there is no finite non-zero value.
 
     Raises:
         ValueError: ``tolerance`` is not in (0, 1).
@@ -55,14 +55,14 @@ def least_log2_scale(
 
 @dataclass(frozen=True)
 class LostMass:
-    """What a format takes from a tensor at each scale; asked for several tolerances it is worth keeping.
+    """The L1 mass that a format flushes from a tensor at each scale; reusable for several tolerances.
 
     Args:
         max_exponent: exponent of the tensor's largest magnitude.
-        flush_exponent: of the format.
-        lost: float64, the mass (sum of magnitudes) lost with the flush edge at each exponent of the tensor, rising, in units of
-            2^max_exponent.
-        whole: the whole mass, in the same unit.
+        flush_exponent: the format's ``flush_exponent``.
+        lost: float64, the mass (sum of magnitudes) lost if the flush edge is at each of the tensor's exponents,
+            ascending, in units of 2^max_exponent.
+        whole: the tensor's whole mass, in units of 2^max_exponent.
     """
 
     max_exponent: int
@@ -72,7 +72,7 @@ class LostMass:
 
     @classmethod
     def of(cls, histogram: ExponentHistogram, format: FloatFormat) -> LostMass | None:
-        """None where the histogram has no finite non-zero value."""
+        """Return the lost mass of a histogram in a format; None if the histogram has no finite non-zero value."""
         if not len(histogram.counts):
             return None
         powers = histogram.powers_of_two.astype(np.float64)
@@ -81,12 +81,12 @@ class LostMass:
         unit = _units(len(powers))
         mass = unit * (powers + other * MEAN_SIGNIFICAND + tops * 2.0)
         below = np.cumsum(mass) - mass
-        # A format that keeps subnormals flushes the power of two at the edge itself: a tie goes to the even zero.
+        # A format with subnormals also flushes a value exactly at the edge: the tie rounds to even, which is zero.
         lost = below if format.flushes_subnormals else below + unit * powers
         return cls(histogram.max_exponent, flush_exponent(format), lost, float(mass.sum()))
 
     def least_log2_scale(self, tolerance: float, *, hidden: int = 0, floor_exponent: int | None = None) -> int:
-        """As the function of that name."""
+        """Return the least k that loses at most ``tolerance``, like the function ``least_log2_scale``."""
         if not 0 < tolerance < 1:
             raise ValueError(f"tolerance is a share of the L1 mass and must lie in (0, 1), not {tolerance}")
         lost, allowed, top = self.lost, tolerance * self.whole, self.max_exponent
@@ -109,7 +109,7 @@ class LostMass:
 
 @lru_cache(maxsize=256)
 def _units(bins: int) -> npt.NDArray[np.float64]:
-    """Powers of two up to 1."""
+    """Return the last ``bins`` powers of two up to 1, ascending, as a read-only array."""
     units: npt.NDArray[np.float64] = np.exp2(np.arange(1 - bins, 1, dtype=np.float64))
     units.setflags(write=False)
     return units

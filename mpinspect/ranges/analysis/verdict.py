@@ -1,4 +1,4 @@
-"""The verdict: what stands at the top of a report, in three to six lines."""
+"""Makes the verdict, the three to six lines at the top of a report."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def verdict(
     """Return the verdict on a run.
 
     Args:
-        session: its record.
-        findings: the gravest first.
-        advice: for the format in which it is judged.
-        in_float16: for FP16, where that is another format.
+        session: the record of the run.
+        findings: all findings, the gravest first.
+        advice: the loss scale advice for the format in which the run is judged.
+        in_float16: the advice for FP16 if the run is judged in another format, else None.
     """
     grave = [finding for finding in findings if finding.severity != _INFO]
     format = run_format(session)
@@ -71,7 +71,7 @@ def _healthy(session: Session) -> str:
 def _scale(
     session: Session, format: FloatFormat | None, advice: LossScaleAdvice, in_float16: LossScaleAdvice | None
 ) -> Iterator[str]:
-    """Yield how the run stands to the loss scale, and what FP16 would need."""
+    """Yield a sentence on the run's own loss scale (FP16), or on what FP16 would need (BF16 and FP32 runs)."""
     if format == FLOAT16:
         yield from _own_scale(session, advice)
         return

@@ -1,8 +1,8 @@
-"""What can be said of values that may have been flushed before they were counted.
+"""Bounds on values that may have been flushed before they were counted.
 
-A gradient that passed through FP16 at some loss scale shows no magnitude below its visibility floor: what was below it
-is a zero now, beside the zeros that were zero from the start (ReLU makes many). The zeros bound how many values can
-have gone, the floor bounds how large they were; between the bounds lies the truth.
+A gradient that passed through FP16 at some loss scale has no magnitude below its visibility floor: smaller values
+became zeros, beside the elements that were zero from the start (ReLU makes many). The number of zeros bounds how many
+values were flushed, and the floor bounds how large they were; the true figures lie between these bounds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mpinspect.ranges.session import TensorWindow
 
 @dataclass(frozen=True)
 class Visibility:
-    """The values that were counted, and the ``hidden`` ones that may have been flushed before.
+    """The counted values of a tensor, and a bound on the ``hidden`` values that may have been flushed before counting.
 
-    ``floor_exponent``: hidden magnitudes are at most 2^floor_exponent; None where nothing was flushed before.
+    Hidden magnitudes are at most 2^floor_exponent; ``floor_exponent`` is None if nothing was flushed before counting.
     """
 
     histogram: ExponentHistogram
@@ -31,13 +31,13 @@ class Visibility:
 
     @property
     def hidden(self) -> int:
-        """Most values that can have been flushed before counting: the zeros, where there is a floor."""
+        """Largest possible number of values flushed before counting: the zeros if there is a floor, else 0."""
         return self.histogram.zeros if self.floor_exponent is not None else 0
 
     def flushed_fraction(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
-        """Share of the non-zero values of x * 2^log2_scale that the format flushes, 0..1.
+        """Return the share of the non-zero values of x * 2^log2_scale that the format flushes, 0..1.
 
-        The estimate is that of the visible values; the bounds let none or all of the zeros be hidden values.
+        The estimate covers the visible values only; the bounds assume that none or all of the zeros are hidden values.
         """
         visible, flushed = self.histogram.nonzero, self.histogram.flushed(format, log2_scale)
         every = visible + self.hidden
@@ -47,9 +47,9 @@ class Visibility:
         return Interval(estimate, low, high)
 
     def already_flushed_fraction(self) -> Interval | None:
-        """Share of the non-zero values that was flushed before counting, as bounds; None where none can have been.
+        """Return bounds on the share of the non-zero values flushed before counting; None if nothing can have been flushed.
 
-        The estimate is 0: that none was (what the counts alone can't tell).
+        The estimate is set to 0, the lower bound, as the counts alone give no better figure.
         """
         if self.floor_exponent is None:
             return None
@@ -57,7 +57,7 @@ class Visibility:
         return Interval(0.0, 0.0, self.hidden / every if every else 0.0)
 
     def lost_l1_share(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
-        """Share of the L1 mass that is flushed: the visible values' estimate, with bounds that allow for the hidden ones."""
+        """Return the flushed share of the L1 mass: an estimate for the visible values, with bounds that include hidden ones."""
         share = self.histogram.lost_l1_share(format, log2_scale)
         if not self.hidden:
             return share
@@ -69,18 +69,19 @@ class Visibility:
         return Interval(share.estimate, low, (share.high + ratio) / (1 + ratio))
 
     def likely_hidden_l1_share(self) -> float:
-        """Share of the L1 mass that was *likely* flushed before counting, 0..1: a guess from the shape of the counts.
+        """Return the share of the L1 mass *likely* flushed before counting, 0..1: a guess from the shape of the counts.
 
-        Gradients spread smoothly over the exponents, so what lies below the floor is taken to hold no more values an
-        octave than the lowest octave above it. True zeros alone (nothing near the floor) give 0.
+        Gradients spread smoothly over the exponents, so each octave below the floor is assumed to hold no more values
+        than the lowest octave above the floor. If no values lie near the floor, all zeros count as true zeros: the
+        result is 0.
         """
         if not self.hidden or self.floor_exponent is None or not len(self.histogram.counts):
             return 0.0
         lowest = self.floor_exponent + 1 - self.histogram.min_exponent
         near = int(self.histogram.counts[lowest]) if 0 <= lowest < len(self.histogram.counts) else 0
-        # Rounding gathers 1.58 octaves in the lowest exponent; near / 1.58 values in every octave below 2^f weigh
-        # 1.5 * 2^f * near / 1.58 together: about near * 2^f.
-        # Relative to the largest exponent, so that tiny values leave neither sum at zero.
+        # Rounding gathers 1.58 octaves in the lowest exponent, so each octave below 2^f holds near / 1.58 values; together
+        # these weigh 1.5 * 2^f * near / 1.58, or about near * 2^f.
+        # Both sums are relative to the largest exponent, so that tiny values underflow neither of them.
         top = self.histogram.max_exponent
         mass = min(near, self.hidden) * 2.0 ** min(self.floor_exponent - top, 0)
         return mass / (mass + self.histogram.shifted(-top).sum_abs().estimate)
@@ -89,15 +90,15 @@ class Visibility:
         """Return whether every hidden value certainly flushes at this scale."""
         if self.floor_exponent is None:
             return True
-        # Where subnormals are flushed the edge itself is kept.
+        # A format that flushes subnormals keeps a value exactly at the edge.
         edge = flush_exponent(format) - int(format.flushes_subnormals)
         return self.floor_exponent + log2_scale <= edge
 
     def _hidden_mass_ratio(self) -> float | None:
-        """Upper bound of the hidden over the visible L1 mass; None if nothing is visible."""
+        """Return an upper bound of the ratio of hidden to visible L1 mass; None if nothing is visible."""
         if not len(self.histogram.counts) or self.floor_exponent is None:
             return None
-        # Both sums relative to the largest exponent, and that cut, which keeps them in float64's range.
+        # Both sums are relative to the largest exponent, and the exponent is clamped, to stay within float64's range.
         top = self.histogram.max_exponent
         visible = self.histogram.shifted(-top).sum_abs().low
         return self.hidden * 2.0 ** min(max(self.floor_exponent - top, -500), 500) / visible

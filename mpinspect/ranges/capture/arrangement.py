@@ -1,6 +1,6 @@
-"""What the samples of a step are of, arranged for adding their rows up without a loop over tensors.
+"""Arrangements: the tensor and loss scale of each sample of a step, to add up rows without a loop over tensors.
 
-Made from names and scales, not from values. Steps mostly look like the step before, and then share one.
+An arrangement depends on names and scales, not on values. Consecutive steps mostly have equal arrangements and share one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponen
 from mpinspect.ranges.store.columns import Context
 
 IntArray = npt.NDArray[np.int64]
-#: Positions in an array: a slice where they lie side by side, so that NumPy copies nothing.
+#: Positions in an array: a slice if they are consecutive, so that NumPy copies nothing.
 Positions = slice | IntArray
 
-#: The exponent of no value: below every other.
+#: A placeholder for a missing exponent, below every real one.
 NO_EXPONENT = -(1 << 14)
-#: What tensors have in common of which nothing was sampled.
+#: The context of tensors without samples.
 NOTHING_SAMPLED = Context((), "float32", None)
 
 
 class SampleOf(NamedTuple):
-    """What a sample is of. ``scale``: the number of its scale among those of its step."""
+    """The tensor, formats and loss scale of a sample. ``scale``: the index of its scale in the step's list of scales."""
 
     key: TensorKey
     dtype: str
@@ -39,14 +39,14 @@ class SampleOf(NamedTuple):
 
 
 class StepScale(NamedTuple):
-    """A loss scale as far as it is known, and the powers of two to take off counted exponents (None: no shift does it)."""
+    """A loss scale, if known, and the integer to subtract from counted exponents (None: no integer unscales them)."""
 
     value: float | None
     log2: int | None
 
     @classmethod
     def of(cls, scale: BackwardScale, value: float | None) -> StepScale:
-        """Make one of a backward's scale. ``value``: the scale's, which the host may have learned later."""
+        """Return the StepScale of a backward's scale. ``value``: the scale as a number, which may reach the host later."""
         if scale.unknown or not scale.power_of_two:
             return cls(value, 0)
         if value is None or not is_power_of_two(value):
@@ -55,14 +55,14 @@ class StepScale(NamedTuple):
 
 
 class RowSet(NamedTuple):
-    """Rows that travelled together: int64 values in a row, and how many rows."""
+    """The shape of rows that were copied to the host together: int64 values in a row, and number of rows."""
 
     length: int
     rows: int
 
 
 class Slot(NamedTuple):
-    """One of the sums that a window keeps: of one tensor, under one scale. ``tensor``: its place in the roster."""
+    """One of the sums that a window keeps: one tensor at one loss scale. ``tensor``: the tensor's place in the roster."""
 
     tensor: int
     log2_scale: int
@@ -70,12 +70,12 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The tensors of a step or window, and which sums are kept of them.
+    """The tensors of a step or window, and the sums kept for them.
 
     Args:
-        order: their keys.
-        contexts: of each.
-        slots: by length of row.
+        order: the tensors' keys.
+        contexts: the context of each tensor.
+        slots: the sums, by length of row.
     """
 
     order: tuple[TensorKey, ...]
@@ -84,14 +84,14 @@ class Roster:
 
     @cached_property
     def numbered_contexts(self) -> tuple[tuple[Context, ...], IntArray]:
-        """The different contexts, and of each tensor the position of its context among them."""
+        """The distinct contexts, and for each tensor the index of its context among them."""
         numbers: dict[Context, int] = {}
         numbered = [numbers.setdefault(context, len(numbers)) for context in self.contexts]
         return tuple(numbers), np.array(numbered, dtype=np.int64)
 
     @cached_property
     def slot_arrays(self) -> dict[int, tuple[IntArray, IntArray]]:
-        """By length of row, of each slot: its tensor, and its log2_scale."""
+        """By length of row: the tensors and the log2_scales of the slots, as two arrays."""
         arrays = {}
         for length, slots in self.slots.items():
             tensors, scales = np.array(slots, dtype=np.int64).reshape(-1, 2).T.copy()
@@ -99,7 +99,7 @@ class Roster:
         return arrays
 
     def joined(self, other: Roster) -> Joined:
-        """Return this roster with what is new in the other behind it."""
+        """Return this roster with the other's new tensors and slots appended."""
         places = {key: place for place, key in enumerate(self.order)}
         tensors = [places.setdefault(key, len(places)) for key in other.order]
         contexts = list(self.contexts)
@@ -119,7 +119,7 @@ class Roster:
 
 
 class Joined(NamedTuple):
-    """Two rosters as one, and where the second's tensors, and its slots by length of row, stand in it."""
+    """Two rosters merged, with the new positions of the second's tensors and (by length of row) of its slots."""
 
     roster: Roster
     tensors: IntArray
@@ -131,14 +131,16 @@ EMPTY_ROSTER = Roster((), (), {})
 
 @dataclass(frozen=True)
 class SampleSet:
-    """The samples whose rows travelled together; the arrays have an entry for each that is counted.
+    """The samples whose rows were copied together; the arrays have one entry for each counted sample.
 
     Args:
-        counted: where their rows lie among those that travelled.
+        length: int64 values in a row.
+        counted: positions of the counted samples' rows among the copied rows.
         tensor: place in the roster.
         slot: position among the roster's slots of this length.
-        log2_scale: to take off exponents.
-        overflow: least unscaled exponent of what became infinite; NO_EXPONENT where an infinity tells nothing of the scale.
+        log2_scale: number to subtract from exponents.
+        overflow: least unscaled exponent of a value that overflowed to infinity; NO_EXPONENT unless the sample is a gradient that
+            passed through a narrow format.
         is_gradient: whether its peak is one of the step's gradients.
     """
 
@@ -152,16 +154,16 @@ class SampleSet:
 
     @cached_property
     def one_for_each_slot(self) -> bool:
-        """Whether the samples are one for each of the first slots, in their order."""
+        """Whether there is exactly one sample for each of the first slots, in the slots' order."""
         return bool(np.array_equal(self.slot, np.arange(len(self.slot))))
 
     @cached_property
     def rounds(self) -> tuple[tuple[Positions, Positions], ...]:
-        """See ``rounds``, of ``slot``."""
+        """The result of the function ``rounds`` for ``slot``."""
         return tuple(rounds(self.slot))
 
     def moved(self, joined: Joined) -> SampleSet:
-        """Return the same samples in the roster that theirs was joined to."""
+        """Return the same samples with positions in the merged roster."""
         return replace(self, tensor=joined.tensors[self.tensor], slot=joined.slots[self.length][self.slot])
 
 
@@ -169,9 +171,9 @@ class Arrangement:
     """One step's samples.
 
     Args:
-        samples: in the order in which their rows come.
-        scales: those that ``samples`` refer to.
-        row_sets: how the rows come; their counts add up to the number of samples.
+        samples: in the order of their rows.
+        scales: the loss scales that ``samples`` refer to.
+        row_sets: how the rows are grouped; their numbers of rows add up to the number of samples.
     """
 
     def __init__(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[RowSet]) -> None:
@@ -184,11 +186,11 @@ class Arrangement:
             start += row_set.rows
         self.sample_sets = tuple(sample_sets)
         self.roster = builder.roster()
-        #: Names of tensors, one for each sample that can't be counted: its scale is no power of two.
+        #: The tensor's name for each sample that can't be counted because its scale is not a power of two.
         self.not_counted = tuple(builder.not_counted)
 
     def fits(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[RowSet]) -> bool:
-        """Return whether it would be the same if it were made of these."""
+        """Return whether these arguments would make an equal arrangement."""
         return self._made_from == (samples, scales, row_sets)
 
 
@@ -246,7 +248,7 @@ class _Builder:
 
 
 def rounds(targets: IntArray) -> Iterator[tuple[Positions, Positions]]:
-    """Yield each target with its position, in as few rounds as it takes for none to occur twice: (targets, positions)."""
+    """Yield (targets, positions) in as few rounds as possible such that no target occurs twice in a round."""
     left = np.arange(len(targets))
     while len(left):
         first = np.sort(np.unique(targets[left], return_index=True)[1])
@@ -255,7 +257,7 @@ def rounds(targets: IntArray) -> Iterator[tuple[Positions, Positions]]:
 
 
 def _as_slice(indices: IntArray) -> Positions:
-    """Return the same positions, as a slice where each is one more than the last."""
+    """Return the same positions, as a slice if they are consecutive."""
     if not len(indices) or (np.diff(indices) != 1).any():
         return indices
     return slice(int(indices[0]), int(indices[-1]) + 1)

@@ -1,8 +1,8 @@
-"""The budget: which steps are sampled and watched where their cost must stay below a share of the training's own time.
+"""The budget: chooses which steps are sampled and watched so that the cost stays below a share of the training's own time.
 
-A step earns a little less than that share of its bare time; what the inspector spends is paid from what was earned, afterwards.
-So nothing has to be foreseen: whoever is in debt waits until the steps have earned it back, and over a run the cost comes to what
-was earned, whatever a step costs and however that changes.
+Each step earns a little less than that share of its bare time (its time without the inspector), and the inspector's time is
+charged afterwards. No cost has to be predicted: sampling or watching that is in debt pauses until further steps have earned the
+debt back, so over a run the cost equals the time earned, however much a step costs and however that changes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import statistics
 from collections import deque
 from numbers import Real
 
-#: After so many steps without one a step is sampled (or watched) all the same: a report that hears nothing is worth nothing.
+#: The most steps from one sampled (or watched) step to the next, whatever the debt: a report without data is useless.
 LONGEST_PAUSE = 1000
-#: The first steps are sampled whatever they cost, so that there is a report at all; the first one's cost is not charged: things
-#: are set up and compiled in it, and nobody saw when it began.
+#: The first steps are sampled at any cost, so that every run gets a report. The cost of the first one is not charged: it includes
+#: setup and compilation, and its beginning is not observed.
 FIRST_STEPS = 2
 
-#: The part of the share that is earned. The rest is for what the meter can't see (a hook's way to its first line, caches that the
-#: training finds cold) and for the last look, which no step after it pays.
+#: The part of the share that is earned. The rest is reserved for costs that the meter can't measure (calling a hook, caches left
+#: cold for the training) and for the last sampled or watched step, which no later step pays for.
 PLANNED = 0.9
-#: The watch's share of what is earned; what it does not need is the samples', and the other way round.
+#: The watch's share of the time earned; the watch and the samples pass on to each other what they don't need.
 _WATCH_SHARE = 0.8
-#: Steps that tell what is usual, and how many times that a step may earn; beyond lies a stall.
+#: The number of steps whose median time is the usual one, and the most usual times that a step counts; a longer one is a stall.
 _USUAL_OF = 15
 _MOST_EARNED = 2.0
-#: A look is charged up to so many times the usual, or what so many steps earn, whichever is more; beyond lies a stall too. Short
-#: ones, of a busy machine, are charged in full: they come often.
+#: The most that a step is charged: so many times the usual cost, or the earnings of so many steps, whichever is more; a higher
+#: cost is a stall too. Short stalls of a busy machine are charged in full because they are frequent.
 _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
 
@@ -34,8 +34,8 @@ def check_max_overhead(max_overhead: object) -> float:
     """Return the share as a float.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not between 0 and 1, both excluded.
+        TypeError: the share is not a number.
+        ValueError: the share is not between 0 and 1, both excluded.
     """
     if isinstance(max_overhead, bool) or not isinstance(max_overhead, Real):
         raise TypeError(f"max_overhead={max_overhead!r}: give a number, 0.02 for 2% of the training's own time")
@@ -49,7 +49,7 @@ class Budget:
     """Chooses for each step whether it is sampled and whether it is watched.
 
     Args:
-        max_overhead: most that the inspector may spend, over the bare time of the steps: 0..1.
+        max_overhead: the inspector's maximum time as a share of the bare time of the steps: between 0 and 1.
         every: least interval between samples, in steps.
         samples, watches: whether there is anything to sample, and whether there is a watch.
     """
@@ -60,7 +60,7 @@ class Budget:
         self._every = every
         self._counts, self._looks = samples, watches
         self._watch_share = _WATCH_SHARE if samples and watches else float(watches)
-        #: Seconds that may be spent; below zero they were spent already.
+        #: Seconds that may be spent; a negative number is a debt.
         self._for_samples = self._for_watch = 0.0
         self._ended = 0
         self._last_sample = self._last_watch = -LONGEST_PAUSE
@@ -76,18 +76,18 @@ class Budget:
 
     @property
     def watches(self) -> bool:
-        """Whether the current step is watched, as every sampled one is."""
+        """Whether the current step is watched; if there is a watch, every sampled step is."""
         return self._watches
 
     def end_step(self, step_s: float | None, own_s: float) -> float:
         """End the current step and choose the next.
 
         Args:
-            step_s: how long it took, the inspector's own time included; None where its beginning was not seen.
-            own_s: what the inspector spent meanwhile.
+            step_s: the step's time in seconds, including the inspector's; None if its beginning was not observed.
+            own_s: the inspector's own time in that step, in seconds.
 
         Returns:
-            seconds of bare training that it counts for: its own, and no more than twice the usual.
+            the step's bare training time in seconds, capped at twice the usual; 0 if its beginning was not observed.
         """
         bare = 0.0
         if step_s is not None:
@@ -103,7 +103,7 @@ class Budget:
         return bare
 
     def charge_later(self, own_s: float) -> None:
-        """Charge seconds that a device spent in a step before this one, known only now."""
+        """Charge seconds that a device spent on the inspector in an earlier step and that are known only now."""
         self._spend(own_s, self._watch_share)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Budget:
         return min(bare, _MOST_EARNED * self._usual_bare)
 
     def _earn(self, seconds: float) -> None:
-        """Add what a step earns. No more is saved up than that: many samples in a row would be felt."""
+        """Credit a step's earnings. The credit is capped at one step's earnings, to prevent many sampled steps in a row."""
         watch = self._for_watch + self._watch_share * seconds
         most = self._watch_share * seconds
         samples = self._for_samples + (1 - self._watch_share) * seconds + max(watch - most, 0.0)
@@ -139,15 +139,15 @@ class Budget:
         known.append(own_s)
         if own_s > self._earned_in(_MOST_CHARGED_STEPS) and len(known) > 2:
             own_s = min(own_s, max(_MOST_CHARGED * statistics.median(known), self._earned_in(_MOST_CHARGED_STEPS)))
-        # What a step costs in which nothing is looked at is borne by both.
+        # The watch and the samples share the cost of a step that is neither sampled nor watched.
         self._spend(own_s, {"sampled": 0.0, "watched": 1.0}.get(kind, self._watch_share))
 
     def _spend(self, seconds: float, on_watch: float) -> None:
-        # Debts beyond what the longest pause earns are forgiven: a look is due then anyway.
+        # Debts beyond the earnings of the longest pause are cancelled: after that pause a sample or watch is due anyway.
         deepest = -self._earned_in(LONGEST_PAUSE)
         self._for_watch = max(self._for_watch - on_watch * seconds, deepest)
         self._for_samples = max(self._for_samples - (1 - on_watch) * seconds, deepest)
 
     def _earned_in(self, steps: int) -> float:
-        """Return what so many usual steps earn."""
+        """Return the earnings of so many usual steps, in seconds."""
         return steps * self._earning * self._usual_bare

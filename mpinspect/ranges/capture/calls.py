@@ -1,6 +1,6 @@
-"""The calls of a step: which module was given, and returned, which tensor. Every tensor has a number within the step.
+"""The calls of a step: which tensors each module received and returned. Every tensor has a number within the step.
 
-What that says of each tensor is only worked out where something broke: what every call leaves here are numbers.
+Each call only records numbers; the producers and consumers of each tensor are worked out only if something is not finite.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 
 from mpinspect.ranges.capture.culprit import Call, TensorStory
 
-#: A tensor not seen before in this step, its number, and whether it was given to a module, made by none that was seen.
+#: A tensor new in this step, its number, and whether it is a module's input that no observed module produced.
 Fresh = tuple[torch.Tensor, int, bool]
 
 
 class StepCalls:
-    """Keeps what was called in one step, as numbers. Holds no tensor."""
+    """Keeps the calls of one step, with tensors as numbers. Holds no tensor."""
 
     def __init__(self) -> None:
         self._count = 0
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        #: Calls, and the modules for which a tensor was wrapped, with its number.
+        #: Calls; and pairs of a module with a full backward hook and the number of the input tensor wrapped for it.
         self._log: list[Call | tuple[str, int]] = []
-        #: Somebody else's hook was on these before ours.
+        #: Numbers of the tensors that already had another hook before ours.
         self._altered: set[int] = set()
 
     def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
-        """Note that a module's forward ran. Returns the tensors not seen before, inputs first."""
+        """Record a module's forward; return the tensors that are new in this step, inputs first."""
         fresh, given, returned = [], [], []
         changed: list[int] = []
         overwritten = False
@@ -37,7 +37,7 @@ class StepCalls:
             if not tensor.numel():
                 continue
             if id(tensor) in made and _version(tensor):
-                # Changed in place it is the output by now.
+                # The module changed this input in place and returned it: the tensor is the output by now.
                 before = self._before_change(tensor)
                 if before is None:
                     overwritten = True
@@ -55,7 +55,7 @@ class StepCalls:
             number = self.number_of(tensor)
             if number is None:
                 number = self._tell_apart(tensor)
-                # Another hook on it already: what that returns replaces the gradient before we see it.
+                # The tensor already has another hook, whose return value replaces the gradient before our hook receives it.
                 if getattr(tensor, "_backward_hooks", None):
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
@@ -64,38 +64,38 @@ class StepCalls:
         return fresh
 
     def _before_change(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor as it was seen last, if it was changed in place once since at most; None otherwise."""
+        """Return a tensor's last recorded number if it has been changed in place at most once since; None otherwise."""
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor or _version(tensor) - known[1] > 1:
             return None
         return known[2]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor seen before in this step, unchanged since; None otherwise."""
+        """Return a tensor's number if the tensor was recorded in this step and is unchanged since; None otherwise."""
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
             return None
         return known[2]
 
     def unseen(self) -> int:
-        """Return a number for a tensor that is not at hand: the one inside a wrapper."""
+        """Return a new number for a tensor that can't be accessed: the one inside a wrapper."""
         number, self._count = self._count, self._count + 1
         return number
 
     def wrapped(self, number: int, module: str) -> None:
-        """Note that a full backward hook's wrapper was put around tensor ``number`` before ``module`` got it.
+        """Record that a full backward hook wrapped tensor ``number`` before ``module`` received it.
 
-        The parts of the module that were handed the wrapped tensor on are not its consumers: the wrapper is the module's.
+        The module becomes the tensor's consumer in place of its submodules, which only received the wrapped tensor.
         """
         if 0 <= number < self._count:
             self._log.append((module, number))
 
     def forget_tensors(self) -> None:
-        """Forget which tensors have which numbers: the step is over."""
+        """Forget the numbers of all tensors, at the end of the step."""
         self._known.clear()
 
     def stories(self) -> tuple[list[TensorStory], list[Call]]:
-        """Return by number where each tensor came from and went; and the calls, in the order in which they returned."""
+        """Return each tensor's producers and consumers, by number, and the calls in the order in which they returned."""
         stories = [TensorStory(altered=number in self._altered) for number in range(self._count)]
         calls = []
         for entry in self._log:
@@ -107,7 +107,7 @@ class StepCalls:
                 continue
             calls.append(entry)
             for number in entry.given:
-                # What it handed on as it was it did nothing to.
+                # A module that returns its input unchanged does not consume it.
                 if number not in entry.returned:
                     stories[number].consumers.append(module)
             for number in entry.returned:
@@ -116,11 +116,11 @@ class StepCalls:
 
     def _tell_apart(self, tensor: torch.Tensor) -> int:
         number, self._count = self._count, self._count + 1
-        # A weak reference: ids are used again once a tensor is gone.
+        # A weak reference shows whether the tensor still exists: Python reuses the ids of deleted objects.
         self._known[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
         return number
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; inference tensors do not count it."""
+    """Return how often the tensor was changed in place; -1 for inference tensors, which do not count changes."""
     return -1 if tensor.is_inference() else tensor._version

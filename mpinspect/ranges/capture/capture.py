@@ -1,6 +1,6 @@
-"""The capture of one model: makes the observers, puts the hooks on and takes them off, and takes in what was captured.
+"""The capture of one model: makes the observers, adds and removes the hooks, and records the captured data.
 
-Nothing keeps a tensor of the model: what stays are rows of counts and reduced values.
+No tensor of the model is kept, only rows of counts and reduced values.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Capture(Dispatcher):
         layers, parameters: what to hook (mpinspect.ranges.capture.layers).
         kinds: kinds of tensor to count at sampled steps.
         schedule: which steps are sampled.
-        watch: keep the non-finite watch at every step.
-        max_overhead: choose which steps are sampled, and watched, such that the cost stays below this share of the bare steps;
-            of ``schedule`` then only ``every`` holds, as the least interval. None: the schedule tells.
-        loss_scale: the scale of loops that scale by hand: a number, a callable that gives it, or None.
+        watch: run the non-finite watch at every step.
+        max_overhead: choose the sampled and watched steps such that the cost stays below this share of the bare steps' time; only
+            ``every`` of ``schedule`` then applies, as the least interval. None: ``schedule`` decides.
+        loss_scale: the loss scale of training loops that scale by hand: a number, a callable that returns it, or None.
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
-        recording: takes what is captured.
-        clock: seconds, monotonic; what the cost is measured with.
+        recording: receives the captured data.
+        clock: returns monotonic seconds, to measure the cost.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Capture(Dispatcher):
     # -- attaching and detaching ----------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Put the hooks on."""
+        """Add the hooks and begin the first step."""
         self.attached = True
         self._may_capture_graphs = torch.cuda.is_available()
         self._warm_up()
@@ -139,7 +139,7 @@ class Capture(Dispatcher):
 
     @guarded
     def _warm_up(self) -> None:
-        """Load what reads tensors, so that no training step waits for it."""
+        """Load the code that reads tensors, so that no training step waits for loading."""
         if self._kinds or self._watch is not None:
             for note in fastest.warm_up({watched.parameter.device for watched in self._parameters}):
                 self._recording.note(note)
@@ -149,11 +149,11 @@ class Capture(Dispatcher):
         self._weight_changes.remember()
 
     def detach(self) -> None:
-        """Take every hook off and take in what is still on its way."""
+        """Remove every hook and record the data still being copied to the host; waits for the GPU."""
         self._stop()
         self._updates.forget()
         if self.clock.begun:
-            # Broken off before an optimizer stepped, or a backward of another network passed through: no step.
+            # The step is unfinished if the run broke off before an optimizer stepped, or if another network's backward began it.
             self._end_step(finished=not self.clock.waits_for_optimizer)
         for observer in self._observers:
             self._run_ends(observer)
@@ -168,7 +168,7 @@ class Capture(Dispatcher):
         observer.run_ends()
 
     def abandon(self) -> None:
-        """Be inert from now on: this is a forked child. Nothing is taken in, no GPU is touched."""
+        """Deactivate the capture in a forked child process, without recording anything or using a GPU."""
         self._stop()
         self.quiet = True
 
@@ -181,7 +181,7 @@ class Capture(Dispatcher):
         tensor_hooks.leave_hooks_in(self)
 
     def rest(self, resting: bool) -> None:
-        """Count and watch nothing until told otherwise; what the open step had so far is dropped. Steps are still counted."""
+        """Pause (or resume) sampling and watching. Pausing drops the open step's samples; steps are still counted."""
         if resting and not self._resting:
             self._finish_waiting()
             self._tally.drop_step()
@@ -190,14 +190,14 @@ class Capture(Dispatcher):
         self._begin_step()
 
     def unhook(self, modules: Collection[int]) -> bool:
-        """Take the hooks off these modules, by id; whether there were any. Their parameters stay hooked."""
+        """Remove the hooks of the modules with these ids, but not of their parameters; return whether there were any."""
         return self._hooks.unhook(modules)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
     @guarded
     def collect(self, wait: bool) -> None:
-        """Close the open window and record what the watch has found; ``wait`` for the GPU."""
+        """Close the open window and record it. ``wait``: wait for the GPU, and record the watch's remaining findings too."""
         window = self._tally.close_window(wait=wait)
         if window is not None:
             self._recording.add_window(window)
@@ -212,14 +212,14 @@ class Capture(Dispatcher):
 
     @guarded
     def step_ended(self) -> None:
-        """Close the open window where that is due."""
+        """Close the open window if it is due."""
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
         else:
             self._name_unread()
 
     def _name_unread(self) -> None:
-        """Have the record name the tensors that could not be read since the last call."""
+        """Record the names of the tensors that could not be read since the last call."""
         self._recording.unread("counted", self._tally.unread.take_new())
         if self._watch is not None:
             self._recording.unread("watched", self._watch.unread.take_new())
@@ -227,14 +227,14 @@ class Capture(Dispatcher):
 
     @guarded
     def broken_weights(self) -> frozenset[str]:
-        """Return the names of the weights that are not finite now. Waits for a GPU."""
+        """Return the names of the weights that are not finite now. Waits for the GPU."""
         return self._broken_weights.names()
 
     @guarded
     def weights_left(self, before: Collection[str]) -> Event | None:
-        """After ``detach``: return an event, not yet recorded, where trained weights are not finite and no other event tells why.
+        """Return an event, not yet recorded, if trained weights are not finite and no recorded event explains it; else None.
 
-        Waits for a GPU.
+        Call it after ``detach``. Waits for the GPU.
 
         Args:
             before: ``broken_weights`` when the run began.
@@ -246,7 +246,7 @@ class Capture(Dispatcher):
 
     @guarded
     def between_forward_and_backward(self) -> int | None:
-        """Return the step whose forward has run, its last output finite, and whose backward has not; None if there is none."""
+        """Return the current step if its forward has run with a finite last output and its backward has not run; else None."""
         watch = self._watch
         if watch is None or not watch.at_work or not self.clock.in_forward or watch.forward_broke() is not False:
             return None
@@ -280,6 +280,6 @@ class Capture(Dispatcher):
 
     @guarded
     def _record_whether_updated(self) -> None:
-        """Record whether any update was applied: by an optimizer that was seen, or told by the weights themselves."""
+        """Record whether any update was applied, known from an observed optimizer's step or from changed weights."""
         moved = self._weight_changes.moved()
         self._recording.weights_moved(True if self._optimizers.any_stepped else moved)

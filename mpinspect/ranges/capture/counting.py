@@ -1,4 +1,4 @@
-"""Counting, an observer: at sampled steps the exponents of outputs, gradients and weights, as samples for the tally."""
+"""An observer that counts the exponents of outputs, gradients and weights at sampled steps, as samples for the tally."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpinspect.runtime.distributed import local_part
 
 
 class StepPrecision:
-    """Tells which narrow format the values of the open step have passed through.
+    """Determines which narrow format the values of the open step have passed through.
 
     Args:
-        scale: tells whether a GradScaler is at work.
+        scale: knows whether a GradScaler scales the current backward.
     """
 
     def __init__(self, scale: ScaleOfBackward) -> None:
@@ -27,23 +27,24 @@ class StepPrecision:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget what was seen."""
-        #: The narrowest format that an output or a gradient of this step was seen in.
+        """Forget the formats of the previous step."""
+        #: The narrowest format of the outputs and gradients observed in this step.
         self.narrowest = "float32"
         self._any_output = False
 
     def outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take a module's outputs."""
+        """Record the dtypes of a module's outputs."""
         for tensor in outputs:
             self._any_output = True
             if tensor.dtype is not torch.float32:
                 self._pass_through(tensor.dtype)
 
     def of_gradient(self, dtype: torch.dtype) -> str:
-        """Return the format that a gradient of this dtype was rounded to on its way.
+        """Return the narrowest format to which a gradient of this dtype may have been rounded.
 
-        Under autocast an FP32 gradient may be the upcast of an FP16 one, here or at any layer after: so it counts as
-        rounded if anything in the step was. Where no output was seen (torch.compile), a GradScaler tells of FP16.
+        Under autocast an FP32 gradient may be the upcast of an FP16 one, in this layer or in any later layer. An FP32 gradient
+        therefore counts as rounded if any tensor of the step was. If no output was observed (torch.compile), a GradScaler
+        implies FP16.
         """
         if dtype is not torch.float32:
             self._pass_through(dtype)
@@ -58,13 +59,13 @@ class StepPrecision:
 
 
 class Counting(Observer):
-    """Counts what is observed at sampled steps.
+    """Counts the observed tensors at sampled steps.
 
     Args:
         kinds: kinds of tensor to count.
-        parameters: those whose weights are counted.
-        tally: takes the samples.
-        precision: tells what gradients were rounded to.
+        parameters: the model's; those marked as counted have their weights counted.
+        tally: receives the samples.
+        precision: determines the format to which gradients were rounded.
     """
 
     def __init__(
@@ -83,26 +84,26 @@ class Counting(Observer):
         self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
         #: Layers whose outputs were counted in this step with their gradients enabled.
         self._counted_layers: set[str] = set()
-        #: Layers that are not counted, whose output's gradient is counted all the same: it goes on to one that is.
+        #: Containers whose output gradient is counted although they are not: the same gradient goes on to a counted layer.
         self._counted_ahead: set[str] = set()
-        #: The layer of the gradient before, where that is not counted.
+        #: The layer of the previous output gradient; "" if that layer is counted.
         self._last_path = ""
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in a sampled step."""
+        """Activate this observer if the step is sampled."""
         self.at_work = sampled
         self._counted_layers.clear()
         self._last_path = ""
 
     def called(self, call: Call) -> None:
-        """Count the outputs, and ask for the gradients at them."""
+        """Count the outputs of a counted layer, and request the gradients of the outputs."""
         if call.layer.counted:
             if self._counts_outputs and self._is_first(call):
                 call.rows = self._count_outputs(call.layer, call.outputs)
             call.counts_gradients = self._counts_output_gradients
 
     def _is_first(self, call: Call) -> bool:
-        """Return whether outputs are to be counted: once, with gradients enabled (a reentrant checkpoint's when recomputed)."""
+        """Return whether to count a call's outputs: if gradients are enabled, and not again when a checkpoint recomputes them."""
         if not torch.is_grad_enabled():
             return False
         if call.recomputed:
@@ -119,7 +120,7 @@ class Counting(Observer):
         return rows
 
     def _count(self, key: TensorKey, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Count a tensor that is no gradient; returns its row, if it can be counted."""
+        """Count a tensor other than a gradient; return its row, or None if it can't be counted."""
         narrow, values = passed_through(tensor.dtype), local_part(tensor)
         row = self._tally.count(key, values)
         if row is not None:
@@ -127,7 +128,7 @@ class Counting(Observer):
         return row
 
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
-        """Count a gradient at an output of a counted layer, or of a container that hands it on to one."""
+        """Count the gradient of an output of a counted layer, or of a container that passes it on to such a layer."""
         layer, counted = gradient.layer, gradient.counted
         if counted or layer.path in self._counted_ahead:
             if backward.divisor is None:
@@ -141,10 +142,10 @@ class Counting(Observer):
         self._last_path = "" if counted else layer.path
 
     def _row_of(self, gradient: OutputGradient) -> torch.Tensor | None:
-        """Return the row of a gradient's counts, of the values as they are.
+        """Return the row of counts of a gradient's values, which are not divided by the loss scale.
 
-        A container's gradient is not asked for, its last layer's is, and mostly that is the same memory: then it is counted when
-        it arrives first, at the container, where else the watch would read it once more.
+        Only layers are to be counted, not containers, but the gradients of a container and of its last layer mostly share memory.
+        Such a gradient is counted when it first arrives, at the container; otherwise the watch would read it there a second time.
         """
         if isinstance(gradient.found, torch.Tensor):
             return gradient.found
@@ -163,11 +164,11 @@ class Counting(Observer):
         if row is not None:
             self._add_gradient(watched.gradient_key, gradient.values, row, backward.scale)
         if backward.divisor is None:
-            # Else the row is of the values divided.
+            # With a divisor the row counts the divided values, which are not the gradient's own.
             gradient.found = row
 
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Count parameters' gradients together."""
+        """Count the gradients of several parameters together."""
         self._tally.count_together(gradients)
         for each in gradients:
             if each.found is not None:
@@ -179,7 +180,7 @@ class Counting(Observer):
         self._tally.add(Sample(key, row, gradient.numel(), dtype_name(dtype), narrow, scale))
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Count the weights and send the step's samples off; drop them if they are no sample."""
+        """Count the weights and send the step's samples to the host; drop the samples if the step is not sampled."""
         if not self.at_work:
             return
         if not sampled:

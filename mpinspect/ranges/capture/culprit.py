@@ -1,10 +1,11 @@
-"""Which module made the first infinity or NaN of a step: a pure function of what was seen, in execution order.
+"""Finds the module that made the first infinity or NaN of a step: a pure function of the observed tensors, in execution order.
 
-What is observed are tensors; what the user wants is a module. In the forward, the module whose output is the first to
-be not finite is named, unless its own input already was and no module made that input: then the innermost container around it
-whose own input was finite, or the data where there is none. In the backward, the gradient at a module's output is made by the
-*consumers* of that output, seen and unseen: the module named is the one whose output gradient was still finite and whose input
-gradient is not, unless it can't have made an infinity of what it was given: then the code that took the same tensor.
+In the forward, the culprit is the module with the first non-finite output. If its input was non-finite already and no module
+made that input, the culprit is the innermost container around the module whose own input was finite, or else the data.
+
+In the backward, the gradient of a module's output is made by the *consumers* of that output, observed or not. The culprit is the
+consumer whose output gradient was still finite and whose input gradient is not. If that consumer can't have made an infinity or
+NaN from its finite output gradient, the culprit is the other code that used the same tensor.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LOSSES
 
 FORWARD, BACKWARD = "forward", "backward"
-#: Maxima remembered of each tensor.
+#: The number of maxima kept for each tensor.
 RING_LENGTH = 8
-#: What is seen of the loss itself where a scaler multiplies it: before and after.
+#: The names of the loss before and after a scaler multiplies it.
 LOSS, SCALED_LOSS = LOSSES
 
 
 class History:
-    """What earlier steps tell of tensors: their last maxima, and which are infinite (or NaN) on purpose, as masks are.
+    """The tensors' last maxima in earlier steps, and which tensors are infinite (or NaN) on purpose, like masks.
 
-    Tensors by any key.
+    Any hashable key identifies a tensor.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class History:
         self._harmless: set[tuple[Hashable, bool]] = set()
 
     def remember(self, key: Hashable, largest: float) -> None:
-        """Take a largest magnitude, if it is finite."""
+        """Record a tensor's largest magnitude, if it is finite."""
         if math.isfinite(largest):
             ring = self._maxima.get(key)
             if ring is None:
@@ -48,16 +49,16 @@ class History:
         return tuple(self._maxima.get(key, ()))
 
     def excuse(self, key: Hashable, largest: float) -> None:
-        """Suspect a tensor of this infinity, or of a NaN, no more: every gradient of the step was finite all the same."""
+        """Mark a tensor's infinity (or its NaN) as harmless from now on, because every gradient of the step was finite."""
         self._harmless.add((key, math.isnan(largest)))
 
     def excuses(self, key: Hashable, largest: float) -> bool:
-        """Return whether a tensor is no suspect of this infinity or NaN."""
+        """Return whether a tensor's infinity (or its NaN) is marked as harmless."""
         return (key, math.isnan(largest)) in self._harmless
 
 
 def word(largest: float) -> str:
-    """Return what an event calls a magnitude that is not finite."""
+    """Return the name of a non-finite magnitude in an event: "nan" or "inf"."""
     return "nan" if math.isnan(largest) else "inf"
 
 
@@ -73,7 +74,7 @@ class Seen:
         tensor: number of the tensor within the step; -1 for parameters and the loss.
         micro_batch: counted from 0.
         largest: largest magnitude; inf or NaN if it is not finite.
-        is_input: seen as an input of the module, because no module was seen to make it.
+        is_input: the tensor was read as an input of the module, because no observed module made it.
     """
 
     phase: str
@@ -92,12 +93,12 @@ class Seen:
 
 @dataclass
 class TensorStory:
-    """Where a tensor of this step came from and where it went.
+    """The modules that produced and consumed a tensor of this step.
 
     Args:
-        producers: modules that returned it, the maker first, then containers that passed it on; none if no module made it.
-        consumers: modules that were given it.
-        altered: somebody else's hook on it may have changed its gradient.
+        producers: modules that returned it: first its maker, then containers that passed it on; empty if no module made it.
+        consumers: modules that received it.
+        altered: another hook on the tensor may have changed its gradient.
     """
 
     producers: list[str] = field(default_factory=list)
@@ -106,12 +107,12 @@ class TensorStory:
 
 
 class Call(NamedTuple):
-    """One call of a module that returned.
+    """One completed call of a module.
 
     Args:
         module: dotted path.
-        given, returned: numbers of tensors; what was given and returned unchanged is in both.
-        overwritten: a tensor that was given was changed in place, and what it was before has no number.
+        given, returned: numbers of the input and output tensors; an input returned unchanged is in both.
+        overwritten: the module changed an input in place, and the input before the change has no number.
     """
 
     module: str
@@ -122,18 +123,18 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Culprit:
-    """The answer: the module, what was first seen not finite, and how it is known."""
+    """The module in which the first infinity or NaN arose, the first non-finite tensor, and the reason for naming the module."""
 
     phase: str
     module: str
     first: Seen
     explanation: str
-    #: It arose after the module: in the loss, or in a function.
+    #: Whether the infinity or NaN arose after the module: in the loss, or in a function.
     after: bool = False
 
 
 def first_broken(seen: Sequence[Seen]) -> Seen | None:
-    """Return the first tensor that is not finite, but for what modules were given in the forward; None if there is none."""
+    """Return the first non-finite tensor, leaving out modules' inputs in the forward; None if there is none."""
     return next((look for look in seen if not look.finite and not (look.is_input and look.phase == FORWARD)), None)
 
 
@@ -144,14 +145,14 @@ def find_culprit(
     read: Collection[int],
     innocent: Collection[str],
 ) -> Culprit | None:
-    """Return the module in which the first infinity or NaN of a step arose, or None if everything seen was finite.
+    """Return the module in which the first infinity or NaN of a step arose, or None if every observed tensor was finite.
 
     Args:
         seen: in execution order.
         stories: by tensor number.
         calls: in the order in which they returned.
-        read: numbers of the tensors of which it is known whether they were finite.
-        innocent: modules that can't have made what is not finite of what they were given (forward: first_broken's module;
+        read: numbers of the tensors whose values were read.
+        innocent: modules that can't have made an infinity or NaN from their inputs (forward: the module of ``first_broken``;
             backward: consumers of its tensor).
     """
     look = first_broken(seen)
@@ -169,7 +170,7 @@ def find_culprit(
 def _in_forward(
     look: Seen, seen: Sequence[Seen], calls: Sequence[Call], read: Collection[int], innocent: Collection[str]
 ) -> Culprit:
-    """Look outwards from the call that returned it, for the first whose inputs were finite."""
+    """Return the innermost call with finite inputs, searching outwards from the call that returned the non-finite tensor."""
     if look.what == LOSS:
         reason = "every output seen was finite and the loss was not: it arose in the loss function"
         return Culprit(FORWARD, "", look, reason)
@@ -185,7 +186,7 @@ def _in_forward(
         )
     inner, outermost = look.module, look.module == ""
     for container in _containers(look.module):
-        # Its call ends after those inside of it. Lists of modules, and Sequentials that somebody loops over, are never called.
+        # A container's call returns after the calls inside it. A ModuleList or a Sequential that code loops over is never called.
         around = next((call for call in calls[at + 1 :] if call.module == container), None)
         if around is None:
             continue
@@ -207,7 +208,7 @@ def _in_forward(
 
 
 def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -> Culprit:
-    """Return name a container: none of its inputs is known to be infinite or NaN, and an input of a module inside it is."""
+    """Return a container as the culprit: no input of it is known to be non-finite, but an input of a module inside it is."""
     where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
     if not around.module and not around.given:
         where += " or in the data,"
@@ -219,7 +220,7 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -
 
 
 def read_all(call: Call, read: Collection[int]) -> bool:
-    """Return whether everything that a call was given was read."""
+    """Return whether the values of all inputs of a call were read."""
     return not call.overwritten and all(number in read for number in call.given)
 
 
@@ -255,7 +256,7 @@ def _in_backward(
 
 
 def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], until: Seen) -> dict[str, float]:
-    """Return by module the largest magnitude in the finite gradients at its outputs that were read before ``until``."""
+    """Return for each module the largest magnitude of its finite output gradients that were read before ``until``."""
     largest: dict[str, float] = {}
     for look in seen:
         if look is until:
@@ -267,7 +268,7 @@ def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], unti
 
 
 def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[str], unread: Sequence[str]) -> Culprit:
-    """Return name the code of a container around the producer, or the loss: no module that was given the tensor made it."""
+    """Return as the culprit the code of a container around the producer, or the loss: none of the tensor's consumers made it."""
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
@@ -285,13 +286,13 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
 
 
 def _containers(module: str) -> list[str]:
-    """Return the modules around this one, innermost first; the model itself, "", is the last."""
+    """Return the containers of a module, innermost first; the model itself, "", is the last."""
     parts = module.split(".")[:-1] if module else []
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
 
 
 def _innermost(modules: Sequence[str]) -> list[str]:
-    """Return the modules that do not contain another of them."""
+    """Return those of the modules that contain none of the others."""
     unique = list(dict.fromkeys(modules))
     return [
         one
@@ -301,11 +302,11 @@ def _innermost(modules: Sequence[str]) -> list[str]:
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool:
-    """Return whether every output seen was finite, and the loss."""
+    """Return whether every observed output and the loss were finite."""
     return all(look.finite for look in seen if look.phase == FORWARD and not look.is_input)
 
 
 def finite_gradients(seen: Sequence[Seen]) -> bool | None:
-    """Return whether every gradient seen was finite; None if none was seen."""
+    """Return whether every observed gradient was finite; None if no gradient was observed."""
     gradients = [look.finite for look in seen if look.phase == BACKWARD and look.what != SCALED_LOSS]
     return all(gradients) if gradients else None

@@ -1,10 +1,10 @@
-"""Rows of counts on a CUDA device: slots of a buffer made once, filled without a wait and sent to the host in one copy.
+"""Rows of counts on a CUDA device: slots of a buffer allocated once, filled asynchronously and sent to the host in one copy.
 
-Two buffers take turns, step by step. At the end of a step a stream of its own copies the buffer to page-locked memory while
-the training goes on; a buffer is used again only behind that copy, which the device waits for, never the host. Memory is
-allocated in the first two sampled steps, and torch's caches keep it.
+Two buffers alternate from step to step. At the end of a step a separate stream copies the buffer to page-locked memory while
+the training goes on. Before a buffer is used again, the device, but never the host, waits for that copy. Memory is
+allocated in the first two sampled steps and stays in torch's caches.
 
-Weight gradients mostly wait for the end of their backward (``waiting``), to be counted in one launch.
+Most weight gradients are held until the end of their backward (``waiting``), to be counted in one launch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mpinspect.counting.pieces import plain_values
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.observations import ParameterGradient
 
-#: Rows of a buffer at first: 3.4 MB. One that was too small is made anew, twice what the step would have needed.
+#: Initial number of rows of a buffer: 3.4 MB. A buffer that was too small is replaced by one with twice the rows needed.
 _FIRST_CAPACITY = 512
 
 
 @dataclass
 class _Buffer:
-    """Rows of the NARROW layout, and the device's work on them that is not known to be over."""
+    """Rows of the NARROW layout, and the streams and the copy that may still use them."""
 
     rows: torch.Tensor
     slots: tuple[torch.Tensor, ...]
@@ -44,7 +44,7 @@ class DeviceRows:
 
     Args:
         device: with an index.
-        note: called with a sentence on what could not be counted.
+        note: called with a sentence about tensors that could not be counted.
     """
 
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
@@ -52,7 +52,7 @@ class DeviceRows:
         self._note = note
         self._buffers: list[_Buffer | None] = [None, None]
         self._turn = 0
-        #: The buffer of the open step, None until something is counted in it, and how many rows the step has asked for.
+        #: The buffer of the open step (None until a tensor is counted), and the number of rows that the step has requested.
         self._open: _Buffer | None = None
         self._asked = 0
         self._capacity = _FIRST_CAPACITY
@@ -64,7 +64,7 @@ class DeviceRows:
 
     @torch.no_grad()
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the row of a tensor on this device, as from ``counting.count``; overwritten two steps later. Does not wait."""
+        """Return a tensor's row of counts, like ``counting.count``; overwritten two steps later. Never waits for the GPU."""
         counter: Any = available.counter()
         values, implicit_zeros = plain_values(tensor)
         if counter is None or implicit_zeros or values.dtype == torch.float64 or values.dtype not in counter.DTYPES:
@@ -81,7 +81,7 @@ class DeviceRows:
 
     @torch.no_grad()
     def count_together(self, waiting: list[ParameterGradient]) -> None:
-        """Count gradients that waited, on the streams that they came on."""
+        """Count gradients at the end of their backward, each on the stream on which it arrived."""
         by_stream: dict[Any, list[ParameterGradient]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
@@ -95,7 +95,7 @@ class DeviceRows:
         for each in group:
             slot = self._take() if counter is not None and _is_dense(each.values, counter) else None
             if slot is None:
-                # What can't be counted is found out once more, and named, where each is counted alone.
+                # The caller counts each gradient that fails here again by itself, and records its name if that fails too.
                 with suppress(Exception):
                     each.found = fastest.count(each.values)
             else:
@@ -117,7 +117,7 @@ class DeviceRows:
     # -- the buffers ------------------------------------------------------------------------------------------------
 
     def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
-        """Send those of the step's rows that lie in the buffer to the host: their indices, and the one copy. Does not wait."""
+        """Copy the step's rows that lie in the buffer to the host, and return their indices with the copy. Never waits."""
         counted = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
         copies: list[tuple[list[int], HostCopy]] = []
         if self._open is not None and counted:
@@ -128,7 +128,7 @@ class DeviceRows:
         return copies
 
     def drop(self) -> None:
-        """Drop the step's rows; until the step after the next one they hold what was counted."""
+        """Drop the step's rows; they keep their counts until the step after the next one."""
         self._close()
 
     def _close(self) -> None:
@@ -140,7 +140,7 @@ class DeviceRows:
         self._slot_of = {}
 
     def _take(self) -> int | None:
-        """Return the next free slot, its row cleared; None where the buffer is full."""
+        """Return the next free slot, with its row cleared; None if the buffer is full."""
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         if self._open is None:
             self._open = self._begin(stream)
@@ -152,7 +152,7 @@ class DeviceRows:
         return slot if slot < len(self._open.slots) else None
 
     def _begin(self, stream: Any) -> _Buffer:
-        """Return the buffer whose turn it is, emptied on this stream, behind all that still works on it."""
+        """Return the next buffer, cleared on this stream after all earlier work on the buffer is done."""
         buffer = self._buffers[self._turn]
         if buffer is not None and stream is not None:
             if buffer.copied is not None:
@@ -174,7 +174,7 @@ class DeviceRows:
             memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device=self._device)
         if self._device.type == "cuda":
             self._copy_stream = self._copy_stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            # Should the buffer go while it is being copied, its memory is not lent to others before that is over.
+            # If the buffer is freed during a copy, the caching allocator keeps its memory until the copy is done.
             memory.record_stream(self._copy_stream)
         return _Buffer(memory, memory.unbind(0))
 
@@ -189,12 +189,12 @@ class DeviceRows:
 
 
 def _is_dense(values: torch.Tensor, counter: Any) -> bool:
-    """Return whether the kernels for many tensors take it, into a row of the layout NARROW."""
+    """Return whether the multi-tensor kernels can count the values into a row of the NARROW layout."""
     return values.is_contiguous() and values.dtype in counter.DTYPES and values.dtype is not torch.float64
 
 
 class _SlotsCopy(HostCopy):
-    """Some rows of a buffer on their way to the host, behind what these streams have to do."""
+    """An asynchronous copy of some rows of a buffer to the host, begun after the pending work of these streams."""
 
     def __init__(self, rows: torch.Tensor, slots: list[int], streams: list[Any], copy_stream: Any) -> None:
         self._slots = np.array(slots)
@@ -205,6 +205,6 @@ class _SlotsCopy(HostCopy):
             super().__init__(used)
 
     def values(self) -> npt.NDArray[Any]:
-        """Return them, int64, (slots, NARROW.length); waits for the GPU where they are not there yet."""
+        """Return the rows as int64 of shape (slots, NARROW.length); waits for the GPU if the copy is not complete."""
         rows: npt.NDArray[Any] = super().values()[self._slots]
         return rows

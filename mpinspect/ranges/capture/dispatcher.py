@@ -1,7 +1,7 @@
-"""The dispatcher: turns what hooks see of a training into observations, and shows them to the observers of the step.
+"""The dispatcher: turns the calls of hooks during training into observations, and passes them to the observers of the step.
 
-It knows hooks and steps; the observers (``counting``, ``watch``, ``optimizers.Updates``) know what to do with a tensor. Every
-method through which training enters is guarded: no fault of ours reaches it.
+The dispatcher handles hooks and steps; the observers (``counting``, ``watch``, ``optimizers.Updates``) process the tensors. Every
+method that the training calls is guarded: no error of the inspector reaches the training.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mpinspect.runtime.outputs import tensor_list, tensors_in
 
 
 class Dispatcher(Guarded):
-    """Shows what happens in the training of one model to the observers, which ``Capture`` makes."""
+    """Passes the events of one model's training to the observers, which ``Capture`` makes."""
 
     def __init__(
         self,
@@ -61,41 +61,42 @@ class Dispatcher(Guarded):
         self.clock, self._pace, self._optimizers, self._recording = clock, pace, optimizers, recording
         me = weakref.ref(self)
         self._hooks = ModelHooks(me)
-        #: Weight gradients that wait for the end of their backward.
+        #: Weight gradients held until the end of their backward.
         self.waiting = WaitingGradients(Backward.waited, recording.note, functools.partial(backward_ended, me))
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
         self._scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._precision = StepPrecision(self._scale)
         self._weight_changes = WeightChanges(parameters)
-        #: An observer that counts comes before one that need not read then.
+        #: A counting observer comes before an observer that can use its counts instead of reading the tensor.
         self._observers: tuple[Observer, ...] = ()
-        #: All of them unless the capture rests, and those that are at work in this step.
+        #: All observers (none while the capture is paused), and the observers that are active in this step.
         self._observing: tuple[Observer, ...] = ()
         self._at_work: tuple[Observer, ...] = ()
         self._watch: Watch | None = None
         self._resting = self._sampled = self._any_call = False
-        #: The context of the gradients that arrive.
+        #: The context of the current backward.
         self._backward = NO_CONTEXT
-        #: The output's gradient before, with what was found in it.
+        #: The previous output gradient, with its row of counts or largest magnitude.
         self._last_gradient: LastValues[Found] = LastValues()
         self.attached = False
         #: Whether there is a GPU whose streams could be capturing a graph.
         self._may_capture_graphs = False
-        #: Whether nothing is to be seen in this step: what every hook asks first.
+        #: Whether nothing is observed in this step; every hook checks this first.
         self.quiet = False
 
     def step_ended(self) -> None:
-        """Take in what has been captured, if it is time."""
+        """Record the captured data, if that is due."""
 
     # -- the forward ----------------------------------------------------------------------------------------------
 
     @entrance
     def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
-        """Observe a module whose forward has run, and ask for the gradients at its outputs."""
+        """Observe a module whose forward has run, and request the gradients of its outputs."""
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
         self._any_call = True
-        # By activation checkpointing: not counted again, but of the reentrant kind these are the tensors that gradients reach.
+        # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
+        # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
         in_training = recomputed or (self.clock.in_forward and torch.is_grad_enabled())
         if (not in_training and not self._training_forward(layer)) or not self._at_work:
@@ -110,9 +111,9 @@ class Dispatcher(Guarded):
         self._hooks.await_gradients(call)
 
     def _training_forward(self, layer: Layer) -> bool:
-        """Tell the clock that a forward ran; returns whether it belongs to training."""
+        """Report a forward to the step clock; return whether the forward belongs to training."""
         if not torch.is_grad_enabled():
-            # Validation, or the first forward of a reentrant checkpoint: no step begins, and only the latter matters.
+            # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
             return layer.module.training
         if self.clock.after_backward:
             self.waiting.finish_left_behind()
@@ -127,7 +128,7 @@ class Dispatcher(Guarded):
     def activation_gradient(
         self, layer: Layer, values: torch.Tensor, counted: bool, number: int, is_input: bool
     ) -> None:
-        """Observe the gradient that has arrived at an output, or at an input that no module made."""
+        """Observe the gradient of a module's output, or of an input that no module made."""
         backward = self._context(values)
         if backward is None:
             return
@@ -145,7 +146,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def weight_gradient(self, watched: WatchedParameter, values: torch.Tensor) -> None:
-        """Observe a parameter's gradient that has just arrived, or let it wait for the end of its backward."""
+        """Observe a parameter's gradient that has just arrived, or hold it until the end of its backward."""
         backward = self._context(values)
         if backward is None:
             return
@@ -159,32 +160,32 @@ class Dispatcher(Guarded):
 
     @entrance
     def backward_ended(self, finish: Callable[[], None]) -> None:
-        """Observe the gradients that waited for the end of their backward. ``finish``: of ``WaitingGradients``."""
+        """Call ``finish`` at the end of a backward: it observes the held gradients, or notifies observers."""
         finish()
 
     def _context(self, gradient: torch.Tensor) -> Backward | None:
-        """Return the context that a gradient shares with all others of its backward; None where it can't be observed."""
+        """Return the context that all gradients of a backward share; None if the gradient can't be observed."""
         backward, task = self._backward, torch._C._current_graph_task_id()
         if backward.task == task == self._scale.task and not is_many(gradient):
             return backward
         return None if self._is_out_of_reach(gradient) else self._backward_begins(gradient.dtype)
 
     def _is_out_of_reach(self, gradient: torch.Tensor | None = None) -> bool:
-        """Return whether nothing can be observed just now, and note why."""
+        """Return whether observing is impossible at the moment, and note the reason."""
         reason = out_of_reach(self._may_capture_graphs, gradient)
         if reason is not None:
             self._recording.note(reason)
         return reason is not None
 
     def _backward_begins(self, dtype: torch.dtype) -> Backward:
-        """Find out the context at the first gradient of a backward."""
+        """Return the context of a backward, worked out at its first gradient."""
         in_half = dtype is torch.float16 or self._precision.narrowest == "float16"
         scale, is_new = self._scale.now(in_half)
-        # Parameters of no module have no forward to be seen: without an optimizer the backwards tell where a step begins.
+        # Parameters outside modules have no observable forward: without an optimizer, the backwards show where a step begins.
         told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
         if told_by_backwards and self.clock.backward_again(self._weight_changes.updated):
             self._end_step()
-            # Which forgets the backward, for the sake of those that go on over a step's end.
+            # Ending the step discards the backward's scale, because a backward may continue past a step's end; look it up again.
             self._scale.now(in_half)
         self.clock.backward()
         self._last_gradient.forget()
@@ -207,7 +208,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """Take a loss that a GradScaler scaled: its backward, should it reach this model, has that scale."""
+        """Observe a loss that a GradScaler has scaled; a backward from it has that scale if it reaches this model."""
         products = self._scale.loss_scaled(scaler, scaled)
         if self._at_work and self.clock.begun:
             for observer in self._at_work:
@@ -216,7 +217,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def backward_called(self, given: Any) -> None:
-        """Show the losses of a backward that has not begun, which may be of another model: those of a step that has begun."""
+        """Pass the losses of a backward that is about to begin to the observers; the losses may be of another model."""
         losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
         if self._at_work and self.clock.in_forward and losses:
             for observer in self._at_work:
@@ -226,13 +227,13 @@ class Dispatcher(Guarded):
 
     @entrance
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that ``scaler.step(optimizer)`` begins."""
+        """Record that ``scaler.step(optimizer)`` begins."""
         self.waiting.finish_left_behind()
         self._optimizers.scaler_steps(optimizer)
 
     @entrance
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """End ``scaler.step(optimizer)``: if the optimizer did not step meanwhile, the scaler skipped it."""
+        """Record that ``scaler.step(optimizer)`` has ended: if the optimizer did not step, the scaler skipped its step."""
         if not self._optimizers.was_skipped(optimizer):
             return
         if self.clock.optimizer_again(optimizer):
@@ -244,21 +245,21 @@ class Dispatcher(Guarded):
 
     @entrance
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that a scaler is about to unscale an optimizer's gradients."""
+        """Notify the observers that a scaler is about to unscale an optimizer's gradients."""
         if self._at_work and self._optimizers.owns(optimizer):
             for observer in self._at_work:
                 observer.unscaling(optimizer)
 
     @entrance
     def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that a scaler has unscaled them."""
+        """Notify the observers that a scaler has unscaled an optimizer's gradients."""
         if self._at_work and self._optimizers.owns(optimizer):
             for observer in self._at_work:
                 observer.unscaled(optimizer)
 
     @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Observe the weights and gradients with which an optimizer is about to step."""
+        """Observe the weights and gradients of an optimizer that is about to step."""
         self.waiting.finish_left_behind()
         if not self._optimizers.steps(optimizer):
             return
@@ -271,7 +272,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Observe what an optimizer's step has done; the step ends when every known optimizer has stepped."""
+        """Observe an optimizer's step that has run; the training step ends when every known optimizer has stepped."""
         if not self._optimizers.stepped(optimizer):
             return
         for observer in self._observing:
@@ -283,10 +284,10 @@ class Dispatcher(Guarded):
 
     @guarded
     def _end_step(self, *, finished: bool = True) -> None:
-        """Have the observers finish the step, and begin the next."""
+        """End the step in all observers, and begin the next step."""
         self._finish_waiting()
         step, watched = self.clock.step, self._watch in self._at_work
-        # What a broken-off step leaves is no sample of a whole one; but better than nothing where there is none.
+        # A broken-off step is an incomplete sample: it is used only if the run has no other sample.
         sampled = self._sampled and (finished or not self._recording.progress.sampled_steps)
         for observer in self._observing:
             self._finish(observer, step, sampled)
@@ -318,7 +319,7 @@ class Dispatcher(Guarded):
             observer.begin_step(self._sampled, watched)
         self._observing = () if self._resting else self._observers
         self._at_work = tuple(observer for observer in self._observers if observer.at_work)
-        # Without an optimizer it is the forwards that tell where a step begins.
+        # Without an optimizer, only the forwards show where a step begins, so the hooks must stay active.
         self.quiet = not self._at_work and self.clock.has_optimizers
         self._optimizers.begin_step()
         self._precision.begin_step()
@@ -327,6 +328,6 @@ class Dispatcher(Guarded):
 
 
 def _tell_of_end(observers: Sequence[Observer]) -> None:
-    """Tell observers that a backward is over."""
+    """Notify the observers that a backward has ended."""
     for observer in observers:
         observer.backward_ends()

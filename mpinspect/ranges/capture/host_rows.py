@@ -1,4 +1,4 @@
-"""Values on the host: rows of counts that numba's loops fill, in memory made once, and copies that arrive from a device."""
+"""Values on the host: rows of counts, filled by numba's loops in memory allocated once, and copies from a device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpinspect.ranges.capture.observations import ParameterGradient
 
 
 class HostCopy:
-    """A tensor on its way to the host: at once from a CPU, on the current stream and asynchronously from a GPU.
+    """A copy of a tensor to the host: immediate from a CPU, asynchronous and on the current stream from a GPU.
 
-    The page-locked memory is torch's, which hands the same blocks out again: after the first steps none is allocated.
+    The page-locked memory comes from torch's cache, which reuses its blocks: after the first steps nothing is allocated.
     """
 
     def __init__(self, stacked: torch.Tensor) -> None:
-        #: Passed by the device once the values are there; None where they are already.
+        #: The CUDA event recorded after the copy; None if the copy was immediate.
         self.event: Any = None
         if stacked.device.type == "cuda":
             self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
@@ -32,11 +32,11 @@ class HostCopy:
             self._host = stacked.to("cpu")
 
     def ready(self) -> bool:
-        """Return whether the values are there; does not wait."""
+        """Return whether the copy is complete; does not wait."""
         return self.event is None or bool(self.event.query())
 
     def values(self) -> npt.NDArray[Any]:
-        """Return the values; waits for the GPU where they are not there yet."""
+        """Return the values; waits for the GPU if the copy is not complete."""
         if self.event is not None:
             self.event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()
@@ -46,11 +46,13 @@ class HostCopy:
 def copy_groups(
     groups: Iterable[list[int]], copy: Callable[[list[int]], HostCopy], failed: Callable[[int, Exception], None]
 ) -> list[tuple[list[int], HostCopy]]:
-    """Copy each group of tensors at once, with their places; where that fails, each alone, so that no other is lost with one.
+    """Copy each group of tensors as one and return the groups with their copies.
+
+    If a group can't be copied, each of its tensors is copied alone, so that one bad tensor does not lose the others.
 
     Args:
         groups: places of tensors that can be stacked.
-        copy: copies the tensors at some places, as one whose first dimension is theirs.
+        copy: copies the tensors at some places as one tensor, stacked along the first dimension.
         failed: called with the place of a tensor that can't be copied, and the error.
     """
     copies = []
@@ -66,7 +68,7 @@ def copy_groups(
     return copies
 
 
-#: Rows at first: 0.9 MB. Memory that was too small is made anew, with twice what the step would have needed.
+#: Initial number of rows: 0.9 MB. Memory that was too small is replaced by memory for twice the rows that the step needed.
 _FIRST_CAPACITY = 128
 
 
@@ -74,19 +76,19 @@ class HostRows:
     """Keeps the rows that one capture fills on the CPU."""
 
     def __init__(self) -> None:
-        #: Backwards may run in several threads.
+        #: Protects the slots, because backwards may run in several threads.
         self._lock = threading.Lock()
         self._capacity = _FIRST_CAPACITY
         self._memory: torch.Tensor | None = None
-        #: Its rows, their addresses and, by id, their numbers.
+        #: The rows of the memory, their addresses, and their slot numbers by id.
         self._slots: tuple[torch.Tensor, ...] = ()
         self._addresses: list[int] = []
         self._slot_of: dict[int, int] = {}
-        #: How many rows the open step has asked for.
+        #: The number of rows that the open step has requested.
         self._asked = 0
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the row of a CPU tensor, as from ``counting.count``; overwritten in the next step."""
+        """Return a CPU tensor's row of counts, like ``counting.count``; the row is overwritten in the next step."""
         counter = fastest.cpu_counter()
         if counter is None or not counter.takes(tensor):
             return fastest.count(tensor)
@@ -97,7 +99,7 @@ class HostRows:
         return self._slots[slot]
 
     def count_together(self, waiting: list[ParameterGradient]) -> None:
-        """Count in one call the gradients that can be; the others get no row, and none does if the call fails."""
+        """Count the gradients that numba's loops support in one call; the others get no row, and none does if the call fails."""
         counter: Any = fastest.cpu_counter()
         slots = []
         for each in waiting:
@@ -111,18 +113,18 @@ class HostRows:
             each.found = self._slots[slot]
 
     def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
-        """Copy those of the step's rows that lie here: their indices, and the one copy. The next step begins."""
+        """Copy the step's rows that lie in this memory, return their indices with the copy, and begin the next step."""
         counted = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
         copies = []
         if self._memory is not None and counted:
-            # By NumPy: torch would share so small a copy among its threads, and wait for them where their cores are busy.
+            # NumPy copies: torch would split even this small copy among its threads and wait for them on busy cores.
             chosen = self._memory.numpy()[list(counted.values())]
             copies = [(list(counted), HostCopy(torch.from_numpy(chosen)))]
         self._close()
         return copies
 
     def drop(self) -> None:
-        """Drop the step's rows; until the next step begins they hold what was counted."""
+        """Drop the step's rows; they keep their counts until the next step begins."""
         self._close()
 
     def _close(self) -> None:
@@ -132,7 +134,7 @@ class HostRows:
             self._asked = 0
 
     def _take(self) -> int | None:
-        """Return the next free slot, its row not cleared; None where the memory is full."""
+        """Return the next free slot, with its row not cleared; None if the memory is full."""
         with self._lock:
             if not self._asked and len(self._slots) < self._capacity:
                 with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Which modules cannot have made an infinity or NaN: told from their kind, and of a product from the size of its weight."""
+"""Modules that cannot have made an infinity or NaN, judged by their type and, for linear and convolution layers, their weight."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from torch.nn.modules import module as global_hooks
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.runtime.hooks import ModelHook
 
-#: They compute |f(x)| <= max(|x|, 1), value by value.
+#: Elementwise (or reshaping) modules with |f(x)| <= max(|x|, 1).
 VALUE_BY_VALUE: tuple[type[Any], ...] = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softsign),
     *(nn.Flatten, nn.Unflatten, nn.Identity),
 )
-#: Their gradient is at most that at their output. (GELU's and SiLU's may compute infinity times zero of large values.)
+#: Modules whose input gradient is at most their output gradient. (GELU and SiLU may compute infinity times 0 for large inputs.)
 NO_STEEPER_THAN_1 = (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.Identity)
 _PRODUCTS: tuple[type[Any], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-#: The forwards that torch gave them when this was imported: one that is replaced later is unknown code.
+#: The forward methods of these classes at import: a forward that is replaced later is unknown code.
 _FORWARDS: dict[type[Any], Any] = {kind: kind.forward for kind in (*VALUE_BY_VALUE, *_PRODUCTS)}
-#: Below FP16's largest value, 2^16, by as much as a convolution's transforms may add.
+#: The limit for a gradient: below FP16's range, 2^16, with a margin for the transforms in a convolution.
 LARGEST_GRADIENT = 2.0**12
 
 
 def stays_finite(module: nn.Module) -> bool:
-    """Return whether a module certainly returns finite values whenever it is given finite ones."""
+    """Return whether a module's outputs are certain to be finite if its inputs are."""
     return type(module) in VALUE_BY_VALUE and _runs_torchs_own_code(module)
 
 
 def gradient_stays_finite(module: nn.Module, largest: float) -> bool:
-    """Return whether a module certainly hands a finite gradient on to its input. Reads the weight of a product.
+    """Return whether the gradient of a module's input is certain to be finite. Reads the weight of a linear or convolution layer.
 
     Args:
-        largest: the largest magnitude in the gradient at its output.
+        module: the module.
+        largest: the largest magnitude in the gradient of its output.
     """
     if not _runs_torchs_own_code(module):
         return False
@@ -43,13 +44,14 @@ def gradient_stays_finite(module: nn.Module, largest: float) -> bool:
     if type(module) not in _PRODUCTS or weight is None or not weight.numel():
         return False
     of_weight = largest_magnitude(weight)
-    # A sum over output channels, and over a convolution's taps, in any order. Where autocast computes it in FP16, in that.
+    # Each element of the input gradient is a sum over output channels and a convolution's taps, in any order; autocast may
+    # compute it in FP16.
     terms = weight.numel() // weight.shape[1]
     return of_weight is not None and terms * largest * of_weight <= LARGEST_GRADIENT
 
 
 def _runs_torchs_own_code(module: nn.Module) -> bool:
-    """Return whether what goes in and out is made by the forward that torch gave its class, and by no hook but ours."""
+    """Return whether the module runs its class's original torch forward, with no hooks other than this package's."""
     others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return (
         "forward" not in vars(module)

@@ -1,6 +1,6 @@
-"""What the watch saw in a step, and the judgement on it once its values have reached the host: the event, if there is one.
+"""The tensors that the watch read in a step, and the evaluation of their values on the host, which may give an event.
 
-Values that a device holds travel to the host together when the step ends, asynchronously, and are judged a step later.
+Values on a device are copied to the host together and asynchronously when the step ends, and are evaluated a step later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpinspect.runtime.guard import Unread
 
 
 class Look(NamedTuple):
-    """One tensor that was read; as ``culprit.Seen``, its value perhaps still on a device."""
+    """One tensor that was read, like ``culprit.Seen``, but its value may still be on a device."""
 
     phase: str
     what: str
@@ -38,24 +38,24 @@ class Look(NamedTuple):
 
     @property
     def is_broken(self) -> bool | None:
-        """Whether the value is not finite; None where a device has it."""
+        """Whether the value is not finite; None if it is still on a device."""
         largest = on_host(self.value)
         return None if largest is None else not math.isfinite(largest)
 
 
 @dataclass
 class StepLog:
-    """Everything seen in one step. Holds no tensor of the model, only reduced values."""
+    """Everything observed in one step. Holds no tensor of the model, only reduced values."""
 
     step: int = 0
     looks: list[Look] = field(default_factory=list)
     calls: StepCalls = field(default_factory=StepCalls)
     last_output: Look | None = None
-    #: Numbers of inputs that no module was seen to make and that were not read so far.
+    #: Numbers of the inputs that no observed module made and that have not been read yet.
     unseen_inputs: set[int] = field(default_factory=set)
-    #: Whether an output that is known already is not finite.
+    #: Whether an output whose value is already known is not finite.
     broken: bool = False
-    #: Modules that can't have made the first infinity or NaN, where that was found out before the weights moved.
+    #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
     innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
     skipped: bool | None = None
@@ -77,8 +77,8 @@ class Judge:
     """Names the first culprit of each step, and remembers every tensor's last maxima.
 
     Args:
-        modules: those that are watched, by path.
-        unread: takes the tensors whose values can't be sent to the host.
+        modules: the watched modules, by path.
+        unread: receives the tensors whose values can't be copied to the host.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], unread: Unread[TensorKey]) -> None:
@@ -90,12 +90,12 @@ class Judge:
         self._skips_on_device = 0
 
     def send(self, log: StepLog) -> None:
-        """Send a step's values to the host. Does not wait."""
+        """Copy a step's values to the host. Does not wait."""
         found_inf = HostCopy(torch.stack(log.found_inf)) if log.found_inf else None
         self._travelling.append(_Travelling(log, self._copies(log), found_inf))
 
     def events(self, *, wait: bool) -> list[Event]:
-        """Return the events of the steps whose values have arrived (``wait``: of all that were sent)."""
+        """Return the events of the steps whose values have reached the host. ``wait``: wait for the values of all steps sent."""
         events: list[Event] = []
         while self._travelling and (wait or self._travelling[0].ready()):
             event = self._judge(self._travelling.popleft())
@@ -104,14 +104,14 @@ class Judge:
         return events
 
     def take_skips_on_device(self) -> int:
-        """Return how many steps are known since the last call to have been skipped on the device."""
+        """Return how many more steps have become known as skipped on the device since the last call."""
         skips, self._skips_on_device = self._skips_on_device, 0
         return skips
 
     def find_innocent(self, log: StepLog) -> None:
-        """Note which modules can't have made the last gradient's infinity, if it has one: the weights are about to move."""
+        """Record which modules can't have made the last gradient's infinity or NaN, if any, before the weights are updated."""
         if log.innocent is None and log.looks and log.looks[-1].phase == BACKWARD and log.looks[-1].is_broken:
-            # What a device has is not waited for, and passes for finite.
+            # Values still on a device count as finite, to avoid waiting for them.
             seen = _seen(log.looks, [on_host(look.value) or 0.0 for look in log.looks])
             stories, _ = log.calls.stories()
             log.innocent = self._innocent(seen, stories)
@@ -119,7 +119,7 @@ class Judge:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _copies(self, log: StepLog) -> list[tuple[list[int], HostCopy]]:
-        """Return one copy to the host for each group of looks of one device and kind of value: shapes (n, 2) and (n, HEADER)."""
+        """Return one host copy for each group of looks with the same device and kind of value, of shape (n, 2) or (n, HEADER)."""
         groups: dict[Any, list[int]] = {}
         values: dict[int, Any] = {
             index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)
@@ -150,7 +150,7 @@ class Judge:
             self._remember(log, largest)
             return None
         seen = _seen(log.looks, largest)
-        # Gradients do not depend on the loss's own value: an infinite one that left them finite is nothing.
+        # Gradients do not depend on the value of the loss: an infinite scaled loss with finite gradients is harmless.
         loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
         suspicious = [
             look
@@ -167,7 +167,7 @@ class Judge:
         return event
 
     def _innocent(self, seen: list[Seen], stories: list[culprit.TensorStory]) -> frozenset[str]:
-        """Return the modules that can't have made the first infinity or NaN of what they were given."""
+        """Return the modules that can't have made the first infinity or NaN from their inputs."""
         first = culprit.first_broken(seen)
         if first is None or first.tensor < 0:
             return frozenset()
@@ -188,7 +188,7 @@ class Judge:
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
         gradients_finite = culprit.finite_gradients(seen)
         if found.phase == FORWARD and gradients_finite:
-            # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
+            # Every gradient is finite, so the tensor may be infinite on purpose (a mask): report it once, never suspect it again.
             for look in seen:
                 if look.phase == FORWARD and not look.finite:
                     self._history.excuse(look.module, look.largest)
@@ -212,7 +212,7 @@ class Judge:
 
 
 def _scale_value(scale: BackwardScale | None) -> float | None:
-    """Return the scale as a number; one still on a GPU is waited for, which only happens where there is an event to tell."""
+    """Return the scale as a number. Waits for the GPU if the scale is still there, which only happens if there is an event."""
     if scale is None or scale.on_device is None:
         return None if scale is None else scale.value
     return float(scale.on_device)
@@ -226,7 +226,7 @@ def _seen(looks: Iterable[Look], largest: Iterable[float]) -> list[Seen]:
 
 
 def _largest(looks: list[Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
-    """Return the largest magnitude of each look, inf or NaN included."""
+    """Return the largest magnitude of each look, which may be inf or NaN."""
     largest = [look.value if isinstance(look.value, float) else 0.0 for look in looks]
     for indices, copy in copies:
         for index, value in zip(indices, from_stacked(copy.values()), strict=True):

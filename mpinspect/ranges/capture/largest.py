@@ -1,4 +1,4 @@
-"""The largest magnitude of a tensor: a number where the host knows it; on a GPU what the host will make one of, later."""
+"""The largest magnitude of a tensor: a number if the host knows it, else device tensors that yield the number later."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
 from mpinspect.runtime.distributed import local_part
 
-#: The largest magnitude, inf or NaN included; or in its place the smallest and the largest value, or the row of counts.
+#: The largest magnitude (may be inf or NaN), or tensors to derive it from: (minimum, maximum) or (row of counts,).
 Value = float | tuple[torch.Tensor, ...]
-#: What is known of a tensor: that, or the row of its counts.
+#: What an observer found in a tensor: its largest magnitude, or its row of counts.
 Found = torch.Tensor | Value
 
 
 def largest_of(tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
-    """Return a tensor's largest magnitude without a wait; None for tensors that have no value.
+    """Return a tensor's largest magnitude, never waiting for a GPU; None for tensors without values.
 
     Args:
-        found: what is known of the tensor already.
-        at_once: whether a row of counts on a CPU is filled by now; if not, it is read when the step ends.
+        found: what an observer has already found in the tensor, if anything.
+        at_once: whether a row of counts on a CPU is already filled; if not, the row is read when the step ends.
     """
     if isinstance(found, torch.Tensor):
         return from_row(found.numpy()) if at_once and found.is_cpu else (found,)
@@ -39,13 +39,13 @@ def largest_of(tensor: torch.Tensor, found: Found | None, at_once: bool) -> Valu
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """Return the smallest and the largest value, 0-d each, NaN if there is one; on the tensor's device, without a wait.
+    """Return a tensor's minimum and maximum as 0-d tensors on its device (both NaN if any value is); does not synchronise.
 
-    None for tensors that have none (empty) or whose dtype torch cannot reduce (FP8).
+    None for empty tensors, tensors without memory, and dtypes that torch cannot reduce (FP8).
     """
     tensor = detached_values(tensor)
     if tensor.layout is not torch.strided:
-        # Of an uncoalesced one the values before they are added up: coalescing waits for the GPU.
+        # Of an uncoalesced tensor take the values before duplicates are summed: coalescing waits for the GPU.
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -57,12 +57,12 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return False for a tensor whose memory was given back, as sharded training does between uses: reading it would crash."""
+    """Return False if a tensor's memory was freed, as sharded training does between uses: reading it would crash."""
     return tensor.data_ptr() != 0
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
-    """Return whether torch reads it: a dense tensor or parameter in 16 bits or more, no subclass, with its memory."""
+    """Return whether this is a dense floating-point tensor or parameter (no subclass) of 16 bits or more, with memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and isinstance(tensor, torch.Tensor)
@@ -75,7 +75,7 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
 
 
 def on_host(value: Value) -> float | None:
-    """Return the largest magnitude, read from a CPU's memory if need be; None where a device has it."""
+    """Return the largest magnitude as a number, reading CPU tensors if needed; None if it is still on a device."""
     if isinstance(value, float):
         return value
     if value[0].device.type != "cpu":
@@ -86,7 +86,7 @@ def on_host(value: Value) -> float | None:
 
 
 def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Return pairs of extremes as (n, 2), float32 or float64; rows of counts, cut after their heads, as (n, HEADER), int64."""
+    """Stack pairs of extremes into an (n, 2) float32 or float64 tensor, or the headers of rows into (n, HEADER) int64."""
     if len(values[0]) == 1:
         return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
     flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)
@@ -94,19 +94,19 @@ def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 
 
 def from_stacked(values: npt.NDArray[Any]) -> list[float]:
-    """Return the largest magnitudes of what was ``stacked``."""
+    """Return the largest magnitudes from the array that ``stacked`` made."""
     return (
         _from_heads(values) if values.shape[1] == layout.HEADER else [from_extremes(*pair) for pair in values.tolist()]
     )
 
 
 def from_extremes(low: float, high: float) -> float:
-    """Return the largest magnitude between the smallest and the largest value; NaN if one is."""
+    """Return the largest magnitude, given the smallest and the largest value; NaN if either is NaN."""
     return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
 
 
 def from_row(row: Any) -> float:
-    """Return the largest magnitude that a row of counts tells of."""
+    """Return the largest magnitude recorded in a row of counts."""
     return _from_heads(row[None, : layout.HEADER])[0]
 
 

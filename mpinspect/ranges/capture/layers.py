@@ -1,4 +1,4 @@
-"""What there is to watch in a model: its layers and parameters under their dotted paths."""
+"""Find the layers and parameters of a model that can be watched, under their dotted paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpinspect.ranges.session import TensorInfo, TensorKey
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, unwrapped
 
-#: Layers of torch whose submodules are never called: they count as leaves themselves.
+#: Torch modules that never call their submodules, and are therefore treated as leaves.
 _SEALED = (torch.nn.MultiheadAttention,)
 
 
@@ -23,7 +23,7 @@ _SEALED = (torch.nn.MultiheadAttention,)
 class Layer(Nameable):
     """A module that is hooked.
 
-    ``is_leaf``: it has no submodules that are called. ``counted``: its outputs are counted where output kinds are captured.
+    ``is_leaf``: the module calls no submodules. ``counted``: its outputs are counted if output kinds are captured.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Layer(Nameable):
 
     @cached_property
     def gradient_key(self) -> TensorKey:
-        """The key of the gradients at its outputs; made once, since every gradient that arrives asks for it."""
+        """The key of the gradients at the layer's outputs; cached, since it is needed for every gradient that arrives."""
         return TensorKey(self.path, ACTIVATION_GRADIENT)
 
 
@@ -54,16 +54,16 @@ class WatchedParameter(Nameable):
 
     @cached_property
     def gradient_key(self) -> TensorKey:
-        """The key of its gradients; made once."""
+        """The key of the parameter's gradients; cached."""
         return TensorKey(self.name, WEIGHT_GRADIENT)
 
 
 class Selection:
-    """Which dotted paths are wanted: shell patterns (``encoder.*``), ``*`` matching dots too.
+    """Selects dotted paths by shell patterns (``encoder.*``); ``*`` also matches dots.
 
     Args:
         include: patterns, one string or several; None for everything.
-        exclude: patterns, taken away after that.
+        exclude: patterns of paths to leave out, even if included.
     """
 
     def __init__(self, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> None:
@@ -72,19 +72,19 @@ class Selection:
         self._matched: set[str] = set()
 
     def wants(self, *names: str) -> bool:
-        """Return whether any of a tensor's names (its own, its module's) is included and none excluded."""
+        """Return whether any of a tensor's names (its own, its module's) is included and none of them is excluded."""
         included = self.include is None or self._matches(self.include, names)
         return included and not self._matches(self.exclude, names)
 
     def names_exactly(self, path: str) -> bool:
-        """Return whether a pattern without wildcards names this path: so a container's outputs are asked for."""
+        """Return whether ``include`` lists this exact path, which is how a user selects a container's outputs."""
         if self.include is None or path not in self.include:
             return False
         self._matched.add(path)
         return not self._matches(self.exclude, (path,))
 
     def unmatched(self) -> list[str]:
-        """Patterns that matched nothing so far."""
+        """Return the patterns that have matched nothing so far."""
         return [pattern for pattern in (*(self.include or ()), *self.exclude) if pattern not in self._matched]
 
     def _matches(self, patterns: Collection[str], names: tuple[str, ...]) -> bool:
@@ -94,9 +94,9 @@ class Selection:
 
 
 def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
-    """Return every module once, under its first name without wrappers, the model itself being "".
+    """Return every module once, under its first name without wrappers; the model itself is "".
 
-    Of a wrapper and what it wraps one is hooked: what is wrapped, but for torch.compile's wrappers, inside of which no hook runs.
+    A wrapper is skipped in favour of the module inside, except torch.compile's wrapper, inside which no hook runs.
     """
     sealed_parts = {id(part) for module in model.modules() if isinstance(module, _SEALED) for part in module.modules()}
     sealed_parts -= {id(module) for module in model.modules() if isinstance(module, _SEALED)}
@@ -114,12 +114,12 @@ def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
 
 
 def _passes_on(module: torch.nn.Module) -> bool:
-    """Return whether a module returns its input: a dropout with p = 0, which many models do not call then."""
+    """Return whether a module is a dropout with p = 0, which returns its input and which many models then never call."""
     return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p == 0
 
 
 def find_parameters(model: torch.nn.Module, selection: Selection) -> list[WatchedParameter]:
-    """Return every parameter once, under its first name without wrappers (shared ones have several)."""
+    """Return every parameter once, under its first name without wrappers (shared parameters have several names)."""
     return [
         WatchedParameter(
             name,
@@ -132,7 +132,7 @@ def find_parameters(model: torch.nn.Module, selection: Selection) -> list[Watche
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Return what ``model.named_parameters()``, without what wrappers add to the names."""
+    """Yield the pairs of ``model.named_parameters()``, with the wrappers' additions removed from the names."""
     names = plain_names(model)
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")

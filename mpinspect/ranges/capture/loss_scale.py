@@ -1,6 +1,6 @@
 """The loss scale of a backward, known on the host or still on the device.
 
-It is taken from the scaled loss itself, as its backward begins.
+The scale is recorded when a scaler scales a loss, and applies to the backward that begins at that loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.outputs import tensors_in
 
-#: No graph task, and not torch's number for none either.
+#: The id of no graph task. Differs from -1, which torch returns outside a backward.
 NO_BACKWARD = -2
 
 
@@ -27,11 +27,12 @@ class BackwardScale:
     """The loss scale of one backward.
 
     Args:
-        value: the scale, where the host knows it; None where it is unknown or still on the device.
-        on_device: a 0-d tensor that holds it, where reading it now would wait for the GPU.
-        power_of_two: whether it is (or, on the device, can only be) a power of two, so that unscaling shifts exponents.
-        unknown: why it can't be known; "" where it is.
-        source: identity of the scaler that keeps it, 0 for none.
+        value: the scale, if the host knows it; None if it is unknown or still on the device.
+        on_device: a 0-d tensor that holds the scale, if reading it now would wait for the GPU.
+        power_of_two: whether the scale is (on a device: can only be) a power of two, so that unscaling only shifts
+            exponents.
+        unknown: why the scale can't be known; "" if it is known.
+        source: ``id`` of the scaler that holds the scale; 0 for none.
     """
 
     value: float | None = 1.0
@@ -41,14 +42,14 @@ class BackwardScale:
     source: int = 0
 
     def agrees_with(self, other: BackwardScale) -> bool:
-        """Return whether the two are surely one scale; two that are on the device are if they are one scaler's."""
+        """Return whether both scales are certainly equal; if either value is not on the host, whether one scaler made both."""
         if self.value is None or other.value is None:
             return self.source == other.source
         return self.value == other.value
 
     @property
     def divisor(self) -> float | torch.Tensor | None:
-        """What values must be divided by before they are counted; None where shifting exponents does it."""
+        """The number to divide values by before counting; None if the scale is unknown or is removed by shifting exponents."""
         if self.power_of_two or self.unknown:
             return None
         return self.value if self.on_device is None else self.on_device
@@ -63,14 +64,14 @@ def is_power_of_two(value: float) -> bool:
 
 
 def from_number(value: float) -> BackwardScale:
-    """Return a scale that the host knows. Not positive or not finite: unknown, with the reason."""
+    """Return a scale known on the host; if ``value`` is not positive and finite, an unknown scale with the reason."""
     if not math.isfinite(value) or value <= 0:
         return BackwardScale(None, unknown=f"the loss scale was {value}")
     return BackwardScale(value, power_of_two=is_power_of_two(value))
 
 
 def from_callable(source: Callable[[], Any]) -> BackwardScale:
-    """Return the scale that the user's own callable gives now; whatever it raises makes the scale unknown."""
+    """Return the scale that the user's callable returns now; an unknown scale if the callable raises."""
     try:
         return from_number(float(source()))
     except Exception as error:
@@ -80,8 +81,8 @@ def from_callable(source: Callable[[], Any]) -> BackwardScale:
 def from_scaler(scaler: Any) -> BackwardScale:
     """Return the scale that a scaler applies now.
 
-    torch.amp.GradScaler keeps it in a tensor: on a CPU it is read, on a GPU a copy stays there. Other scalers
-    are asked for ``get_scale()`` or ``loss_scale``.
+    torch.amp.GradScaler keeps its scale in a tensor, which is read on a CPU and copied on the device elsewhere.
+    Other scalers' scale is taken from ``get_scale()`` or ``loss_scale``.
     """
     enabled = getattr(scaler, "is_enabled", None)
     if callable(enabled) and not enabled():
@@ -100,7 +101,7 @@ def from_scaler(scaler: Any) -> BackwardScale:
 
 
 def _only_powers_of_two(scaler: Any) -> bool:
-    """Return whether a GradScaler's scale can only be a power of two: its start and both its factors are."""
+    """Return whether a GradScaler's scale is always a power of two, because its initial scale and both factors are."""
     parts = (getattr(scaler, name, None) for name in ("_init_scale", "_growth_factor", "_backoff_factor"))
     return all(isinstance(part, (int, float)) and is_power_of_two(float(part)) for part in parts)
 
@@ -108,16 +109,16 @@ def _only_powers_of_two(scaler: Any) -> bool:
 class ScaleOfBackward:
     """Finds the loss scale of the backward that is running.
 
-    A GradScaler's scaled loss carries a hook that fires before anything of the model: so the scale is that of *this*
-    backward, whichever scaler made it, and an unscaled backward beside it is known to be one.
+    A hook on each loss that a GradScaler scaled fires before any hook of the model. It gives the scale of *this*
+    backward, whichever scaler made the loss, and tells scaled backwards from unscaled ones.
 
     Args:
-        loss_scale: of loops that scale by hand: a number, a callable, or None.
-        scalers: those given by the user.
-        fp16_weights: whether parameters are stored in FP16 (then, as under FP16 autocast, a scale by hand is likely, and
-            silence is no 1.0).
+        loss_scale: for loops that scale the loss by hand: a number or a callable; None otherwise.
+        scalers: the scalers that the user passed.
+        fp16_weights: whether parameters are stored in FP16 (then, as under FP16 autocast, the loop probably scales by
+            hand, so a scale of 1 is not assumed).
         recording: takes the notes.
-        changes: called when the scale of the backward at work has to be found anew.
+        changes: called when the scale of the running backward must be determined again.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class ScaleOfBackward:
         self._fp16_weights = fp16_weights
         self._recording = recording
         self._changes = changes
-        #: Scaled backwards under way: graph task -> the thread it runs on, and its scale.
+        #: Scaled backwards in progress: graph task -> (its thread, its scale).
         self._scaled: dict[int, tuple[int, BackwardScale]] = {}
-        #: The backward (graph task) of the last ``now``, while its scale is certain.
+        #: The graph task of the backward in the last call of ``now``, while its scale remains valid.
         self.task = NO_BACKWARD
         self._scale = UNSCALED
         self._by_scaler = False
@@ -143,19 +144,19 @@ class ScaleOfBackward:
 
     @property
     def by_scaler(self) -> bool:
-        """Whether the backward of the last ``now`` began at a GradScaler's scaled loss."""
+        """Whether the backward in the last call of ``now`` began at a loss scaled by a GradScaler."""
         return self._by_scaler
 
     def now(self, in_half: bool) -> tuple[BackwardScale, bool]:
-        """Return the scale of the backward that is running, and whether it is asked for the first time.
+        """Return the scale of the running backward, and whether this is the first call within that backward.
 
         Args:
-            in_half: whether something of this step passed through FP16, where a loop is likely to scale by hand.
+            in_half: whether any value of this step passed through FP16, so that the loop probably scales by hand.
         """
         task = torch._C._current_graph_task_id()
         if task == self.task:
             return self._scale, False
-        # Torch's -1 is outside of any.
+        # Torch returns -1 outside a backward.
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
         self._by_scaler = scaled is not None
@@ -165,7 +166,7 @@ class ScaleOfBackward:
         return self._scale, True
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
-        """Follow the backward of a loss that a GradScaler scaled. Returns the scaled losses that have a backward."""
+        """Record the scale of losses that a GradScaler scaled, for their backward; return the scaled losses that have one."""
         self.any_scaled = True
         scale = from_scaler(scaler)
         me = weakref.ref(self)
@@ -187,7 +188,7 @@ class ScaleOfBackward:
             scale = BackwardScale(None, unknown="one backward ran through losses of different scales")
         self._scaled[task] = (threading.get_ident(), scale)
         self.forget()
-        # When this backward has ended its scale is over: another one may be unscaled.
+        # Drop the scale when this backward ends: the next backward may be unscaled.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._ended, task))
 
     def _ended(self, task: int) -> None:
@@ -195,14 +196,15 @@ class ScaleOfBackward:
         self.forget()
 
     def forget(self) -> None:
-        """Take the next gradient for the first of its backward."""
+        """Discard the scale found last: the next gradient is treated as the first of its backward."""
         self.task = NO_BACKWARD
         self._changes()
 
     def _of_scaled_loss(self) -> BackwardScale | None:
-        """Return the scale of the scaled loss that the running backward began at; None if it began elsewhere.
+        """Return the scale of the scaled loss at which the running backward began; None if it began elsewhere.
 
-        A backward inside another one (reentrant checkpointing) is a task of its own, on the same thread.
+        A nested backward (reentrant checkpointing) has its own graph task and takes the scale of the outer one on its
+        thread.
         """
         own = self._scaled.get(torch._C._current_graph_task_id())
         if own is not None:

@@ -1,4 +1,4 @@
-"""The hooks that a capture has on a model's modules, parameters and tensors; off while nothing is to be seen."""
+"""A capture's hooks on a model's modules, parameters and tensors; removed in steps where nothing is observed."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 
 class ModelHooks:
-    """Puts hooks on and takes them off. Holds the dispatcher weakly.
+    """Installs and removes hooks. Holds the dispatcher by a weak reference.
 
     Args:
-        dispatcher: what the hooks call.
+        dispatcher: the object that the hooks call.
     """
 
     def __init__(self, dispatcher: weakref.ref[Dispatcher]) -> None:
         self._dispatcher = dispatcher
         self._handles = HandleList()
-        #: The hooks on modules and on parameters, by torch's numbers.
+        #: The hooked modules and parameters, each with torch's id of the hook.
         self._on_modules: list[tuple[torch.nn.Module, int]] = []
         self._on_parameters: list[tuple[torch.Tensor, int]] = []
-        #: Those that are off for now.
+        #: The hooks that are temporarily removed.
         self._lifted_modules: list[tuple[torch.nn.Module, int, Any]] = []
         self._lifted_parameters: list[tuple[torch.Tensor, int, Any]] = []
-        #: Parameters that can't be hooked yet: frozen, or lazy ones without a shape.
+        #: Parameters that can't be hooked yet: frozen ones, and lazy ones without a shape.
         self._later: list[WatchedParameter] = []
-        #: Whether full backward hooks of others wrap some module's inputs.
+        #: Whether another library's full backward hooks wrap some module's inputs.
         self.wrapped_inputs = False
-        #: Whether hooks of others may change gradients that have arrived before.
+        #: Whether other hooks may change gradients after ours have received them.
         self.others_change_gradients = False
 
     @property
@@ -50,7 +50,7 @@ class ModelHooks:
         return bool(self._on_modules)
 
     def hook_modules(self, layers: Iterable[Layer]) -> None:
-        """Hook the modules that have a forward."""
+        """Add a forward hook to every module that has a forward."""
         dispatcher = self._alive()
         for layer in layers:
             if not _is_never_called(layer.module):
@@ -59,7 +59,7 @@ class ModelHooks:
                 self._on_modules.append((layer.module, handle.id))
 
     def hook_parameters(self, parameters: Iterable[WatchedParameter]) -> None:
-        """Hook the parameters that can be; the others when ``begin_step`` finds that they can."""
+        """Hook the parameters that can be hooked now; ``begin_step`` hooks the others once they can be."""
         dispatcher, later = self._alive(), []
         for watched in parameters:
             parameter: Any = watched.parameter
@@ -73,7 +73,7 @@ class ModelHooks:
         self._later = later
 
     def begin_step(self, quiet: bool) -> None:
-        """Have hooks on the model as it is now; none where nothing is to be seen in the step."""
+        """Update the hooks for the model as it is now; remove them if nothing is observed in this step (``quiet``)."""
         if quiet:
             self._lift()
         else:
@@ -81,19 +81,19 @@ class ModelHooks:
             self._tend()
 
     def _tend(self) -> None:
-        """Adapt to the model as it is now: hook what was unfrozen, and put our hooks behind everybody else's."""
+        """Hook parameters that have been unfrozen, and move our forward hooks behind all other hooks."""
         if any(can_be_hooked(watched.parameter) for watched in self._later):
             self.hook_parameters(self._later)
         self.wrapped_inputs = any(module._backward_hooks for module, _ in self._on_modules)
         self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
         for module, number in self._on_modules:
-            # Another hook that was added later may change the output: see what the next module is given.
+            # A hook added later may change the output; running last, ours sees what the next module is given.
             hooks: Any = module._forward_hooks
             if number in hooks and next(reversed(hooks)) != number:
                 hooks.move_to_end(number)
 
     def unhook(self, modules: Collection[int]) -> bool:
-        """Take the hooks off these modules, by id, for good; returns whether there were any."""
+        """Remove the hooks of these modules (given by id) permanently; return whether there were any."""
         leave = [(module, number) for module, number in self._on_modules if id(module) in modules]
         self._on_modules = [each for each in self._on_modules if id(each[0]) not in modules]
         self._lifted_modules = [each for each in self._lifted_modules if id(each[0]) not in modules]
@@ -103,20 +103,20 @@ class ModelHooks:
         return bool(leave)
 
     def remove(self) -> None:
-        """Take every hook off."""
+        """Remove every hook."""
         self._handles.remove_all()
 
     def forget(self) -> None:
-        """Hold no module and no parameter any longer."""
+        """Drop all references to modules and parameters."""
         for hooks in (self._on_modules, self._on_parameters, self._lifted_modules, self._lifted_parameters):
             hooks.clear()
 
     # -- lifting ------------------------------------------------------------------------------------------------------
 
     def _lift(self) -> None:
-        """Take hooks off until ``_put_back``: one that returns at once costs a microsecond a call and more.
+        """Remove hooks until ``_put_back``: even a hook that returns immediately costs a microsecond or more per call.
 
-        Not where something was compiled: a module with other hooks than before would be compiled once more.
+        Does nothing if torch.compile has compiled anything: changing a module's hooks would trigger recompilation.
         """
         if has_compiled():
             return
@@ -127,12 +127,12 @@ class ModelHooks:
                 self._lifted_modules.append((module, number, hook))
         for parameter, number in self._on_parameters:
             known: Any = parameter._backward_hooks
-            # Among the hooks of others ours keeps its place.
+            # If the parameter has other hooks, ours stays, to keep its place among them.
             if known is not None and len(known) == 1 and number in known:
                 self._lifted_parameters.append((parameter, number, known.pop(number)))
 
     def _put_back(self) -> None:
-        """Put lifted hooks back under the same numbers: on modules behind those added since, on parameters before them."""
+        """Restore removed hooks under the same ids: after hooks added since on modules, before them on parameters."""
         modules, self._lifted_modules = self._lifted_modules, []
         for module, number, hook in modules:
             module._forward_hooks[number] = hook
@@ -150,7 +150,7 @@ class ModelHooks:
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def await_gradients(self, call: Call) -> None:
-        """Hook the tensors of a call whose gradients are followed, and the outputs whose gradients are counted."""
+        """Hook the call's tensors whose gradients are traced, and the outputs whose gradients are counted."""
         counted, followed = call.counts_gradients, set()
         for tensor, number, is_input in call.fresh:
             if tensor.requires_grad and not (is_input and tensor.is_leaf):
@@ -168,13 +168,13 @@ class ModelHooks:
             node: Any = tensor.grad_fn
             node.metadata[id(self), tensor.output_nr] = number
         if handle is not None:
-            # A module that returns a parameter.
+            # The module returned a parameter.
             self._handles.add(handle)
 
     def see_through_wrappers(self, call: Call, watch: Watch) -> None:
-        """Find and hook the tensors that full backward hooks have wrapped as inputs of a module, and tell the watch.
+        """Find and hook the input tensors that full backward hooks have wrapped, and report them to the watch.
 
-        Such a hook may change the gradient on the way out of the wrapper.
+        A full backward hook may change the gradient as it leaves the wrapper.
         """
         for tensor in call.inputs():
             node: Any = tensor.grad_fn
@@ -206,5 +206,5 @@ def has_compiled() -> bool:
 
 
 def _is_never_called(module: torch.nn.Module) -> bool:
-    """Return whether a module has no forward: lists and dicts of modules or parameters."""
+    """Return whether a module has no forward, like lists and dicts of modules or parameters."""
     return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)

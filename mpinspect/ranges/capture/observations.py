@@ -1,7 +1,8 @@
-"""What happens in a training step as objects, and the protocol of the observers that consume them.
+"""The events of a training step as objects (observations), and the interface of the observers that consume them.
 
-Hooks make the observations, the dispatcher (``capture``) shows them to the observers. A tensor is read at most once: what the
-first observer finds in it (``found``: its row of counts, or its largest magnitude) is kept on the observation for the others.
+Hooks create the observations and the dispatcher passes them to the observers. A tensor is read at most once: the result
+of the first observer that reads it (``found``: its row of counts, or its largest magnitude) is kept on the observation
+for the others.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD, UNSCALED, BackwardScale
 from mpinspect.runtime.outputs import tensor_list
 
-#: Smaller tensors are read in no more time than it takes to find out whether they were.
+#: Elements below which reading a tensor again costs no more than checking whether it was read already.
 _LEAST = 1 << 16
 
 Known = TypeVar("Known")
 
 
 class Call:
-    """A module's forward that has run.
+    """One completed call of a module.
 
     Attributes:
         layer: the module.
-        outputs: the tensors in what it returned.
-        recomputed: whether it ran inside a backward (activation checkpointing).
-        micro_batch: counted from 0.
-        rows: by id of an output, the row of its counts, where an observer counted it.
+        outputs: the tensors in the module's return value.
+        recomputed: whether the call ran inside a backward (activation checkpointing).
+        micro_batch: its number, from 0.
+        rows: the rows of counts of the outputs that an observer counted, by id of the output.
         counts_gradients: whether an observer counts the gradients at the outputs.
-        fresh: the tensors whose gradients an observer follows: those that it had not seen before in this step.
+        fresh: the tensors that the watch saw for the first time in this step, whose gradients it therefore traces.
     """
 
     __slots__ = (
@@ -62,20 +63,21 @@ class Call:
         self.fresh: list[Fresh] = []
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the tensors in what the module was given."""
+        """Return the tensors in the module's arguments."""
         return tensor_list(self._args) + tensor_list(self._kwargs) if self._kwargs else tensor_list(self._args)
 
 
 class Backward(NamedTuple):
-    """The context of a backward: what all of its gradients share.
+    """The context that all gradients of one backward share.
 
     Args:
-        task: the graph task; NO_BACKWARD for none.
+        task: autograd's graph task; NO_BACKWARD for none.
         scale: the loss scale.
-        divisor: what values are divided by before they are counted; None where exponents are shifted instead.
-        micro_batch: counted from 0.
-        observers: those at work in its step.
-        checked_by_scaler: whether a GradScaler finds out by itself if a weight gradient is not finite, and skips the step then.
+        divisor: the number to divide values by before counting; None if exponents are shifted instead, or the scale is
+            unknown.
+        micro_batch: its number, from 0.
+        observers: the observers at work in this step.
+        checked_by_scaler: whether a GradScaler checks the weight gradients and skips the step if any is non-finite.
     """
 
     task: int
@@ -86,7 +88,7 @@ class Backward(NamedTuple):
     checked_by_scaler: bool
 
     def waited(self, gradients: list[ParameterGradient]) -> None:
-        """Show the observers parameters' gradients that have waited for the end of this backward."""
+        """Pass parameter gradients that were held until the end of this backward to the observers."""
         for observer in self.observers:
             observer.waited(gradients, self)
 
@@ -96,15 +98,15 @@ NO_CONTEXT = Backward(NO_BACKWARD, UNSCALED, None, 0, (), True)
 
 
 class OutputGradient:
-    """The gradient at a module's output, or at an input that no module was seen to make.
+    """The gradient at a module's output, or at an input that no observed module produced.
 
     Attributes:
         layer: the module.
-        values: the gradient, this process's part of it.
+        values: this process's part of the gradient.
         counted: whether the gradients at this layer's outputs are counted.
-        number: the tensor's, within the step; -1 where it is followed elsewhere.
+        number: the tensor's number within the step; -1 if another hook already traces the tensor.
         is_input: whether the tensor is the module's input.
-        found: what is known of the values.
+        found: the first observer's result of reading the values, if any.
     """
 
     __slots__ = ("counted", "found", "is_input", "layer", "number", "values")
@@ -122,15 +124,15 @@ class OutputGradient:
 
 @dataclass(slots=True)
 class ParameterGradient:
-    """The gradient of a parameter, on arrival or once it has waited for the end of its backward.
+    """The gradient of a parameter, passed on either when it arrives or at the end of its backward.
 
     Args:
         watched: the parameter.
-        values: the same memory as the gradient's.
-        version: how often that had been changed in place when it arrived.
-        place: how many tensors the watch had read in this step before.
-        stream: the GPU's stream on which it arrived.
-        found: the row of its counts; None while it waits, and where it could not be counted.
+        values: a tensor that shares the gradient's memory.
+        version: the version counter of ``values`` when the gradient arrived.
+        place: how many tensors the watch had already read in this step.
+        stream: the CUDA stream on which the gradient arrived.
+        found: the gradient's row of counts; None before it is counted, and if it can't be counted.
     """
 
     watched: WatchedParameter
@@ -142,75 +144,76 @@ class ParameterGradient:
 
 
 class Observer:
-    """Consumes observations. Each overrides the methods of what it needs, and knows no other observer.
+    """Consumes observations. Subclasses override the methods they need and know no other observer.
 
-    Calls, gradients and losses are shown to the observers that are at work in a step, everything else to all.
+    Calls, gradients and losses go only to the observers at work in the current step; everything else goes to all.
     """
 
-    #: Whether it is at work in this step.
+    #: Whether the observer is at work in this step.
     at_work = False
-    #: Whether it takes gradients of parameters together, once their backward is over (``waited``).
+    #: Whether the observer accepts parameter gradients together, at the end of their backward (``waited``).
     lets_gradients_wait = False
-    #: Whether it wants to be told of the end of each backward.
+    #: Whether ``backward_ends`` is called at the end of each backward.
     wants_backward_end = False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Decide whether to be at work in the step that begins."""
+        """Decide whether the observer is at work in the step that begins."""
 
     def called(self, call: Call) -> None:
-        """A module's forward has run."""
+        """Handle a completed call of a module."""
 
     def backward_begins(self, backward: Backward) -> None:
-        """The first gradient of a backward has arrived."""
+        """Handle the start of a backward: its first gradient has arrived."""
 
     def backward_ends(self) -> None:
-        """The backward is over: every gradient that it brought is in ``.grad``. Called where ``wants_backward_end``."""
+        """Handle the end of a backward: all its gradients are in ``.grad``. Called only if ``wants_backward_end`` is set."""
 
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
-        """A gradient at an output has arrived."""
+        """Handle a gradient that has arrived at an output."""
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
-        """A parameter's gradient has arrived."""
+        """Handle a parameter's gradient that has arrived."""
 
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """The backward of these parameters' gradients is over; each is what it was when it arrived."""
+        """Handle parameter gradients at the end of their backward; their values are unchanged since they arrived."""
 
     def scaler_used(self, scaler: Any) -> None:
-        """A scaler multiplies losses."""
+        """Handle the use of a scaler to multiply losses."""
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """A scaler multiplied losses; ``scaled``: those of the products that have a backward."""
+        """Handle losses that a scaler has multiplied; ``scaled`` are the products that have a backward."""
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler is about to divide the optimizer's gradients by the scale, in ``unscale_`` or within its ``step``."""
+        """Prepare for a scaler to divide the optimizer's gradients by the scale, in ``unscale_`` or in its ``step``."""
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has divided them."""
+        """Handle the end of that division."""
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """``backward`` or ``torch.autograd.backward`` was called with these and has not begun."""
+        """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
 
     def run_ends(self) -> None:
-        """The inspector is being detached: the model is as the run leaves it."""
+        """Handle the end of the run: the inspector is being detached, and the model is in its final state."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of the model is about to step."""
+        """Prepare for the step of an optimizer of the model, which is about to run."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
+        """Handle the completed step of an optimizer of the model."""
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """A scaler skipped its step."""
+        """Handle a step of the optimizer that a scaler skipped."""
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """The step is over; ``sampled``: what was counted in it is a sample."""
+        """Handle the end of the training step; ``sampled`` says whether its counts are kept as a sample."""
 
 
 class LastValues(Generic[Known]):
-    """Remembers one tensor, which it does not hold, and what was found in it, for the next one where that holds the same values.
+    """Remembers the result of reading one tensor, to reuse it if the next tensor holds the same values.
 
-    A container hands on the very tensor that its last layer made, or the same memory in another shape, and its output's gradient
-    goes on to that layer likewise: these are read once.
+    A container returns the tensor that its last layer made, or a reshaped view of it, and the gradient at its output
+    goes on to
+    that layer in the same way: both are read only once. The tensor is referenced weakly.
     """
 
     __slots__ = ("_address", "_dtype", "_found", "_length", "_owner", "_version", "remembers")
@@ -224,15 +227,15 @@ class LastValues(Generic[Known]):
         self._found: Known | None = None
 
     def found_in(self, tensor: torch.Tensor) -> Known | None:
-        """Return what was found in the tensor before, if this one is of the same memory, unchanged since; else None.
+        """Return the remembered result if this tensor has the same memory, unchanged since; else None.
 
-        Memory that is written to round its version (``.data``) passes for unchanged.
+        Writes that bypass the version counter (through ``.data``) are not detected.
         """
         if not self.remembers or tensor.numel() != self._length or not _is_plain(tensor):
             return None
         base, owner = tensor._base, self._owner()
         same = (
-            # As long as its owner lives memory is not given to another tensor.
+            # While the owner is alive, its memory is not reused for another tensor.
             owner is not None
             and owner is (tensor if base is None else base)
             and tensor.data_ptr() == self._address
@@ -242,7 +245,7 @@ class LastValues(Generic[Known]):
         return self._found if same else None
 
     def keep(self, tensor: torch.Tensor, found: Known | None) -> None:
-        """Remember this one instead, unless it is small, or nothing was found in it."""
+        """Remember this tensor and its result instead, unless the tensor is small or ``found`` is None."""
         self.remembers = found is not None and tensor.numel() >= _LEAST and _is_plain(tensor)
         if self.remembers:
             base = tensor._base
@@ -252,7 +255,7 @@ class LastValues(Generic[Known]):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether its memory and version say all about its values."""
+    """Return whether a tensor's memory and version counter fully determine its values."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -268,19 +271,19 @@ _BATCHED = "gradients of is_grads_batched=True are not seen: each is many in one
 _TRACED = "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
 _GRAPHED = "steps run as CUDA graphs are not seen: nothing can be counted inside one"
 
-#: They return None unless calls are transformed, or traced.
+#: Functions that return None unless a torch.func transform, or torch.jit.trace, is active.
 transforms: Any = torch._C._functorch.peek_interpreter_stack
 tracing: Any = torch._C._get_tracing_state
-#: Whether a gradient is many in one (is_grads_batched=True).
+#: Tells whether a tensor is a batch of gradients (is_grads_batched=True).
 is_many: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
 def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None) -> str | None:
-    """Return why tensors can't be observed just now, in a sentence; None where they can. Does not wait for a GPU.
+    """Return a sentence on why tensors can't be observed now, or None if they can; never waits for a GPU.
 
     Args:
         may_capture_graphs: whether there is a GPU whose streams could be capturing a graph.
-        gradient: the one that arrived, if it is for one that this is asked.
+        gradient: the gradient that arrived, if the call is for a gradient.
     """
     if transforms() is not None:
         return _TRANSFORMED
@@ -288,7 +291,7 @@ def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None)
         return _BATCHED
     if tracing() is not None:
         return _TRACED
-    # What we launched would be replayed into memory that is ours no more.
+    # Our kernels would become part of the graph, and each replay would write to memory that we have freed.
     if may_capture_graphs and torch.cuda.is_current_stream_capturing():
         return _GRAPHED
     return None

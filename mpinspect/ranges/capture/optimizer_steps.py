@@ -1,8 +1,9 @@
-"""Listening to every optimizer's steps: one pair of torch's global hooks, however many listeners there are.
+"""Notify listeners of every optimizer's steps, through a single pair of torch's global optimizer hooks.
 
-torch walks its table of hooks while they run, so adding or removing one in the middle of another thread's step would
-end that step with an error. Ours are added once, when the first listener comes, and removed with the last, unless
-a step is under way in some thread at that moment: then they stay, without effect, until the next one leaves.
+torch iterates over its table of hooks while running them, so adding or removing a hook during another thread's step
+would make that step raise an error. Ours are added with the first listener and removed with the last, unless a step is
+in
+progress in some thread at that moment: then they stay, without effect, until the last listener is next removed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 
 class StepListener(Protocol):
-    """What listeners implement. The methods must not raise."""
+    """The interface of listeners. Methods must not raise."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` is about to run."""
+        """Handle that ``optimizer.step()`` is about to run."""
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """``optimizer.step()`` has run."""
+        """Handle that ``optimizer.step()`` has run."""
 
 
 _listeners: list[StepListener] = []
@@ -31,7 +32,7 @@ _under_way: set[tuple[int, str]] = set()
 
 
 def listen(listener: StepListener) -> None:
-    """Tell ``listener`` of every optimizer's steps from now on."""
+    """Notify ``listener`` of every optimizer's steps from now on."""
     _listeners.append(listener)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
@@ -39,7 +40,7 @@ def listen(listener: StepListener) -> None:
 
 
 def unlisten(listener: StepListener) -> None:
-    """Stop telling ``listener``; the last one takes the hooks along."""
+    """Stop notifying ``listener``; remove the hooks if it was the last listener and no step is in progress."""
     if listener in _listeners:
         _listeners.remove(listener)
     if not _listeners and not _under_way:
@@ -48,7 +49,7 @@ def unlisten(listener: StepListener) -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Traced by torch.compile, this is nothing: a step inside of a compiled function is not seen.
+    # Do nothing while torch.compile traces: steps inside a compiled function are not observed.
     if torch.compiler.is_compiling() or _is_nested(optimizer):
         return
     _under_way.add((id(optimizer), "before"))
@@ -71,9 +72,9 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this is ``super().step()`` within a step of the same optimizer: torch's hooks tell of both.
+    """Return whether this is ``super().step()`` inside a step of the same optimizer: torch calls the hooks for both.
 
-    By the stack, since a step that raised never tells of its end. Some microseconds.
+    Inspects the call stack, because the post hook is not called for a step that raised. Takes a few microseconds.
     """
     frame, steps = sys._getframe(1), 0
     while frame.f_back is not None:
@@ -84,7 +85,7 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _wrapper_code() -> Any:
-    """Return the code of the function that torch puts around every optimizer's step, the one that calls these hooks."""
+    """Return the code object of the wrapper around every optimizer's ``step``, in which torch calls these hooks."""
     made: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
     return made.__code__
 

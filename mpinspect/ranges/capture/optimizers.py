@@ -1,8 +1,8 @@
-"""The optimizers of the model, and what their steps do to its weights: which updates rounding would lose.
+"""The model's optimizers, and the updates that their steps make to its weights, including those that rounding would lose.
 
-An update dw is lost where w + dw rounds back to w in the format that stores the weights. That is tested element by element by
-rounding itself, not by a fixed ratio of update to weight: whether an update survives depends on the weight's place between its
-neighbours (BF16 1 - 2^-9, BF16 1 + 2^-8, FP16 1 + 2^-11, FP16 1 - 2^-12 are all lost, the first and the last because the gap
+An update dw is lost if w + dw rounds back to w in the format that stores the weights. Each element is tested by the rounding
+rule itself, not by a fixed ratio of update to weight: whether an update survives depends on the weight's distance to its
+neighbours (for a weight of 1: BF16 1 - 2^-9, BF16 1 + 2^-8, FP16 1 + 2^-11, FP16 1 - 2^-12 are all lost, the first and the last because the gap
 below a power of two is half the gap above).
 """
 
@@ -29,12 +29,12 @@ _EXPONENT_FIELD = 0x7F800000
 
 #: The storage formats in which updates are tested, by the names of mpinspect.numeric.formats.
 STORAGE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-#: Elements judged at a time on a CPU: the intermediate tensors stay in its caches, and torch does not split them over threads.
+#: Elements tested at a time on a CPU, so that intermediate tensors stay in cache and torch uses a single thread.
 _CHUNK = 1 << 15
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside a trainer's wrappers, which is the one that torch's hooks see; None if there is none."""
+    """Return the torch optimizer inside a trainer's wrappers, for which torch calls its hooks; None if there is none."""
     for name in ("_optimizer", "optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):
@@ -43,11 +43,11 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 class ModelOptimizers:
-    """Knows the optimizers that step parameters of the model: those given, and those found as they step.
+    """Tracks the optimizers of the model: those that the user passed, and those detected when they step its parameters.
 
     Args:
-        given: the user's.
-        parameters: the model's, by id.
+        given: the optimizers that the user passed.
+        parameters: the model's parameters, by id.
     """
 
     def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Mapping[int, WatchedParameter]) -> None:
@@ -55,11 +55,11 @@ class ModelOptimizers:
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         for optimizer in given:
             self._ours[optimizer] = True
-        #: Optimizers (by id) inside a scaler's step that have not stepped themselves.
+        #: Optimizers (by id) for which a scaler's step is in progress and that have not stepped yet.
         self._in_scaler_step: set[int] = set()
-        #: Optimizers (by id) whose step has begun and not ended.
+        #: Optimizers (by id) whose step is in progress.
         self._in_step: set[int] = set()
-        #: Whether any has stepped, and whether a scaler has stepped any.
+        #: Whether any of the model's optimizers has stepped, and whether a scaler's step was called for any.
         self.any_stepped = self.scaler_has_stepped = False
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -70,7 +70,7 @@ class ModelOptimizers:
         return known
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
-        """Return the model's parameters among the optimizer's."""
+        """Yield the model's parameters that the optimizer holds."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 watched = self._parameters.get(id(parameter))
@@ -78,36 +78,37 @@ class ModelOptimizers:
                     yield watched
 
     def begin_step(self) -> None:
-        """Forget the optimizers' steps that are under way."""
+        """Forget all optimizer steps in progress."""
         self._in_scaler_step.clear()
         self._in_step.clear()
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a scaler is about to step an optimizer, or to skip its step."""
+        """Record that a scaler is about to run or skip an optimizer's step."""
         if self.owns(optimizer):
             self._in_scaler_step.add(id(optimizer))
             self.scaler_has_stepped = True
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note that an optimizer is about to step. Returns whether it belongs to the model."""
+        """Record that an optimizer is about to step; return whether it belongs to the model."""
         self._in_scaler_step.discard(id(optimizer))
         return self.owns(optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the step of an optimizer of the model is under way."""
+        """Record that a step of an optimizer of the model has begun."""
         self._in_step.add(id(optimizer))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note that an optimizer has stepped. Returns whether it belongs to the model."""
+        """Record that an optimizer has stepped; return whether it belongs to the model."""
         self._in_step.discard(id(optimizer))
         ours = self.owns(optimizer)
         self.any_stepped |= ours
         return ours
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note that a scaler's step is over. Returns whether it skipped the optimizer's.
+        """Record that a scaler's step is over; return whether the scaler skipped the optimizer's step.
 
-        A step that began and did not end was undone: a closure's second evaluation overflowed, say.
+        A step that began but did not end counts as skipped: it was undone, for example because a closure overflowed when
+        evaluated again.
         """
         skipped = id(optimizer) in self._in_scaler_step or id(optimizer) in self._in_step
         self._in_scaler_step.discard(id(optimizer))
@@ -115,7 +116,7 @@ class ModelOptimizers:
         return skipped
 
     def states(self) -> set[int]:
-        """Return the ids of the tensors that the optimizers keep beside the parameters."""
+        """Return the ids of the tensors in the optimizers' state, like momentum buffers."""
         return {
             id(value)
             for optimizer, ours in self._ours.items()
@@ -128,27 +129,29 @@ class ModelOptimizers:
 
     @property
     def any_fused(self) -> bool:
-        """Whether one of them takes found_inf on the device, so that nobody on the host knows if it stepped."""
+        """Whether any optimizer of the model is fused and may skip its step on the device, unknown to the host."""
         return any(skips_on_device(optimizer) for optimizer, ours in self._ours.items() if ours)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is fused: it reads found_inf on the device and skips without anyone knowing on the host."""
+    """Return whether an optimizer is fused: it reads found_inf and skips its step on the device, unknown to the host."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of parameters that this step will not move: learning rate 0, as in the first step of a warm-up."""
+    """Return the ids of parameters with a learning rate of 0 (as when a warm-up starts), which this step won't change."""
     groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), float) and group["lr"] == 0.0]
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 class Updates(Observer):
-    """Counts what a step adds to the weights, and what rounding would lose of it. Holds one copy of them meanwhile.
+    """Counts the updates that an optimizer's step makes to the weights, and those that rounding would lose.
+
+    Holds one copy of the weights during the step.
 
     Args:
-        tally: takes the samples.
-        optimizers: the model's.
+        tally: receives the samples.
+        optimizers: the model's optimizers.
         wanted: whether updates are counted at all.
     """
 
@@ -159,11 +162,11 @@ class Updates(Observer):
         self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in a sampled step."""
+        """Work only in sampled steps."""
         self.at_work = sampled and self._wanted
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the weights that the optimizer is about to move."""
+        """Copy the weights that the optimizer is about to update."""
         if not self.at_work:
             return
         still = _held_still(optimizer)
@@ -175,7 +178,7 @@ class Updates(Observer):
                     before.append((watched, detached_values(local_part(watched.parameter)).clone()))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the difference to the copies."""
+        """Count the differences between the weights and their copies."""
         may_have_skipped = getattr(optimizer, "found_inf", None) is not None
         for watched, weight in self._before.pop(id(optimizer), ()):
             gradient = watched.parameter.grad
@@ -185,7 +188,7 @@ class Updates(Observer):
                     self._count(key, watched.parameter, weight, gradient, may_have_skipped)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the copies: that step did not happen."""
+        """Drop the copies of the weights, since the step was skipped."""
         self._before.pop(id(optimizer), None)
 
     def forget(self) -> None:
@@ -218,7 +221,7 @@ class Updates(Observer):
 
 
 def lost_updates_by_format(weight: torch.Tensor, update: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``lost_updates`` for each of STORAGE_DTYPES, by name; with numba, of FP32 tensors on a CPU, in one read of both."""
+    """Return ``lost_updates`` for each of STORAGE_DTYPES, by name; numba counts FP32 tensors on a CPU in a single pass."""
     loops = available.loops()
     if loops is not None and loops.lost.takes(weight, update):
         return dict(zip(STORAGE_DTYPES, loops.lost.lost_updates(weight, update), strict=True))
@@ -229,16 +232,16 @@ def lost_updates_by_format(weight: torch.Tensor, update: torch.Tensor) -> dict[s
 def lost_updates(weight: torch.Tensor, update: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return how many updates are lost if the weight is stored in ``dtype``.
 
-    Exact: round(w16 + dw) == w16 to nearest, ties to even, with w16 = round(w) and the sum unrounded. Elements whose
-    w16 or update is not finite are left out. Nothing leaves the device; no synchronisation.
+    The test is exact: round(w16 + dw) == w16 with w16 = round(w), to nearest with ties to even, and no rounding of the sum
+    before. Elements whose w16 or update is not finite are left out. Runs on the device and does not synchronise.
 
     Args:
-        weight: before the step, any shape, float32 or float16/bfloat16.
-        update: what the step adds, float32, same shape.
+        weight: the weight before the step, of any shape; float32, float16 or bfloat16.
+        update: the change that the step makes to it; float32, same shape.
         dtype: torch.float16 or torch.bfloat16.
 
     Returns:
-        int64 tensor of shape (2,) on the weight's device: (lost, non-zero).
+        int64 tensor of shape (2,) on the weight's device: (lost updates, non-zero updates).
     """
     weight, update = weight.detach().reshape(-1), update.detach().reshape(-1)
     if weight.device.type != "cpu" or weight.numel() <= _CHUNK:
@@ -252,10 +255,10 @@ def _lost(weight: torch.Tensor, update: torch.Tensor, dtype: torch.dtype) -> tor
     value = stored.to(torch.float32)
     magnitude = value.abs()
     info = torch.finfo(dtype)
-    # Half the step between neighbours, from the exponent field alone; subnormals share the step of the smallest normal.
+    # Half the spacing of neighbouring values, from the exponent field; subnormals have the smallest normal's spacing.
     power = (magnitude.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
     half_step = power.clamp_min(info.smallest_normal).mul_(info.eps / 2)
-    # Below a power of two the step is half as long (not below the smallest normal, where subnormals go on).
+    # Below a power of two the spacing halves, except below the smallest normal, where subnormals continue it.
     inward = torch.signbit(value) != torch.signbit(update)
     shorter = inward.logical_and_(magnitude == power).logical_and_(magnitude > info.smallest_normal)
     half_step = torch.where(shorter, half_step / 2, half_step)
@@ -268,14 +271,14 @@ def _lost(weight: torch.Tensor, update: torch.Tensor, dtype: torch.dtype) -> tor
 
 @torch.no_grad()
 def unmoved(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return how many weights did not move although their gradient is not zero.
+    """Return how many weights the step left unchanged although their gradient is finite and not zero.
 
     Args:
-        before, after: the weight around the step, one dtype.
-        gradient: strided, of the same shape.
+        before, after: the weight before and after the step, of the same dtype.
+        gradient: the weight's gradient, strided, of the same shape.
 
     Returns:
-        int64 tensor of shape (2,): (unmoved, non-zero gradients).
+        int64 tensor of shape (2,): (unchanged weights, finite non-zero gradients).
     """
     wanted = (gradient != 0) & torch.isfinite(gradient)
     return torch.stack([(wanted & (before == after)).sum(), wanted.sum()])

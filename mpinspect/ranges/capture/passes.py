@@ -1,4 +1,4 @@
-"""Single training passes of a model, in FP32 and in FP16, that leave it as it was; and how far their gradients differ."""
+"""Run single training passes of a model in FP32 and in FP16, from the same state, and compare their gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Passes:
-    """Single passes of one model: each starts from the model's original state and gives the gradients it made."""
+    """Runs single passes of one model; each starts from the model's original state and returns its gradients."""
 
     def __init__(self, model: torch.nn.Module, loss_fn: LossFunction) -> None:
         self.model = model
@@ -40,14 +40,14 @@ class Passes:
         self.notes: list[str] = []
 
     def reference(self, batch: Any, number: int, *, count: bool) -> Gradients:
-        """Return the FP32 gradients by parameter name; counted if asked for."""
+        """Return the FP32 gradients by parameter name; record their counts if ``count``."""
         if count:
             self._capture.attach()
         try:
             gradients = self._run(batch, number, 1.0, half=False)
         finally:
             if count:
-                # Each batch is a step of its own: detaching ends it.
+                # Each batch is a separate step; detaching ends the step.
                 self._capture.detach()
         if not gradients:
             raise ValueError(
@@ -57,7 +57,7 @@ class Passes:
         return gradients
 
     def session(self) -> Session:
-        """Return the FP32 gradients counted so far, one step a batch."""
+        """Return the counts of the FP32 gradients so far, one step per batch."""
         return self._counted.session()
 
     def half(self, batch: Any, number: int, loss_scale: float) -> Gradients:
@@ -69,13 +69,13 @@ class Passes:
         self.model_state.restore()
         for parameter in self.model.parameters():
             parameter.grad = None
-        # The backward runs outside of every autocast, the caller's included.
+        # The backward runs outside of any autocast, including the caller's.
         with compiled_modules_eager(), torch.enable_grad(), torch.autocast(self.device, enabled=False):
             with torch.autocast(self.device, torch.float16, enabled=half):
                 loss = self.loss_fn(self.model, batch)
             _require_loss(loss, number, finite=not half)
             self._notice(loss, half)
-            # In FP32: an FP16 loss times the scale would overflow before any gradient does.
+            # Scale in FP32: an FP16 loss times the scale would overflow before any gradient does.
             (loss.float() * loss_scale).sum().backward()  # type: ignore[no-untyped-call]
         return {name: p.grad.detach() for name, p in self.trainable.items() if p.grad is not None}
 
@@ -96,7 +96,7 @@ class Passes:
 
 
 def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
-    """Counts every gradient of plain backwards: no scaler, no autocast, no optimizer."""
+    """Return a capture that counts every gradient of plain backwards, without scaler, autocast or optimizer."""
     everything = Selection(None, None)
     layers, parameters = find_layers(model, everything), find_parameters(model, everything)
     recording.watch(describe(layers, parameters, GRADIENT_KINDS))
@@ -136,15 +136,15 @@ def _require_loss(loss: Any, number: int, *, finite: bool) -> None:
 
 
 class GradientDifference:
-    """Counts, and sums in float64, over any number of pairs of gradients of one parameter.
+    """Accumulates the differences between FP32 and FP16 gradients of one parameter: counts, and sums in float64.
 
     Attributes:
-        vanished: the *reference's* values of the elements that are not zero there and came out zero in the FP16 pass.
-        infs, nans: elements of the FP16 pass.
-        in_half: whether every finite value of the FP16 pass, still scaled, is one that FP16 has.
+        vanished: the exponents of the FP32 values of elements that are non-zero in FP32 but zero in the FP16 pass.
+        infs, nans: the numbers of infinities and NaNs in the gradients of the FP16 pass.
+        in_half: whether FP16 can represent every finite value of the FP16 pass, still scaled.
 
     Args:
-        loss_scale: what the gradients of the FP16 pass are multiplied by.
+        loss_scale: the loss scale by which the gradients of the FP16 pass are multiplied.
     """
 
     def __init__(self, loss_scale: float) -> None:
@@ -157,7 +157,7 @@ class GradientDifference:
         self._product = self._reference_square = self._half_square = self._error_square = 0.0
 
     def add(self, reference: torch.Tensor, half: torch.Tensor | None) -> None:
-        """Take in one pair of tensors of one shape; ``half`` is scaled, None counts as zeros. Waits for the device."""
+        """Add one pair of gradients of the same shape; ``half`` is still scaled, None means zeros. Waits for the device."""
         reference = _flat(reference)
         half = torch.zeros_like(reference) if half is None else _flat(half)
         counts = count_exponents(half)
@@ -178,14 +178,14 @@ class GradientDifference:
 
     @property
     def cosine(self) -> float | None:
-        """Cosine of the angle between both; None where one is zero or not finite."""
+        """Cosine of the angle between both gradients; None if either is zero or not finite."""
         norms = math.sqrt(self._reference_square) * math.sqrt(self._half_square) if self._all_finite else 0.0
-        # Rounding may take the quotient a hair beyond 1.
+        # Rounding may push the quotient slightly beyond 1.
         return max(-1.0, min(1.0, self._product / norms)) if norms else None
 
     @property
     def relative_error(self) -> float | None:
-        """L2 norm of the difference over that of the reference; None where that is zero or something is not finite."""
+        """L2 norm of the difference divided by that of the reference; None if the latter is zero or anything is not finite."""
         if not self._all_finite or not self._reference_square:
             return None
         return math.sqrt(self._error_square / self._reference_square)

@@ -1,4 +1,4 @@
-"""The record of a run so far: bounded in memory, and passed on to the sinks that keep it (session file, TensorBoard)."""
+"""The record of a run so far, bounded in memory, and forwarded to the sinks that store it (session file, TensorBoard)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from mpinspect.runtime.user_line import warn_user
 
 
 class WindowList:
-    """Keeps fewer than twice ``limit`` windows of about one length, every total exactly.
+    """Keeps fewer than twice ``limit`` windows of similar length, by merging neighbours without changing any total.
 
-    ``session.coarsen`` would merge all of them at a time, which takes a second where there are a thousand tensors. Here the
-    wanted length doubles when there are too many windows, and from then on each that comes has one pair of neighbours merged.
+    ``session.coarsen`` would merge all windows at once, which takes a second with a thousand tensors. Here the target length
+    doubles when there are too many windows, and each window added after that merges one pair of neighbours.
     """
 
     def __init__(self) -> None:
         self._windows: list[Window] = []
-        #: Sampled steps that a window should have.
+        #: Target length of a window, in sampled steps.
         self.length = 1
-        #: Windows before this one have been looked at since the length doubled; None: all have.
+        #: Index up to which windows have been checked for merging since the length doubled; None: all have been.
         self._looked_at: int | None = None
 
     def add(self, window: Window, limit: int) -> None:
-        """Take a window that follows on the last; merges at most two pairs."""
+        """Add a window that follows the last one, merging neighbours where needed to stay below the limit."""
         self.length = max(self.length, window.sampled_steps)
         if self._windows and self._fit(self._windows[-1], window):
             self._windows[-1] = merge_windows(self._windows[-1], window)
@@ -72,35 +72,35 @@ class WindowList:
         self._looked_at = None
 
     def _fit(self, first: Window, second: Window) -> bool:
-        # A window without a sample still counts as one, else any number of them would pass for few.
+        # A window without samples has length 1 here, so that such windows are not merged without end.
         return max(first.sampled_steps, 1) + max(second.sampled_steps, 1) <= self.length
 
 
-#: Events held; what follows is the same trouble again.
+#: Most events kept; later ones usually repeat the same problem.
 EVENT_LIMIT = 1000
-#: Measurements held: observers measure a few of their kind, and this bounds them all.
+#: Most measurements kept, over all observers.
 MEASUREMENT_LIMIT = 1000
-#: Changes of the loss scale held: a dynamic scaler makes two every couple of thousand steps.
+#: Most changes of the loss scale kept; a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
-#: Tensors that one note names.
+#: Most tensors named in one note.
 NAMED_LIMIT = 5
-#: Least time between two writes, and how many times a write's own cost must pass between two (2% at most).
+#: Minimum time between two writes: in seconds, and as a multiple of a write's cost (so that writing takes 2% at most).
 WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 50
-#: What the first event may have the training wait for.
+#: Longest time that the training waits for the first event to be written.
 FIRST_EVENT_WAIT_S = 0.1
-#: Windows that wait for a slow disk.
+#: Most windows queued for a slow disk; beyond, the oldest two are merged.
 UNWRITTEN_LIMIT = 16
-#: From so many tensors on a window that comes as objects is kept as columns.
+#: Number of tensors from which a window is stored as columns instead of objects.
 LEAST_COLUMNS = 32
 
 
 class MpinspectWarning(UserWarning):
-    """Something that mpinspect can't do or no longer measures; the training goes on."""
+    """Warns of something that mpinspect can't do or no longer measures; the training continues."""
 
 
 def warn(sentence: str) -> None:
-    """Give a MpinspectWarning that names the user's line. Where warnings are errors the training still goes on."""
+    """Issue a MpinspectWarning at the user's line; if warnings are errors, suppress it so that the training continues."""
     with contextlib.suppress(MpinspectWarning):
         warn_user(printable(sentence), MpinspectWarning)
 
@@ -109,11 +109,11 @@ class Recording:
     """Keeps the windows, events and notes of one run.
 
     Args:
-        info: what run it is.
-        sinks: who else keeps it, told on a thread beside the training; one that fails is dropped with a warning.
-        clock: seconds, monotonic.
-        tell: says a note to the user, who may never come to read the report. Called on the thread that records.
-        announce: is given each event as it comes, on the thread that noticed it.
+        info: facts about the run.
+        sinks: stores for the record, called on a background thread; a sink that fails is dropped with a warning.
+        clock: returns monotonic seconds.
+        tell: shows a note to the user, who may never read the report. Called on the recording thread.
+        announce: called with each event immediately, on the thread that detected it.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Recording:
         self.progress = Progress()
         self.precision = Precision()
         self.measurements: list[Measurement] = []
-        #: What the step that ends adds to the measured cost.
+        #: Fields of ``progress`` that the ending step updates: the measured cost.
         self._cost: dict[str, float] = {}
         self.notes: list[str] = []
         self.events: list[Event] = []
@@ -142,12 +142,12 @@ class Recording:
         self._written_at = -math.inf
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:
-        """Take the tensors that are watched."""
+        """Set the tensors that are watched."""
         self._watched = list(infos)
         self._sinks.each(lambda sink: sink.watched(infos))
 
     def note(self, sentence: str) -> None:
-        """Keep for the report what could not be measured, and why; warn of it once."""
+        """Record a sentence on what could not be measured, and why, for the report; warn the user once per sentence."""
         if sentence in self.notes:
             return
         self.notes.append(sentence)
@@ -155,35 +155,35 @@ class Recording:
         self._tell(sentence)
 
     def event(self, event: Event) -> None:
-        """Keep an event and pass it on at once: the run may not live much longer."""
+        """Record an event and forward it to the sinks immediately, since the run may fail soon."""
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)
             self._sinks.each(lambda sink: sink.event(event), urgent=True)
             if len(self.events) == 1:
-                # The run may die in this very step: the first culprit is on disk before it goes on, unless the disk is slow.
+                # The run may fail in this step: wait briefly until the first culprit is on disk.
                 self._sinks.wait(FIRST_EVENT_WAIT_S)
             self._announce(event)
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
 
     def measured(self, measurement: Measurement) -> None:
-        """Keep a measurement; of any number the first MEASUREMENT_LIMIT."""
+        """Record a measurement; ignore all after the first MEASUREMENT_LIMIT."""
         if len(self.measurements) < MEASUREMENT_LIMIT:
             self.measurements.append(measurement)
             self._sinks.each(lambda sink: sink.measurement(measurement))
 
     def dtypes(self, precision: Precision) -> None:
-        """Take the run's dtypes as far as they are known now."""
+        """Set the run's dtypes as far as they are known now."""
         if precision != self.precision:
             self.precision = precision
             self._sinks.each(lambda sink: sink.precision(precision))
 
     def unread(self, done: str, tensors: Mapping[str, Sequence[TensorKey]]) -> None:
-        """Name the tensors that could not be read, in a note and, should they never be counted, in the report's coverage.
+        """Record the tensors that could not be read: in a note and, for those never counted, in the report's coverage.
 
         Args:
-            done: what was to be done with them: "counted", "watched".
-            tensors: by the error that was raised.
+            done: what was to be done with the tensors: "counted" or "watched".
+            tensors: keys of the tensors, by the error that reading them raised.
         """
         for reason, keys in tensors.items():
             names = [
@@ -200,7 +200,7 @@ class Recording:
             self.watch([replace(info, note=info.note or notes.get(info.key, "")) for info in self._watched])
 
     def scale(self, step: int, scale: float | None) -> None:
-        """Take the loss scale of a step; it is kept where it changes."""
+        """Record the loss scale of a step if it differs from the last one recorded."""
         scales = self.progress.scales
         if not scales or scales[-1].scale != scale:
             if len(scales) >= SCALE_LIMIT:
@@ -212,7 +212,7 @@ class Recording:
             self._progress(scales=(*scales, ScaleChange(step, scale)))
 
     def scale_unknown(self, reason: str) -> None:
-        """Note once that a backward's loss scale can't be known."""
+        """Record, once, that a backward's loss scale can't be determined."""
         if self.progress.scale_known:
             self._progress(scale_known=False, scale_unknown_reason=reason)
             self.note(
@@ -220,21 +220,21 @@ class Recording:
             )
 
     def weights_moved(self, moved: bool | None) -> None:
-        """Take whether any update was applied in the run; None where that is not known."""
+        """Record whether any update was applied in the run; None if unknown."""
         self._progress(weights_moved=moved)
 
     def skips(self, skipped_steps: int) -> None:
-        """Take the number of skipped steps, as far as it is known now."""
+        """Record the number of skipped steps known so far."""
         self._progress(skipped_steps=skipped_steps)
 
     def spent(self, watched: bool, bare_s: float | None, own_s: float, earlier_s: float) -> None:
-        """Take what a step cost, where that is measured; before its ``step_done``.
+        """Record the cost of a step, if costs are measured; to be called before the step's ``step_done``.
 
         Args:
-            watched: whether the watch looked at it.
-            bare_s: seconds of training that it counts for; None where its beginning was not seen, and nothing is measured.
-            own_s: seconds that the inspector took meanwhile.
-            earlier_s: seconds of steps before that a device told of now.
+            watched: whether the step was watched.
+            bare_s: seconds of bare training credited to the step; None if its start was not observed: no cost is recorded.
+            own_s: seconds that the inspector took during the step.
+            earlier_s: seconds on the device in earlier steps that have become known now.
         """
         now = self.progress
         self._cost = {"watched_steps": (now.watched_steps or 0) + watched}
@@ -246,21 +246,21 @@ class Recording:
             }
 
     def wants_window(self, sampled_steps: int) -> bool:
-        """Return whether the open window is long enough to be closed."""
+        """Return whether the open window should be closed: it is long enough, or a write is due."""
         return sampled_steps >= self._windows.length or self._write_due()
 
     def add_window(self, window: Window) -> None:
-        """Take a closed window; the longer the run, the longer the windows."""
+        """Add a closed window, merging earlier windows if there are too many."""
         window = _compact(window)
         self._windows.add(window, window_limit(len(self._watched)))
         if self._sinks:
             self._unwritten.append(window)
         if len(self._unwritten) > UNWRITTEN_LIMIT:
-            # The disk is slow, or nobody writes: what waits becomes one window anyway.
+            # The disk is slow, or nothing is written: merge the oldest two, since all become one window when written.
             self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
-        """Take the end of a step, and write what waits if a write is due."""
+        """Record the end of a step, and write pending windows if a write is due."""
         self._progress(
             steps=steps,
             skipped_steps=skipped_steps,
@@ -273,36 +273,36 @@ class Recording:
         self._note_failures()
 
     def write(self) -> None:
-        """Pass on what the sinks have not got yet. Returns at once; ``flush`` waits until they have it."""
+        """Forward pending windows and the progress to the sinks; return immediately (``flush`` waits for the sinks)."""
         windows = tuple(self._unwritten) if self._sinks else ()
         self._unwritten.clear()
         self._sinks.pass_on((lambda: merge_windows(*windows)) if windows else None, self.progress)
         self._written_at = self._clock()
 
     def flush(self) -> None:
-        """Write, and return when every sink has what was recorded: the session file of a run that goes on is then complete."""
+        """Write, and wait until every sink has all records, so that the session file is complete while the run continues."""
         self.write()
         self._sinks.wait()
         self._note_failures()
 
     @property
     def is_writing(self) -> bool:
-        """Whether something that was passed on is still on its way to the sinks."""
+        """Whether any forwarded records have not reached the sinks yet."""
         return self._sinks.busy
 
     def close(self) -> None:
-        """Write the rest and close the sinks; they have all of it when this returns."""
+        """Write all pending records, and return when the sinks have received them and are closed."""
         self._progress(ended=True)
         self.write()
         self._sinks.close()
         self._note_failures()
 
     def abandon(self) -> list[Sink]:
-        """Pass nothing on any more; returns the sinks, neither written nor closed."""
+        """Stop forwarding, and return the sinks without writing to them or closing them."""
         return self._sinks.abandon()
 
     def session(self) -> Session:
-        """Return all of it so far, as an immutable record."""
+        """Return everything recorded so far, as an immutable session."""
         self._note_failures()
         return Session(
             self.info,
@@ -329,7 +329,7 @@ class Recording:
 
 
 def _compact(window: Window) -> Window:
-    """Return the window as columns where it has many tensors: they take a fifth of the memory and merge ten times as fast."""
+    """Convert a window with many tensors to columns, which take a fifth of the memory and merge ten times as fast."""
     if len(window.tensors) < LEAST_COLUMNS:
         return window
     return replace(window, tensors=TensorColumns.of(window.tensors))

@@ -1,7 +1,7 @@
-"""Listening to gradient scalers: torch's class is wrapped while anyone listens, and put back after.
+"""Notify listeners of gradient scalers' calls, by wrapping methods of torch's class while there are listeners.
 
-GradScaler has no hooks, and a script that makes its scaler inside a function hands it to nobody. The methods
-are wrapped on the class (and on subclasses that override them), once however many listeners there are.
+GradScaler has no hooks, and a scaler made inside a function of the script can't be reached. So the methods are wrapped on
+the class (and on subclasses that override them), once for all listeners, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 
 
 class ScalerListener(Protocol):
-    """What listeners implement. The methods must not raise."""
+    """The interface of listeners. Methods must not raise."""
 
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """``scaler.scale(given)`` returned ``scaled``."""
+        """Handle that ``scaler.scale(given)`` returned ``scaled``."""
 
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` is about to run."""
+        """Handle that ``scaler.step(optimizer)`` is about to run."""
 
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.step(optimizer)`` has returned."""
+        """Handle that ``scaler.step(optimizer)`` has returned."""
 
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.unscale_(optimizer)`` is about to run, called by the loop or by ``step``."""
+        """Handle that ``scaler.unscale_(optimizer)`` is about to run, called by the loop or by ``step``."""
 
     def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """``scaler.unscale_(optimizer)`` has returned."""
+        """Handle that ``scaler.unscale_(optimizer)`` has returned."""
 
 
 _listeners: list[ScalerListener] = []
@@ -37,7 +37,7 @@ _originals: list[tuple[type, str, Any]] = []
 
 
 def listen(listener: ScalerListener) -> None:
-    """Tell ``listener`` of every scaler from now on."""
+    """Notify ``listener`` of every scaler's calls from now on."""
     if not _listeners:
         for owner in _scaler_classes(torch.amp.GradScaler):
             _wrap(owner, "scale", _wrapped_scale)
@@ -47,7 +47,7 @@ def listen(listener: ScalerListener) -> None:
 
 
 def unlisten(listener: ScalerListener) -> None:
-    """Stop telling ``listener``; the last one leaves torch's classes as they were."""
+    """Stop notifying ``listener``; restore torch's classes if it was the last listener."""
     if listener in _listeners:
         _listeners.remove(listener)
     if not _listeners:
@@ -70,7 +70,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapper(original))
 
 
-#: Scalers inside their own method: a subclass that calls super() must be reported once.
+#: Scalers (by id) whose method is running: a subclass's call of super() must not be reported again.
 _inside: set[tuple[int, str]] = set()
 
 

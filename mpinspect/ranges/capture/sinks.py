@@ -1,4 +1,4 @@
-"""The sinks that keep what is captured (the session file, TensorBoard), called on a thread beside the training."""
+"""Forward captured records to the sinks that store them (session file, TensorBoard), on a background thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Te
 from mpinspect.runtime.appending import no_room
 from mpinspect.runtime.background import Background
 
-#: Windows that wait for room on a full disk; beyond, neighbours are merged.
+#: Most windows queued while the disk is full; beyond, the oldest two are merged.
 WAITING_LIMIT = 16
-#: How often a full disk is told of: one that is full and has room again every second would fill the notes.
+#: Most notes per sink on a full disk, so that a disk that keeps filling up does not flood the notes.
 MOST_TOLD = 10
 
 
 class Sink(Protocol):
-    """Keeps what is captured. Raises OSError when it no longer can. Its calls come one at a time, from changing threads."""
+    """Stores captured records; raises OSError when it can't. Called by different threads, but never concurrently."""
 
     def watched(self, infos: Sequence[TensorInfo]) -> None: ...
 
@@ -38,11 +38,11 @@ class Sink(Protocol):
 
 
 class _Keeper:
-    """A sink, and what waits for it: nothing, unless its disk is full."""
+    """A sink and its queued records; the queue is empty unless the sink's disk is full."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        #: Steps done when the disk turned out to be full; None while it is not.
+        #: Number of steps done when the disk was found to be full; None if it is not full.
         self.full_since: int | None = None
         self.told = 0
         self._windows: list[Window] = []
@@ -60,7 +60,7 @@ class _Keeper:
             self._windows[:2] = [merge_windows(*self._windows[:2])]
 
     def catch_up(self) -> None:
-        """Pass on all that waits; raises what the sink raises, and what it has got waits no more."""
+        """Pass all queued records to the sink, dequeuing each one it accepts; propagates the sink's exceptions."""
         while self._others:
             self._others[0](self.sink)
             del self._others[0]
@@ -73,14 +73,13 @@ class _Keeper:
 
 
 class Sinks:
-    """Passes on what was captured, in order, without ever making the training wait.
+    """Forwards captured records to the sinks, in order, without making the training wait.
 
-    A sink that fails is told nothing more, but for want of room on its disk: then it is tried again each time that there is
-    something to tell, and what it has not kept waits, its windows merged. In a forked child nothing is passed on: the files
-    are the parent's.
+    A sink that fails is dropped, unless its disk is full: then it is retried with every new record, and its unsaved records
+    are queued, with windows merged. In a forked child nothing is forwarded, since the files belong to the parent.
 
     Args:
-        sinks: who is told.
+        sinks: the sinks that receive the records.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -88,7 +87,7 @@ class Sinks:
         self._background = Background()
         self._steps = 0
         self._failures: list[str] = []
-        #: Processor seconds that the last ``timed`` task took.
+        #: CPU seconds that the last ``pass_on`` took on the background thread.
         self.cost_s = 0.0
 
     def __bool__(self) -> bool:
@@ -97,28 +96,28 @@ class Sinks:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was passed on is still on its way."""
+        """Whether any forwarded records have not reached the sinks yet."""
         return self._background.busy
 
     def each(self, tell: Callable[[Sink], None], *, urgent: bool = False) -> None:
-        """Call ``tell`` with each of them, soon; ``urgent``: as soon as can be."""
+        """Call ``tell`` with each sink soon, on the background thread; ``urgent`` means as soon as possible."""
         if self._keepers:
             self._background.call(lambda: self._tell(lambda keeper: keeper.take(tell)), urgent=urgent)
 
     def pass_on(self, window: Callable[[], Window] | None, progress: Progress) -> None:
-        """Pass on a window, which is made on the other thread, and how far the run has come."""
+        """Forward the run's progress and a window, which ``window`` creates on the background thread."""
         if self._keepers:
             self._background.call(lambda: self._pass_on(window, progress))
 
     def close(self) -> None:
-        """Returns when everything has been passed on and they are closed."""
+        """Forward everything, close the sinks, and return when that is done."""
         if self._keepers:
             self._background.call(self._close, urgent=True)
         self.wait()
         self._keepers.clear()
 
     def wait(self, most_s: float = math.inf) -> None:
-        """Returns when everything has been passed on, or time is up."""
+        """Wait until everything has been forwarded, for at most ``most_s`` seconds."""
         self._background.wait(most_s)
 
     def failures(self) -> list[str]:
@@ -127,7 +126,7 @@ class Sinks:
         return found
 
     def abandon(self) -> list[Sink]:
-        """Pass nothing on any more; returns them, neither written nor closed. Waits for nothing."""
+        """Stop forwarding, and return the sinks without writing to them or closing them; does not wait."""
         keepers, self._keepers = self._keepers, []
         return [keeper.sink for keeper in keepers]
 
@@ -151,7 +150,7 @@ class Sinks:
                 take(keeper)
                 keeper.catch_up()
             except Exception as error:
-                # Else it was closed or abandoned by another thread in the middle of this.
+                # If the keeper is gone, another thread has closed or abandoned the sink meanwhile.
                 if keeper in self._keepers:
                     self._failed(keeper, error)
             else:

@@ -1,8 +1,8 @@
-"""Where one training step ends and the next begins, and which steps are sampled and watched.
+"""Decide where one training step ends and the next begins, and which steps are sampled and watched.
 
 A step ends when every optimizer known to belong to the model has stepped or was skipped, or when one of them
-comes round again (a critic that steps five times to the generator's once). Without any optimizer each
-backward that is followed by a new forward counts as a step.
+steps again (a critic that steps five times per step of the generator). Without any optimizer, a step ends before a
+forward or backward that follows a backward, if the weights were updated or the gradients cleared in between.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from mpinspect.ranges.capture.budget import Budget
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.meter import Meter
 
-#: Without an optimizer in sight a step ends after so many backwards, whatever the weights tell: counts must not pile up.
+#: Most micro-batches per step if no optimizer is known, even if the weights were not updated: this bounds the counts kept.
 _MOST_MICRO_BATCHES = 256
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are sampled: each of the first ``dense`` ones, and every ``every``-th from the first on.
+    """Defines which steps are sampled: the first ``dense`` steps, and every ``every``-th step, beginning with step 0.
 
     Raises:
-        ValueError: ``every`` is no whole number of 1 or more, ``dense`` none of 0 or more.
+        ValueError: ``every`` is not a whole number of 1 or more, or ``dense`` not one of 0 or more.
     """
 
     every: int = 1
@@ -47,31 +47,32 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def is_measured(number: int) -> bool:
-    """Return whether the observers that measure for diagnoses are at work in a step: the first ones, then ever fewer.
+    """Return whether the observers that measure for diagnoses are at work in a step.
+
+    Steps 0..3, powers of two and every 256th are measured: a cost of 1% of such a step is about 0.01% of a long run.
 
     Args:
-        number: of the step among those that are sampled or watched, from 0. 0..3, the powers of two and each 256th are measured:
-            what costs a percent of a step there costs a hundredth of that in a run.
+        number: number of the step among those that are sampled or watched, from 0.
     """
     return number < 4 or number & (number - 1) == 0 or number % 256 == 0
 
 
 class StepClock:
-    """Counts steps and micro-batches, and says which steps are sampled."""
+    """Counts steps and micro-batches, and tells whether the current step is sampled."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self.step = 0
         self.micro_batch = 0
-        #: Whether observers measure for diagnoses in this step, and how many steps before it were sampled or watched.
+        #: Whether observers measure for diagnoses in this step, and how many steps so far were sampled or watched.
         self.measured = False
         self._seen_steps = 0
         self.backwards = 0
         self.skipped_steps = 0
-        # Weakly: an optimizer that is gone ends no step, and its id may be given to another.
+        # Weak references: a deleted optimizer must not hold up a step, and its id may be reused.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Whether a forward runs: one was seen, and no backward since.
+        #: Whether a forward has begun and no backward since.
         self.in_forward = False
         self._backward_since_forward = False
 
@@ -81,7 +82,7 @@ class StepClock:
         return self._schedule.samples(self.step)
 
     def begin(self, sampled: bool, watched: bool) -> None:
-        """Decide whether to measure in the step that begins: between samples, with the watch off, nothing is."""
+        """Decide whether to measure for diagnoses in the step that begins; only sampled or watched steps are measured."""
         is_seen = sampled or watched
         self.measured = is_seen and is_measured(self._seen_steps)
         self._seen_steps += is_seen
@@ -92,7 +93,7 @@ class StepClock:
 
     @property
     def waits_for_optimizer(self) -> bool:
-        """Whether an optimizer belongs to the model and none has stepped in the current step."""
+        """Whether the model has a known optimizer and none has stepped in the current step."""
         return bool(self._known) and not self._done
 
     @property
@@ -106,13 +107,14 @@ class StepClock:
         return self._backward_since_forward
 
     def know(self, optimizer: object) -> None:
-        """Take an optimizer that belongs to the model."""
+        """Register an optimizer that belongs to the model."""
         self._known.add(optimizer)
 
     def forward(self, updated: Callable[[], bool]) -> bool:
-        """Take a training forward. Returns True if a step ended before it: the caller ends that step and calls again.
+        """Record a training forward; return True if a step ended before it, so the caller must end that step and call again.
 
-        ``updated`` tells whether the weights were updated since the last step; it is asked only where that decides.
+        ``updated`` returns whether the weights were updated since its last call; it is called only if the result depends
+        on that.
         """
         if self._backward_since_forward:
             if not self._known and (self.micro_batch >= _MOST_MICRO_BATCHES or updated()):
@@ -122,13 +124,13 @@ class StepClock:
         return False
 
     def backward(self) -> None:
-        """Take a backward that reaches the model."""
+        """Record a backward that reaches the model."""
         if not self._backward_since_forward:
             self.backwards += 1
         self.in_forward, self._backward_since_forward = False, True
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
-        """Take a backward without a forward. Returns True if a step ended before it: the caller ends that step."""
+        """Record a backward without a new forward; return True if a step ended before it, so the caller must end that step."""
         if not self._backward_since_forward:
             return False
         if self.micro_batch >= _MOST_MICRO_BATCHES or updated():
@@ -138,9 +140,9 @@ class StepClock:
         return False
 
     def optimizer_again(self, optimizer: object) -> bool:
-        """Return whether this optimizer has stepped in the current step already: then that step is over before this one counts.
+        """Return whether this optimizer has already stepped in the current step, so that the step ended before this call.
 
-        Optimizers that did not step meanwhile are no longer waited for.
+        If so, forget the optimizers that did not step in it: steps no longer wait for them.
         """
         if optimizer not in self._done:
             return False
@@ -148,7 +150,7 @@ class StepClock:
         return True
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
-        """Take an optimizer's step, or that it was skipped. Returns whether that ends the training step."""
+        """Record that an optimizer stepped or was skipped; return whether this ends the training step."""
         self.know(optimizer)
         self._done.add(optimizer)
         self.skipped_steps += skipped
@@ -163,11 +165,11 @@ class StepClock:
 
 
 class Pace:
-    """Chooses for each step whether it is sampled and watched: by the schedule, or as the budget allows.
+    """Chooses for each step whether it is sampled and watched, by the schedule or the budget.
 
     Args:
-        clock: knows the schedule.
-        budget: None: the schedule decides, and every step is watched.
+        clock: gives the schedule.
+        budget: the budget that decides; None if the schedule decides, and every step is watched.
         samples, watches: whether there is anything to sample, and whether there is a watch.
     """
 
@@ -188,10 +190,10 @@ class Pace:
         return self._samples and budget.samples, self._watches and budget.watches
 
     def settle(self, meter: Meter, recording: Recording, watched: bool) -> None:
-        """Charge the step that ends to the budget, and record what it has cost.
+        """Charge the cost of the ending step to the budget and record it; do nothing without a budget.
 
         Args:
-            watched: whether it was watched.
+            watched: whether the step was watched.
         """
         if self._budget is None:
             return

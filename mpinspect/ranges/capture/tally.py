@@ -1,7 +1,7 @@
-"""From raw rows of counts to windows.
+"""Collect rows of counts into windows.
 
-Rows stay on the device that counted them until the end of their step (``host_rows``, ``device_rows``); then one copy takes
-them all to the host, from a GPU asynchronously and looked at a step later.
+Rows stay on the device that counted them until their step ends (``host_rows``, ``device_rows``). Then a single copy brings them
+to the host; from a GPU this copy is asynchronous, and its rows are usually added a step later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import LostUpdates, TensorKey, Window
 from mpinspect.runtime.guard import Unread
 
-#: Dtypes that values are rounded to before they can be counted.
+#: Narrow dtypes, whose values have been rounded before they are counted, and the names of their formats.
 _NARROW = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -43,14 +43,14 @@ def passed_through(dtype: torch.dtype) -> str:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the bare name: "float16" for torch.float16."""
+    """Return a dtype's name without "torch.": "float16" for torch.float16."""
     return str(dtype).removeprefix("torch.")
 
 
 class Sample(NamedTuple):
-    """One tensor counted once.
+    """The counts of one tensor at one time.
 
-    ``scale`` is what its values are multiplied by; ``passed_through`` the format they were rounded to before.
+    ``scale`` is the loss scale that multiplies its values; ``passed_through`` the format to which they were rounded.
     """
 
     key: TensorKey
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows on their way to the host, and what they are of, in the order in which ``copy`` brings them."""
+    """Rows being copied to the host, and their samples and element counts in the order of the rows in ``copy``."""
 
     samples: list[SampleOf]
     numels: list[int]
@@ -71,11 +71,11 @@ class _Rows(NamedTuple):
 
 @dataclass
 class _Step:
-    """A sampled step on its way to the host.
+    """A sampled step whose counts are being copied to the host.
 
     Args:
-        scales: those of the step, by number; ``scale_copies`` brings the values that are still on a device.
-        gradient_scales: numbers of those that gradients have.
+        scales: the step's loss scales, by number; ``scale_copies`` brings the values that are still on a device.
+        gradient_scales: the numbers of the scales that gradients have.
     """
 
     step: int
@@ -88,11 +88,11 @@ class _Step:
 
 
 class Tally:
-    """Gathers samples step by step into windows.
+    """Collects samples into windows, step by step.
 
     Args:
-        drop: called with a sentence whenever a sample had to be thrown away.
-        scale_seen: called with the step and the scale of its gradients (None: not known).
+        drop: called with a sentence when samples are discarded.
+        scale_seen: called with the step and the scale of its gradients (None: unknown).
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Tally:
     def count(
         self, key: TensorKey, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return the row of a tensor for a sample of the current step, as from ``counting.count``. Waits for no GPU.
+        """Return a tensor's row of counts for the current step's sample, like ``counting.count``; never waits for a GPU.
 
-        It may be part of a buffer, and hold something else when the next step begins. None where the tensor can't be counted.
+        The row may be part of a buffer that is reused from the next step on. None if the tensor can't be counted.
         """
         try:
             return self._row(tensor, divisor)
@@ -135,7 +135,7 @@ class Tally:
         return fastest.count(tensor, divisor)
 
     def count_together(self, waiting: list[ParameterGradient]) -> None:
-        """Count gradients that have waited for it, as ``count`` does; what can't be counted gets no row."""
+        """Count gradients held until the end of their backward and set each one's ``found``; None if it can't be counted."""
         by_device: dict[torch.device, list[ParameterGradient]] = {}
         for each in waiting:
             by_device.setdefault(each.values.device, []).append(each)
@@ -144,7 +144,7 @@ class Tally:
                 try:
                     (self._host_rows if device.type == "cpu" else self._rows_on(device)).count_together(group)
                 except Exception as error:
-                    # One of them may be the reason.
+                    # One gradient may have caused the error: count each one alone below.
                     self._drop(
                         f"weight gradients could not be counted together ({type(error).__name__}: {error}) and are one by one; "
                         "the training is not affected"
@@ -164,15 +164,15 @@ class Tally:
         return rows
 
     def add(self, sample: Sample) -> None:
-        """Take a sample of the current step."""
+        """Add a sample of the current step."""
         self._pending.append(sample)
 
     def add_lost_updates(self, key: TensorKey, format_name: str, counts: torch.Tensor, *, measured: bool) -> None:
-        """Take lost-update counts of the current step: an int64 tensor (lost, non-zero)."""
+        """Add lost-update counts of the current step: an int64 tensor (lost, non-zero)."""
         self._pending_lost.append((key, format_name, measured, counts))
 
     def drop_step(self) -> None:
-        """Forget the samples of the current step."""
+        """Discard the samples of the current step."""
         self._pending.clear()
         self._pending_lost.clear()
         for rows in self._buffers():
@@ -180,18 +180,18 @@ class Tally:
 
     @property
     def open_steps(self) -> int:
-        """Sampled steps in the open window."""
+        """The number of sampled steps in the open window."""
         return len(self._steps)
 
     def end_step(self, step: int) -> None:
-        """Send the step's samples to the host, and take in those that have arrived."""
+        """Start copying the step's samples to the host, and add all samples that have arrived to the open window."""
         if self._pending or self._pending_lost:
             self._send(step)
         while self._travelling and all(copy.ready() for copy in _copies(self._travelling[0])):
             self._take_next()
 
     def close_window(self, *, wait: bool = False) -> Window | None:
-        """Return the window since the last call, or None if nothing was sampled. ``wait`` for what is still on a GPU."""
+        """Return the window since the last call, or None if nothing was sampled; ``wait`` first waits for copies from a GPU."""
         while wait and self._travelling:
             self._take_next()
         if not self._steps:
@@ -227,7 +227,7 @@ class Tally:
         )
 
     def _send_rows(self, samples: list[Sample]) -> list[tuple[list[int], HostCopy]]:
-        """Send the rows of a buffer in one copy, and the others beside it; those of a buffer that can't be sent too."""
+        """Start copying rows to the host: a buffer's rows in one copy, others (or if that fails) grouped by shape and dtype."""
         rows: list[torch.Tensor | None] = [sample.row for sample in samples]
         copies = []
         for buffer in self._buffers():
@@ -241,7 +241,7 @@ class Tally:
         return copies + _copy_alike(rows, lambda place, error: self.unread.failed(samples[place].key, error))
 
     def _take_next(self) -> None:
-        """Take in the step that was sent first; a fault costs that step."""
+        """Add the step that was sent first to the open window; discard the step on an error."""
         step = self._travelling.popleft()
         try:
             self._take(step)
@@ -275,7 +275,7 @@ class Tally:
             self._gradient_peaks[peak] = self._gradient_peaks.get(peak, 0) + 1
 
     def _arranged(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[IntArray]) -> Arrangement:
-        """Return the arrangement of the step before, where this one looks alike; else a new one."""
+        """Return the previous step's arrangement if it fits this step; else a new one."""
         shapes = [RowSet(rows.shape[1], len(rows)) for rows in row_sets]
         if not self._arrangement.fits(samples, scales, shapes):
             self._arrangement = Arrangement(samples, scales, shapes)
@@ -291,7 +291,7 @@ def _copies(step: _Step) -> Iterable[HostCopy]:
 def _copy_alike(
     tensors: list[torch.Tensor | None], failed: Callable[[int, Exception], None]
 ) -> list[tuple[list[int], HostCopy]]:
-    """Copy each group of tensors that share device, shape and dtype at once, with the places where they stood."""
+    """Copy tensors to the host, stacked by device, shape and dtype; return each copy with its tensors' places in the list."""
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor is not None:
@@ -303,7 +303,7 @@ def _copy_alike(
 
 
 def _arrived_scales(step: _Step) -> list[StepScale]:
-    """Return the step's scales with the values that came from a device."""
+    """Return the step's loss scales, with values copied from a device filled in."""
     values = [scale.value for scale in step.scales]
     for indices, copy in step.scale_copies:
         for index, value in zip(indices, copy.values().tolist(), strict=True):
@@ -312,7 +312,7 @@ def _arrived_scales(step: _Step) -> list[StepScale]:
 
 
 def _arrived_lost(step: _Step) -> dict[tuple[TensorKey, str], LostUpdates]:
-    """Return the step's lost updates, added up by tensor and format."""
+    """Return the step's lost updates, summed by tensor and format."""
     found: dict[tuple[TensorKey, str], LostUpdates] = {}
     for indices, copy in step.lost_counts:
         for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):

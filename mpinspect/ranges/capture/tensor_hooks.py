@@ -1,8 +1,8 @@
-"""The hooks through which a model's calls and gradients reach the dispatcher. Between samples each checks one flag.
+"""The hooks that report a model's calls and gradients to the dispatcher. In quiet steps each hook only checks one flag.
 
-Copies and pickles of a model leave them out. A hook lives in the module's own dictionaries, which ``pickle``, ``torch.save`` and
-``copy.deepcopy`` take from ``Module.__getstate__``. That method is wrapped while anyone has hooks on, on each class that has its
-own, and put back after.
+Copies and pickles of a model must not contain the hooks, which are stored in the module's dictionaries. ``pickle``,
+``torch.save`` and ``copy.deepcopy`` get these from ``Module.__getstate__``, so this method is wrapped while hooks are installed,
+on each class that defines it, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ForwardHook(ModelHook):
         self._layer = layer
 
     def __call__(self, module: object, *args: Any) -> None:
-        # torch.compile traces the first to nothing, so it comes before any state is read; the second is all that a module call
-        # costs between samples.
+        # is_compiling() comes first, so that torch.compile traces the hook to nothing before any state is read; the quiet flag
+        # is the only cost of a module call in quiet steps.
         if is_compiling() or self._dispatcher.quiet:
             return
         if id(module) == self._module_id:
@@ -43,7 +43,7 @@ class ForwardHook(ModelHook):
 
 
 class OutputGradientHook:
-    """Reports the gradient at one output (or input) tensor. Holds no tensor."""
+    """Reports the gradient at one output (or input) tensor, without holding a tensor."""
 
     __torch_unserializable__ = True
     __slots__ = ("_counted", "_dispatcher", "_is_input", "_layer", "_number")
@@ -51,7 +51,7 @@ class OutputGradientHook:
     def __init__(
         self, dispatcher: weakref.ref[Dispatcher], layer: Layer, counted: bool, number: int, is_input: bool
     ) -> None:
-        # Weakly: a graph that outlives the inspector must not keep it.
+        # A weak reference: an autograd graph that outlives the inspector must not keep it alive.
         self._dispatcher = dispatcher
         self._layer = layer
         self._counted = counted
@@ -65,7 +65,7 @@ class OutputGradientHook:
 
 
 class ParameterHook:
-    """Reports the gradient that a backward brings to one parameter."""
+    """Reports the gradient of one parameter in each backward."""
 
     __torch_unserializable__ = True
     __slots__ = ("_dispatcher", "_watched")
@@ -78,19 +78,19 @@ class ParameterHook:
         dispatcher = self._dispatcher
         if dispatcher.quiet or gradient is None:
             return
-        # The usual case, made short: these come by the dozen, and each finds our code driven out of the caches.
+        # A fast path for the usual case: this hook runs dozens of times per backward, each time with cold caches.
         try:
             at_work = dispatcher.meter is None and dispatcher.waiting.task == torch._C._current_graph_task_id()
             if at_work and dispatcher.waiting.hold(self._watched, gradient):
                 return
         except Exception:
-            # The guarded way meets the same trouble, and says so.
+            # The guarded call below meets the same error and reports it.
             pass
         dispatcher.weight_gradient(self._watched, gradient)
 
 
 class AccumulatedHook:
-    """Does so where only post-accumulate hooks fire (distributed parameters): it sees the sum over the micro-batches so far."""
+    """Reports a distributed parameter's ``.grad``, the sum over micro-batches: only post-accumulate hooks fire there."""
 
     __slots__ = ("_dispatcher", "_watched")
 
@@ -104,7 +104,7 @@ class AccumulatedHook:
 
 
 def backward_ended(dispatcher: weakref.ref[Dispatcher], finish: Callable[[], None]) -> None:
-    """Have the dispatcher ``finish`` what waited for a backward's end."""
+    """Call ``finish`` through the dispatcher at the end of a backward, if the dispatcher still exists."""
     alive = dispatcher()
     if alive is not None:
         alive.backward_ended(finish)
@@ -112,7 +112,7 @@ def backward_ended(dispatcher: weakref.ref[Dispatcher], finish: Callable[[], Non
 
 # -- copies and pickles ------------------------------------------------------------------------------------------------
 
-#: A module's tables of hooks, and beside each those that hold facts about its hooks by the same keys.
+#: A module's tables of hooks, each with the tables that hold flags of these hooks under the same keys.
 _TABLES = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
@@ -124,7 +124,7 @@ _MISSING = object()
 
 
 def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
-    """Keep every ModelHook out of pickles and copies of these modules, until ``user`` and all others have stopped that."""
+    """Keep every ModelHook out of pickles and copies of these modules, until all users have called ``leave_hooks_in``."""
     if not any(known is user for known in _users):
         _users.append(user)
     for kind in {_defining(type(module)) for module in modules}:
@@ -134,7 +134,7 @@ def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
 
 
 def leave_hooks_in(user: object) -> None:
-    """Stop that for a user without hooks; the last one leaves the classes as they were."""
+    """Unregister a user of ``leave_hooks_out``; restore the classes if it was the last user."""
     _users[:] = [known for known in _users if known is not user]
     if _users:
         return
@@ -147,7 +147,7 @@ def leave_hooks_in(user: object) -> None:
 
 
 def _defining(kind: type) -> type:
-    """Return the class whose ``__getstate__`` is called: one that has its own, else Module itself."""
+    """Return the class in the MRO that defines ``__getstate__`` (except object); Module if there is none."""
     return next((base for base in kind.__mro__ if "__getstate__" in vars(base) and base is not object), torch.nn.Module)
 
 
@@ -160,7 +160,7 @@ def _without_our_hooks(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _filtered(state: Any) -> Any:
-    """Return the state without our hooks; the very same object where there are none, or where it is not a module's usual dict."""
+    """Return the state without our hooks; the same object if it contains none, or is not the usual dict of a module."""
     if not isinstance(state, dict):
         return state
     changed = {}

@@ -1,8 +1,8 @@
-"""Parameters' gradients that wait for the end of their backward, to be counted together.
+"""Hold parameter gradients until the end of their backward, to count them together.
 
-They are many and mostly small: one by one each costs a kernel's launch on a GPU, and on a CPU Python code that the products
-before it have driven out of the caches. So a gradient waits where nothing is known that could change it in the meantime.
-In-place changes are detected by the version counter; writes through ``.data`` or NumPy in the backward are not.
+These gradients are many and mostly small: counting each one alone would cost a kernel launch on a GPU, or Python code with
+cold caches on a CPU. A gradient is held only if nothing is known that could change it before the backward ends. In-place
+changes are detected by the version counter; writes through ``.data`` or NumPy during the backward are not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
 
-#: They reduce gradients over processes from hooks on autograd's nodes, which can't be seen, and without torch.distributed.
+#: Libraries that reduce gradients over processes without torch.distributed, from hooks on autograd nodes we can't detect.
 _REDUCERS = ("horovod.torch", "byteps.torch")
-#: A larger gradient is counted at once: its reading takes longer than what waiting saves.
+#: Bytes above which a gradient is counted immediately: holding it would save less time than reading it takes.
 _LARGEST_TO_WAIT = 16 << 20
-#: No more bytes of gradients than these wait together.
+#: Most bytes of gradients held at a time.
 _MOST_WAITING = 64 << 20
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,9 +34,9 @@ class WaitingGradients(Generic[Context]):
     """Holds the gradients of one backward.
 
     Args:
-        show: called with the context that ``begin`` was given, and the gradients that are still what they were.
-        note: called with a sentence on what could not be counted.
-        enter: runs ``finish`` when the backward ends, as an entrance of the training into the capture.
+        show: called with the context passed to ``begin`` and the held gradients whose values are unchanged.
+        note: called with a sentence on gradients that could not be counted.
+        enter: calls the function it is given, as a guarded entry into the capture; used at the end of the backward.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class WaitingGradients(Generic[Context]):
         self._enter = enter
         self._show = show
         self._note = note
-        #: Backwards may run in several threads.
+        #: Protects the fields below: backwards may run in several threads.
         self._lock = threading.Lock()
         self._waiting: list[ParameterGradient] = []
         self._bytes = 0
-        #: The backward (graph task) whose gradients wait here; NO_BACKWARD: no gradient may.
+        #: The graph task whose gradients may be held; NO_BACKWARD for none.
         self.task = NO_BACKWARD
-        #: The thread that began it, and the context of its gradients.
+        #: The thread in which this backward began, and the context of its gradients.
         self._thread = 0
         self._context: Context | None = None
         self._looks: Sized = ()
@@ -60,17 +60,17 @@ class WaitingGradients(Generic[Context]):
         return len(self._waiting)
 
     def begin(self, context: Context, looks: Sized) -> None:
-        """Let the gradients of the backward that has just brought its first one wait, unless another thread's is at work.
+        """Start holding the gradients of the running backward, unless gradients of another thread's backward are held.
 
         Args:
-            context: for ``show``.
+            context: the context to pass to ``show``.
             looks: the tensors that the watch has read in this step.
         """
         if self._waiting:
             if self._thread != threading.get_ident():
-                # That backward goes on beside this one.
+                # The other thread's backward is still running.
                 return
-            # Of a backward around this one, or of one that broke off: what follows may change their gradients.
+            # The held gradients are of an enclosing or an aborted backward: this backward may change them.
             self.finish()
         with self._lock:
             if not self._waiting:
@@ -79,13 +79,13 @@ class WaitingGradients(Generic[Context]):
                 self._thread, self._context, self._looks = threading.get_ident(), context, looks
 
     def stop(self) -> None:
-        """No gradient may wait until the next ``begin``."""
+        """Hold no further gradients until the next ``begin``."""
         self.task = NO_BACKWARD
 
     def hold(self, watched: WatchedParameter, gradient: torch.Tensor) -> bool:
-        """Hold a gradient of this ``task`` that has just arrived; returns whether it may wait.
+        """Hold a gradient of this ``task`` that has just arrived, if possible; return whether it is held.
 
-        Not where it isn't counted, where more than its accumulation may touch it, where it is large, or there is no room.
+        A gradient is not held if it isn't counted, if other code may change it, if it is large, or if too many are held.
         """
         parameter = watched.parameter
         if (
@@ -94,7 +94,7 @@ class WaitingGradients(Generic[Context]):
             or gradient.dtype not in _DTYPES
             or gradient.layout is not torch.strided
             or not gradient.is_contiguous()
-            # Another hook than our own: one that may change the gradient, or an optimizer that steps in the backward.
+            # A hook besides our own may change the gradient, or step an optimizer in the backward.
             or len(parameter._backward_hooks or ()) != 1
             or getattr(parameter, "_post_accumulate_grad_hooks", None)
         ):
@@ -102,13 +102,13 @@ class WaitingGradients(Generic[Context]):
         size = gradient.nbytes
         if size > _LARGEST_TO_WAIT or self._bytes + size > _MOST_WAITING:
             return False
-        # Another tensor with the same memory: .grad still takes the gradient over, where it would copy one that others hold.
+        # A detached alias: autograd can still move the gradient itself to .grad, but would copy it if it had another reference.
         values = gradient.detach()
         stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
         waiting = ParameterGradient(watched, values, values._version, len(self._looks), stream)
         with self._lock:
             if self.task != torch._C._current_graph_task_id():
-                # Another thread's backward has come in between.
+                # Another thread's backward has begun meanwhile.
                 return False
             first = not self._waiting
             self._waiting.append(waiting)
@@ -118,18 +118,18 @@ class WaitingGradients(Generic[Context]):
         return True
 
     def make_room(self, gradient: torch.Tensor) -> None:
-        """Show what waits, if it and this gradient together hold too much memory."""
-        # A sparse gradient does not wait, and says nothing of its bytes.
+        """Pass on the held gradients if this gradient would exceed the memory limit."""
+        # A sparse gradient is never held, and has no nbytes.
         if gradient.layout is torch.strided and self._bytes + gradient.nbytes > _MOST_WAITING:
             self.finish()
 
     def finish_left_behind(self) -> None:
-        """Show the gradients that an interrupted backward of this thread left behind."""
+        """Pass on gradients still held from an aborted backward of this thread."""
         if self._waiting and self._thread == threading.get_ident():
             self.finish()
 
     def finish(self) -> None:
-        """Show what waits, and hold it no longer."""
+        """Pass the held gradients to ``show``, without those changed in place, and release them all."""
         with self._lock:
             waiting, self._waiting, self._bytes = self._waiting, [], 0
             context = self._context
@@ -145,7 +145,7 @@ class WaitingGradients(Generic[Context]):
         self._show(context, intact)
 
     def end(self) -> None:
-        """Show what waits, and forget its backward, whose observers know who waits here: nothing may be left in a circle."""
+        """Pass on the held gradients and drop the backward's context, which would otherwise keep a reference cycle alive."""
         self.finish()
         with self._lock:
             if not self._waiting:
@@ -156,7 +156,7 @@ class WaitingGradients(Generic[Context]):
 
 
 def _may_be_reduced() -> bool:
-    """Return whether gradients may be averaged over processes as they arrive: through .data, which no version tells."""
+    """Return whether gradients may be reduced over processes on arrival, through .data, unseen by the version counter."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return True
     return any(name in sys.modules for name in _REDUCERS)

@@ -1,8 +1,8 @@
-"""The non-finite watch, an observer: at every step the largest magnitude of every output and gradient, in execution order.
+"""The non-finite watch: an observer that records the largest magnitude of every output and gradient in execution order.
 
-One reduction a tensor, or none where an observer counted it: then the row of counts has the magnitude. On a CPU the value is
-known at once; on a GPU it is left on the device until the step ends (``judge``). From these come the first culprit and the last
-maxima.
+Each tensor costs one reduction, or none if an observer counted it, since the row of counts contains the magnitude. On a CPU
+the value is known immediately; on a GPU it stays on the device until the step ends (``judge``). The first culprit and the
+recent maxima are derived from these values.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.distributed import local_part
 from mpinspect.runtime.guard import Unread
 
-#: In so many steps it is learned which outputs are handed on.
+#: Number of steps in which the watch learns which outputs containers return.
 _LEARNING_STEPS = 3
 
 
 class Watch(Observer):
-    """Reads every tensor that is observed; records the first culprit of each step as an event.
+    """Reads every observed tensor, and records the first culprit of each step as an event.
 
     Args:
-        modules: those that are watched, by path.
-        optimizers: the model's.
+        modules: the watched modules, by path.
+        optimizers: the model's optimizers.
         broken_weights: explains events of the forward.
-        clock: the run's.
-        recording: takes the events.
-        may_pause: whether there may be steps that are not watched.
+        clock: the run's step clock.
+        recording: receives the events.
+        may_pause: whether some steps may not be watched.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Watch(Observer):
         self._may_pause = may_pause
         self._judge = Judge(modules, self.unread)
         self._log = StepLog()
-        #: Steps that are watched, and the one before was not; events arrive a few steps late at most.
+        #: The last watched steps that follow an unwatched step; eight suffice, since events are at most a few steps late.
         self._after_pause: deque[int] = deque(maxlen=8)
-        #: The largest magnitude in the output before.
+        #: The previous output and its largest magnitude.
         self._last_output: LastValues[float] = LastValues()
         self._last_module = ""
-        #: Modules whose output a container was seen to return.
+        #: Modules whose output a container has been seen to return.
         self._handed_on: set[str] = set()
         self._steps = 0
 
@@ -83,9 +83,9 @@ class Watch(Observer):
         return self._log.looks
 
     def forward_broke(self) -> bool | None:
-        """Return whether the last output of this step is not finite; None where a device knows.
+        """Return whether the last output of this step is non-finite; None if there is none, or its value is still on a device.
 
-        Where anything before it was not, that mostly is not either.
+        If an earlier output was non-finite, the last output usually is too.
         """
         last = self._log.last_output
         return None if last is None else last.is_broken
@@ -93,7 +93,7 @@ class Watch(Observer):
     # -- the forward ------------------------------------------------------------------------------------------------
 
     def called(self, call: Call) -> None:
-        """Read the outputs not seen before; the inputs only where something broke, and only those that no module made."""
+        """Read the new outputs and, if an output may be non-finite, the inputs that no observed module produced."""
         path, inputs, finite = call.layer.path, call.inputs(), True
         call.fresh = fresh = self._log.calls.called(path, inputs, call.outputs)
         if fresh and fresh[0][2]:
@@ -110,7 +110,7 @@ class Watch(Observer):
     def _output(
         self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
     ) -> bool:
-        """Read an output (``row``: its counts, where it was counted). Returns whether it is known to be finite."""
+        """Read an output (``row``: its row of counts, if any); return False if it is non-finite or its value not yet known."""
         found: Found | None = row
         tensor = local_part(tensor)
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
@@ -124,7 +124,7 @@ class Watch(Observer):
         if not isinstance(look.value, float):
             return False
         if self._steps < _LEARNING_STEPS or module in self._handed_on:
-            # It may be handed on: after a few steps it is known which outputs are.
+            # A container may return this output: after the first steps the watch knows which outputs those are.
             self._last_output.keep(tensor, look.value)
             self._last_module = module
         else:
@@ -135,7 +135,7 @@ class Watch(Observer):
         return False
 
     def _read_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
-        """An output is not known to be finite: so it matters whether what went in was, where no module made it."""
+        """Read the inputs that no observed module produced, because an output may be non-finite."""
         for tensor in inputs:
             number = self._log.calls.number_of(tensor)
             if number is not None and number in self._log.unseen_inputs:
@@ -143,21 +143,21 @@ class Watch(Observer):
                 self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
 
     def unseen_input(self) -> int:
-        """Return a number for a tensor that is not at hand: the one inside a wrapper."""
+        """Return a new number for a tensor that is not accessible, because it is inside a wrapper."""
         return self._log.calls.unseen()
 
     def wrapped_input(self, number: int, module: str) -> None:
-        """Note that a full backward hook's wrapper was put around tensor ``number`` before ``module`` got it."""
+        """Record that a full backward hook wrapped tensor ``number`` before passing it to ``module``."""
         self._log.calls.wrapped(number, module)
 
     # -- the backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self, backward: Backward) -> None:
-        """Note the loss scale."""
+        """Record the loss scale of the backward."""
         self._log.scale = backward.scale
 
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
-        """Read a gradient at an output, or at an input that no module was seen to make."""
+        """Read a gradient at an output, or at an input that no observed module produced."""
         if gradient.number < 0:
             return
         layer = gradient.layer
@@ -182,7 +182,7 @@ class Watch(Observer):
             gradient.found = value
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
-        """Read a parameter's gradient, unless it was not counted and the scaler checks it."""
+        """Read a parameter's gradient if it was counted or no scaler checks it."""
         if gradient.found is not None or not backward.checked_by_scaler:
             watched = gradient.watched
             self._look(
@@ -197,7 +197,7 @@ class Watch(Observer):
             )
 
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Read gradients that have waited: the looks at them take the places of their arrival."""
+        """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
         looks, merged, done = self._log.looks, [], 0
         for each in gradients:
             if each.found is None and backward.checked_by_scaler:
@@ -212,7 +212,7 @@ class Watch(Observer):
         looks[:] = merged + looks[done:]
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """Read the loss, and the product that the backward begins with."""
+        """Read the losses, and the scaled losses at which the backward begins."""
         for loss in losses:
             self._look(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
         for loss in scaled:
@@ -221,23 +221,23 @@ class Watch(Observer):
     # -- the optimizers ---------------------------------------------------------------------------------------------
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find out what can't be found out once the weights have moved."""
+        """Collect the evidence that is lost once the optimizer has updated the weights."""
         if self.at_work:
             if not self._broken_weights.exhausted and self.forward_broke():
                 self._broken_weights.read_before_step()
             self._judge.find_innocent(self._log)
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor):
-            # A fused optimizer skips on the device: whether it stepped is known when this has reached the host.
+            # A fused optimizer skips on the device: the host knows whether it stepped once found_inf has been copied.
             self._log.found_inf.append(found_inf.detach().clone().reshape(()))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the step was not skipped, where the host knows."""
+        """Record that the step was not skipped, unless the optimizer decides this on the device."""
         if self.at_work and not skips_on_device(optimizer):
             self._log.skipped = bool(self._log.skipped)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the optimizer's gradients, which are still there: something was not finite, and a parameter tells what."""
+        """Read the gradients of the optimizer's parameters, to find the non-finite one that made the scaler skip."""
         if not self.at_work:
             return
         self._log.skipped = True
@@ -250,14 +250,14 @@ class Watch(Observer):
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in a step that is watched."""
+        """Work only in watched steps."""
         if self._may_pause and watched and not self.at_work and self._clock.step:
             self._after_pause.append(self._clock.step)
         self.at_work = watched
         self._broken_weights.begin_step()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Send the step's values to the host; record the events of the steps whose values have arrived. Does not wait."""
+        """Start copying the step's values to the host; record events of steps whose values have arrived. Does not wait."""
         log, self._log = self._log, StepLog()
         log.calls.forget_tensors()
         self._last_output.forget()
@@ -268,7 +268,7 @@ class Watch(Observer):
         self._record(wait=False)
 
     def drain(self) -> None:
-        """Record the events of all steps whose values are on their way."""
+        """Record the events of all remaining steps, waiting for their values to reach the host."""
         self._record(wait=True)
         self._recording.skips(self._clock.skipped_steps)
 
@@ -278,9 +278,9 @@ class Watch(Observer):
         self._clock.skipped_steps += self._judge.take_skips_on_device()
 
     def _explained(self, event: Event) -> Event:
-        """Return the event; where a forward broke, with a word on the module's weights if they were broken already."""
+        """Return the event, explained by the module's weights if they broke the forward, or by an unwatched step before."""
         if event.phase == "forward" and not self._broken_weights.exhausted:
-            # Skipped, or nobody has stepped since the forward ran.
+            # The optimizer's step was skipped, or no optimizer has stepped since the forward.
             unmoved = event.skipped or (event.skipped is None and self._clock.has_optimizers)
             event = self._broken_weights.explain(event, unmoved=event.step == self._clock.step and unmoved)
         if event.step in self._after_pause:
@@ -310,7 +310,7 @@ class Watch(Observer):
         return look
 
     def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
-        """Return what is to be known of a tensor; None for those that have no value, or none that can be had."""
+        """Return a tensor's largest magnitude; None if the tensor has no values or can't be read."""
         try:
             return largest_of(tensor, found, at_once)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What becomes of the weights in a run: whether they moved, and whether a forward broke because they are not finite."""
+"""Track the weights in a run: whether they changed, and whether non-finite or huge weights broke a forward."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from mpinspect.runtime.guard import Unread
 
 _State = tuple[int, list[float] | None]
 
-#: Finite weights of this magnitude are no weights any more: an update has thrown them away.
+#: Magnitude from which finite weights count as broken by an update.
 _HUGE = 2.0**20
-#: Events whose module's weights are read, which waits for a GPU: what broke first is what matters.
+#: Most events for which the module's weights are read, which waits for a GPU; the first events matter most.
 _MOST_EVENTS_EXPLAINED = 3
 
 
 class WeightChanges:
-    """Tells whether anything updated the weights, without waiting for a GPU.
+    """Detects whether anything updated the weights, without waiting for a GPU.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
     """
 
     def __init__(self, parameters: Sequence[WatchedParameter]) -> None:
         self._parameters = parameters
-        #: Each weight, with its state as the run began.
+        #: Each weight with its state at the beginning of the run.
         self._first: list[tuple[torch.Tensor, _State]] = []
         self._last: _State | None = None
 
     def remember(self) -> None:
-        """Note the weights as they are when the run begins."""
+        """Record the state of the weights at the beginning of the run."""
         weights = [watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter)]
         self._first = [(weight, _state(weight)) for weight in weights]
 
     def moved(self) -> bool | None:
-        """Return whether any weight has changed since ``remember``; None where that can't be known. Forgets the weights."""
+        """Return whether any weight has changed since ``remember``, or None if unknown; drop the recorded states."""
         first, self._first = self._first, []
         if any(_state(weight) != was for weight, was in first):
             return True
-        # Off a CPU ``weight.data -= ...`` leaves no trace that could be read without waiting.
+        # On other devices than a CPU ``weight.data -= ...`` can't be detected without synchronising.
         return False if all(values is not None for _, (_, values) in first) else None
 
     def updated(self) -> bool:
-        """Return whether the weights changed, or their gradients went, since the last call."""
+        """Return whether the first trainable weight changed since the last call, or has no gradient now."""
         first = next((watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter)), None)
         if first is None:
             return True
@@ -62,29 +62,29 @@ class WeightChanges:
 
 
 def can_be_hooked(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter can have a hook now: frozen ones, and lazy ones without a shape, can't."""
+    """Return whether a parameter can be hooked now, that is, it is neither frozen nor a lazy one without a shape."""
     return parameter.requires_grad and not is_lazy(parameter)
 
 
 def _state(parameter: torch.Tensor) -> _State:
-    """Return what changes when a loop without an optimizer updates a parameter: its version and, on a CPU, its first values.
+    """Return a parameter's version counter and, on a CPU, its first four values, to detect updates without an optimizer.
 
-    ``parameter.data -= ...`` changes the values and not the version.
+    ``parameter.data -= ...`` changes the values but not the version.
     """
     try:
         local = detached_values(local_part(parameter))
     except Exception:
-        # A subclass of Tensor that has no values at hand.
+        # A Tensor subclass whose values can't be accessed.
         return parameter._version, None
     has_values = local.device.type == "cpu" and local.layout is torch.strided
     return parameter._version, local.reshape(-1)[:4].tolist() if has_values else None
 
 
 class BrokenWeights:
-    """Looks for weights that are not finite where a forward is not.
+    """Finds non-finite or huge weights that explain a non-finite forward.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
     """
 
     def __init__(self, parameters: Collection[WatchedParameter]) -> None:
@@ -92,29 +92,31 @@ class BrokenWeights:
         self.unread = Unread[TensorKey]()
         self._parameters = parameters
         self._events = 0
-        #: Largest magnitudes before this step's optimizer moved the weights; None where they were not read.
+        #: Largest magnitudes of the weights before this step's optimizer updated them; None if not read.
         self._before_step: dict[str, float] | None = None
 
     @property
     def exhausted(self) -> bool:
-        """Whether enough events were explained."""
+        """Whether the limit of events to explain is reached."""
         return self._events >= _MOST_EVENTS_EXPLAINED
 
     def begin_step(self) -> None:
-        """Forget what the weights were."""
+        """Discard the magnitudes read in the previous step."""
         self._before_step = None
 
     def read_before_step(self) -> None:
-        """Read the weights before an optimizer steps on gradients of a broken forward, which breaks all. Waits for a GPU."""
+        """Read the weights before an optimizer applies the gradients of a broken forward. Waits for a GPU."""
         if self._before_step is None:
             self._before_step = self._magnitudes()
 
     def explain(self, event: Event, *, unmoved: bool) -> Event:
-        """Return the event, its explanation naming a weight of the module that was not sound before the forward, if there is one.
+        """Return the event, explained by a weight of its module that was non-finite or huge before the forward, if any.
+
+        Waits for a GPU if the weights are read now.
 
         Args:
-            event: of the forward.
-            unmoved: whether no optimizer has moved the weights since that forward.
+            event: an event of the forward.
+            unmoved: whether no optimizer has updated the weights since that forward.
         """
         self._events += 1
         inside = f"{event.module}." if event.module else ""
@@ -133,14 +135,14 @@ class BrokenWeights:
         return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
 
     def names(self) -> frozenset[str]:
-        """Return the weights that are not finite now. Waits for a GPU."""
+        """Return the names of the weights that are non-finite now. Waits for a GPU."""
         return frozenset(name for name, value in self._magnitudes().items() if not math.isfinite(value))
 
     def left_behind(self, step: int, before: Collection[str]) -> Event | None:
-        """Return the event of trained weights that are not finite as a run ends after ``step``, if any is not. Waits for a GPU.
+        """Return an event if any trained weight became non-finite by the end of the run, after ``step``. Waits for a GPU.
 
         Args:
-            before: names of those that were not when it began.
+            before: names of the weights that were non-finite when the run began.
         """
         largest = self._magnitudes()
         trained = [watched for watched in self._parameters if watched.parameter.requires_grad]
@@ -155,7 +157,7 @@ class BrokenWeights:
         return Event(step, 0, END, first.owner, WEIGHT, first.name, kind, explanation=how_many)
 
     def _magnitudes(self) -> dict[str, float]:
-        """Return the largest magnitudes of the weights that can be read, by name."""
+        """Return the largest magnitude of each weight that can be read, by name. Waits for a GPU."""
         magnitudes = {}
         for watched in self._parameters:
             with self.unread.left_out(TensorKey(watched.name, WEIGHT)):
@@ -164,7 +166,7 @@ class BrokenWeights:
 
 
 def _magnitude(parameter: torch.Tensor) -> float:
-    """Return the largest |x|, or NaN; 0 where there is none to be had."""
+    """Return a parameter's largest magnitude, or NaN; 0 if it has no floating-point values to read."""
     if is_lazy(parameter) or parameter.is_meta:
         return 0.0
     weight = detached_values(local_part(parameter))

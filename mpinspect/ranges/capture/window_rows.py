@@ -1,6 +1,6 @@
-"""The open window: rows of counts added up, a matrix for each length of row, until they become columns.
+"""Sum the open window's rows of counts, in one matrix for each row length, and convert them to columns.
 
-By integers alone: a flush-denormals mode, which takes subnormals for zero, changes nothing.
+Only integer arithmetic is used, so a flush-denormals mode, which treats subnormals as zero, has no effect.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ IntArray = npt.NDArray[np.int64]
 _MANTISSA = (1 << 52) - 1
 _BIAS = 1023
 _SMALLEST_SUBNORMAL = -1074
-#: Of the significand 2 - 2^-11: from here on a value rounds to 2 in 11 bits.
+#: Mantissa bits of the significand 2 - 2^-11, from which on a significand rounds up to 2 in 11 bits.
 _NEAR_TOP = 0x7FF << 41
 
 
 def exponents_and_mantissas(bits: IntArray) -> tuple[IntArray, IntArray]:
-    """Return exponents of finite positive float64 values, subnormals too, and the 52 bits of the significands behind the point.
+    """Return the exponents and 52-bit mantissas (fraction bits) of finite positive float64 values, including subnormals.
 
     Args:
-        bits: int64, the values' bits. Zero and infinity get some exponent.
+        bits: int64, the values' bits. For zero and infinity the results are meaningless.
     """
     is_subnormal = bits <= _MANTISSA
     if is_subnormal.any():
-        # As an integer, a multiple of the smallest subnormal, it is a normal float64.
+        # A subnormal's bits count multiples of the smallest subnormal; this integer as a float64 is a normal number.
         bits = np.where(is_subnormal, bits.astype(np.float64).view(np.int64), bits)
         return (bits >> 52) - _BIAS + _SMALLEST_SUBNORMAL * is_subnormal, bits & _MANTISSA
     return (bits >> 52) - _BIAS, bits & _MANTISSA
 
 
 def peak_exponents(rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Return the exponents of the rows' largest magnitudes, rounded to 11 bits; and which rows have a value.
+    """Return the exponents of the rows' largest magnitudes, rounded to 11 bits, and which rows have a non-zero finite value.
 
     Args:
         rows: int64, shape (n, length of a layout).
@@ -62,7 +62,7 @@ def peak_exponents(rows: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
 
 
 def row_columns(rows: IntArray, log2_scales: IntArray) -> dict[str, Column]:
-    """Decode rows as ``layout.decode`` does, shifted by -log2_scale, into the columns of ``TensorColumns`` that hold them.
+    """Decode rows like ``layout.decode``, with exponents reduced by log2_scale, into columns for ``TensorColumns``.
 
     Args:
         rows: int64, shape (n, length of a layout), contiguous.
@@ -90,12 +90,16 @@ def row_columns(rows: IntArray, log2_scales: IntArray) -> dict[str, Column]:
 
 
 def _significands(mantissas: IntArray, has_values: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return the significands, in [1, 2); 1 where there is no value."""
+    """Return the significands of these mantissas, in [1, 2); 1 for rows without values."""
     return (np.where(has_values, mantissas, 0) | _BIAS << 52).view(np.float64)
 
 
 def _bins(rows: IntArray, low: IntArray, bins: IntArray) -> dict[str, Column]:
-    """Return the rows' counters of the exponents from ``low`` on, joined."""
+    """Return the rows' counts of ``bins`` exponents from ``low`` on, concatenated.
+
+    Raises:
+        ValueError: a row's extremes disagree with its counts.
+    """
     length = rows.shape[1]
     lowest = (layout.NARROW if length == layout.NARROW.length else layout.WIDE).lowest_exponent
     used = np.flatnonzero(bins)
@@ -118,14 +122,14 @@ def _bins(rows: IntArray, low: IntArray, bins: IntArray) -> dict[str, Column]:
     return {"counts": narrowed(counts), "powers_of_two": narrowed(powers), "near_top": narrowed(tops)}
 
 
-#: A peak is counted as one number with its tensor: tensor * _EXPONENTS + exponent - NO_EXPONENT.
+#: A peak and its tensor are encoded as one integer: tensor * _EXPONENTS + exponent - NO_EXPONENT.
 _EXPONENTS = -2 * NO_EXPONENT
-#: So many peaks are kept as they came before equal ones are counted.
+#: Number of peaks collected before equal ones are counted together.
 _LOOSE_PEAKS = 1 << 14
 
 
 class WindowRows:
-    """Adds up what is counted in the steps of the open window, tensor by tensor."""
+    """Sums the counts of the open window's steps, tensor by tensor."""
 
     def __init__(self) -> None:
         self._roster = EMPTY_ROSTER
@@ -134,16 +138,16 @@ class WindowRows:
         self._numel_max = np.zeros(0, dtype=np.int64)
         self._peaks = _Peaks()
         self._lost: dict[tuple[TensorKey, str], LostUpdates] = {}
-        #: The last step's arrangement, and its samples with their places in this window.
+        #: The last step's arrangement, and its sample sets with positions in this window's roster.
         self._placed: tuple[Arrangement, tuple[SampleSet, ...]] | None = None
 
     def add_step(self, arrangement: Arrangement, row_sets: Sequence[IntArray], numels: IntArray) -> int | None:
-        """Add a step's rows; returns the largest peak exponent, unscaled, of its gradients.
+        """Add a step's rows; return the largest unscaled peak exponent of its gradients, or None if there is none.
 
         Args:
-            arrangement: what the rows are of.
-            row_sets: int64, shape (rows, length) for each of the arrangement's sets. May be kept, and changed.
-            numels: the elements of each sample, int64, set after set.
+            arrangement: describes the samples to which the rows belong.
+            row_sets: an int64 array of shape (rows, length) for each sample set; the arrays may be kept and modified.
+            numels: int64, the number of elements of each sample, in the order of the sets.
         """
         largest, start = NO_EXPONENT, 0
         for samples, arrived in zip(self._place(arrangement), row_sets, strict=True):
@@ -159,7 +163,7 @@ class WindowRows:
         return largest if largest > NO_EXPONENT else None
 
     def add_lost_updates(self, lost: Mapping[tuple[TensorKey, str], LostUpdates]) -> None:
-        """Add a step's lost updates, by tensor and the format in which they would be lost."""
+        """Add a step's lost updates, given by tensor and storage format."""
         known = set(self._roster.order)
         unseen = tuple(dict.fromkeys(key for key, _ in lost if key not in known))
         if unseen:
@@ -168,7 +172,7 @@ class WindowRows:
             self._lost[at] = self._lost[at] + found if at in self._lost else found
 
     def columns(self) -> TensorColumns:
-        """Return the tensors, in the order in which they came.
+        """Return the window's tensors as columns, in the order in which they first appeared.
 
         Raises:
             ValueError: a row's extremes disagree with its counts.
@@ -179,7 +183,7 @@ class WindowRows:
         if len(sums) == 1:
             ((length, (tensors, scales)),) = sums.items()
             if np.array_equal(tensors, np.arange(len(order))):
-                # One sum for each tensor: all but a few windows.
+                # Usually each tensor has exactly one sum.
                 return self._of_all(figures | row_columns(self._sums[length].rows, scales))
         parts = [self._of_all(figures | _nothing(_OF_VALUES, len(order)))]
         for length, (tensors, scales) in sums.items():
@@ -191,7 +195,7 @@ class WindowRows:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _place(self, arrangement: Arrangement) -> tuple[SampleSet, ...]:
-        """Return a step's samples with their places in this window, which makes room for them."""
+        """Return a step's sample sets with positions in this window's roster, adding new tensors to the roster."""
         if self._placed is None or self._placed[0] is not arrangement:
             if self._roster is EMPTY_ROSTER:
                 self._set_roster(arrangement.roster)
@@ -218,7 +222,7 @@ class WindowRows:
         return TensorColumns(self._roster.order, columns, contexts, context, self._lost_of_tensors())
 
     def _of_some(self, tensors: IntArray, values: Mapping[str, Column]) -> TensorColumns:
-        """Return part of what was counted of these tensors: values only, no samples."""
+        """Return columns of these tensors that hold the given values, and zero samples."""
         contexts, context = self._roster.numbered_contexts
         order = tuple(self._roster.order[tensor] for tensor in tensors.tolist())
         nothing = _nothing(_OF_SAMPLES, len(order))
@@ -235,19 +239,19 @@ class WindowRows:
 
 
 class _Sums:
-    """Adds up rows of one length, slot by slot."""
+    """Sums rows of one length, slot by slot."""
 
     def __init__(self, length: int) -> None:
         #: int64, (slots, length).
         self.rows = np.zeros((0, length), dtype=np.int64)
 
     def add(self, rows: IntArray, samples: SampleSet, slots: int) -> None:
-        """Add rows to the slots of these samples; there are so many slots by now. The rows may be kept, and changed."""
+        """Add rows to their samples' slots, growing to ``slots`` slots first; ``rows`` may be kept and modified."""
         if not len(self.rows) and samples.one_for_each_slot and len(rows) == slots:
             self.rows = np.ascontiguousarray(rows)
             return
         self._grow(slots)
-        # The extremes of a row without values are neutral: infinity and zero.
+        # A row without values has neutral extremes: infinity as minimum and zero as maximum.
         low, high = self.rows[:, MIN_BITS].copy(), self.rows[:, MAX_BITS].copy()
         np.minimum.at(low, samples.slot, rows[:, MIN_BITS])
         np.maximum.at(high, samples.slot, rows[:, MAX_BITS])
@@ -264,7 +268,7 @@ class _Sums:
 
 
 class _Peaks:
-    """Counts how often each tensor had which peak exponent."""
+    """Counts how often each peak exponent occurred, for each tensor."""
 
     def __init__(self) -> None:
         self._codes = np.zeros(0, dtype=np.int64)
@@ -273,7 +277,7 @@ class _Peaks:
         self._loose_count = 0
 
     def add(self, tensors: IntArray, exponents: IntArray) -> None:
-        """Add one peak for each entry; NO_EXPONENT is none."""
+        """Add the peak exponents of these tensors, ignoring NO_EXPONENT."""
         codes = tensors * _EXPONENTS + (exponents - NO_EXPONENT)
         self._loose.append(codes[exponents > NO_EXPONENT])
         self._loose_count += len(codes)
@@ -281,7 +285,7 @@ class _Peaks:
             self._gather()
 
     def columns(self, tensors: int) -> dict[str, IntArray]:
-        """Return the columns ``peaks`` and PER_PEAK of ``TensorColumns``, exponents in rising order."""
+        """Return the columns ``peaks`` and PER_PEAK of ``TensorColumns``, with exponents in ascending order."""
         self._gather()
         return {
             "peaks": np.bincount(self._codes // _EXPONENTS, minlength=tensors),
@@ -299,7 +303,10 @@ class _Peaks:
 
 
 def _unscaled_peaks(samples: SampleSet, rows: IntArray) -> IntArray:
-    """Return for each row the exponent of its largest magnitude, rounded to 11 bits; NO_EXPONENT where it has none."""
+    """Return each row's unscaled peak exponent: of its largest magnitude, rounded to 11 bits; NO_EXPONENT if none.
+
+    A row with infinities has at least the exponent ``samples.overflow``.
+    """
     exponents, has_values = peak_exponents(rows)
     peaks = np.where(has_values, exponents - samples.log2_scale, NO_EXPONENT)
     overflowed = rows[:, INFS] > 0
@@ -311,7 +318,7 @@ _OF_VALUES = ("min_exponent", "bins", "zeros", "infs", "nans", *SIGNIFICANDS, *P
 
 
 def _nothing(names: Collection[str], tensors: int) -> dict[str, Column]:
-    """Return these columns of so many tensors of which nothing was counted."""
+    """Return the named columns for ``tensors`` tensors without any counts."""
     columns: dict[str, Column] = {}
     for name in names:
         if name in SIGNIFICANDS:

@@ -1,1 +1,1 @@
-"""What a RangeReport says, in every form."""
+"""The contents of a RangeReport in every output form."""

@@ -1,4 +1,4 @@
-"""The layers as a pandas DataFrame: one row a tensor, every figure a column."""
+"""The layers as a pandas DataFrame: one row per tensor and one column per figure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpinspect.numeric.exponents import Interval
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.report.layers import flushed_at_recommended
 
-#: Columns of whole numbers that may be missing: pandas' nullable integers.
+#: Columns of integers that may be missing, stored as pandas' nullable integers.
 _INTEGERS = (
     "elements",
     "nonzero",
@@ -27,10 +27,10 @@ _LABELS = ("name", "kind", "module", "module_type", "samples")
 
 
 def render(report: RangeReport) -> Any:
-    """Return one row a layer and kind, in the model's order; what is not known is missing (NaN or ``<NA>``).
+    """Return one row per layer and kind, in the model's order; unknown figures are missing (NaN or ``<NA>``).
 
-    An estimate ``x`` has its bounds in ``x_low`` and ``x_high``; a measured one has them equal to it.
-    ``flushed_fraction_scaled`` is at the recommended loss scale, the other figures are at scale 1.
+    An estimate ``x`` has its bounds in ``x_low`` and ``x_high``; for a measured figure all three are equal.
+    ``flushed_fraction_scaled`` is at the recommended loss scale; the other figures are at scale 1.
 
     Raises:
         ImportError: pandas is not installed.
@@ -41,7 +41,7 @@ def render(report: RangeReport) -> Any:
         raise ImportError("to_dataframe() needs pandas: pip install mpinspect[pandas]") from error
     rows = [_row(layer, report) for layer in report.layers]
     columns = list(rows[0]) if rows else list(_LABELS)
-    # Layers differ in the formats that updates were tested for: these come last.
+    # Layers differ in the formats that updates were tested for, so the columns of lost updates come last.
     columns += sorted({name for row in rows for name in row} - set(columns))
     frame = pandas.DataFrame(rows, columns=columns)
     integers = [name for name in _INTEGERS if name in frame.columns]

@@ -1,4 +1,4 @@
-"""What a session's report says: what broke, the loss scale, findings, the layers' ranges, other formats, coverage, notes."""
+"""Builds a range report's document: verdict, findings, non-finite values, loss scale, layers, formats, coverage."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, power_of_two, share
 
-#: About as many as one looks through; GitHub cuts a comment at 65,536 characters.
+#: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
 LAYERS = Limit(
     8, 100, "more rows that lose less (--all, JSON)", "more rows that lose less; to_dataframe() and JSON have all"
 )
 EVENTS = Limit(5, 10)
-#: Layers that never fired, by reason, and their names.
+#: Reasons why layers never fired, and the names of layers for each reason.
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
@@ -58,7 +58,7 @@ _LEGEND = "~ estimate, [bounds] where far apart; ? not known; {0..11}: the worst
 
 
 def title(report: RangeReport) -> str:
-    """Return what was judged against what."""
+    """Return the report's title: the model's name and the format it is judged against."""
     return f"{report.session.info.model or 'A model'} against {report.format}"
 
 
@@ -66,11 +66,11 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
     """Return the report as a document.
 
     Args:
-        everything: whether every layer has a row of its own; else repeated blocks share one, and the worst rows are shown.
-        verdict: whether it begins with its title and the verdict.
+        everything: whether every layer has its own row; if not, repeated blocks share one and the worst rows are shown.
+        verdict: whether the document begins with its title and the verdict.
     """
     session = report.session
-    # What the verdict says of a healthy run is all that most want to know of it.
+    # For a healthy run, the verdict is all that most readers want to know.
     is_healthy = bool(report.verdict.healthy) and not everything
     return Document(
         title(report) if verdict else "",
@@ -86,7 +86,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
                 Line(_totals(report)),
                 Line(overhead_line(session)),
                 _never_fired(report),
-                # A run's own report has the steps in its brief.
+                # A run's own report gives the steps in its summary.
                 is_detail=is_healthy
                 and not verdict
                 and not report.coverage.never_fired
@@ -99,7 +99,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
 
 
 def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
-    """Return the verdict's lines: what is wrong stands out, and the change to make."""
+    """Return the verdict's blocks: the precision, the verdict itself in colour, and the change to make."""
     first, *more = verdict.sentences or ("",)
     blocks: tuple[Block, ...] = (
         Line(verdict.precision),
@@ -115,7 +115,7 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
 def _totals(report: RangeReport) -> str:
     session = report.session
     seen = session.passed_through() - {"float32"}
-    # The narrow formats that values were rounded to on their way, as under autocast.
+    # The narrow formats that values were rounded to before they were counted, as under autocast.
     computed_in = f"; values were rounded to {' and '.join(sorted(seen))}" if seen else ""
     counted = steps_and_samples(session.progress, "" if session.progress.ended else " so far")
     return f"{counted}{computed_in}; {report.coverage}"
@@ -125,7 +125,7 @@ def _totals(report: RangeReport) -> str:
 
 
 def _events(events: Sequence[Event]) -> Iterator[Block]:
-    """Yield the first in full, some of the others in a line each."""
+    """Yield the first event in full and some of the others in one line each."""
     if not events:
         return
     first = events[0]
@@ -190,7 +190,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
-    """Return whether the window moves by more than a power of two, which is noise."""
+    """Return whether the window moves by more than one power of two (less is noise) or any block has no window."""
     if any(block.log2_lowest is None for block in blocks):
         return True
     ends = [
@@ -205,7 +205,7 @@ def _window(block: TimeBlock) -> str:
 
 
 def _block(first: TimeBlock, last: TimeBlock) -> str:
-    """Return the steps of neighbouring blocks, and the window that all of them have."""
+    """Return the steps of neighbouring blocks and the window that all these blocks share."""
     if first.first_step == last.last_step:
         return f"step {first.first_step:,} {_window(first)}"
     return f"steps {first.first_step:,}-{last.last_step:,} {_window(first)}"
@@ -213,12 +213,12 @@ def _block(first: TimeBlock, last: TimeBlock) -> str:
 
 # -- the layers -----------------------------------------------------------------------------------------------------
 
-#: A layer's figure in words, or its cell.
+#: Returns a layer's figure in words, or the cell to show.
 Figure = Callable[[LayerReport], str | Cell]
 
 
 def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
-    """Yield a table for each kind that was seen; of many layers those that lose most, of repeated blocks the worst."""
+    """Yield a table for each kind of tensor counted; with many layers, only the worst, and one per repeated block."""
     counted = seen_layers(report)
     if not counted:
         yield from section("Layers", Line("No tensor was counted."))
@@ -252,7 +252,7 @@ def _as_cell(figure: str | Cell) -> Cell:
 
 
 def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]]:
-    """Return the figures that layers of this kind are asked for. A new column is written here and nowhere else."""
+    """Return the columns for layers of this kind, and their figures. A new column is added only here."""
     columns: list[tuple[Column, Figure]] = [
         (
             Column("offset", meaning="unused powers of two at the top"),
@@ -264,7 +264,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         ),
     ]
     k = log2_recommended(report.loss_scale)
-    # At scale 1 it would say the same again.
+    # At scale 1 this column would repeat the one before.
     if kind in GRADIENT_KINDS and k != 0:
         columns.append(
             (
@@ -297,13 +297,13 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
 
 
 def _flushed(layer: LayerReport, elements: Interval | None) -> str:
-    """Return a share of elements, with its bounds only where the share of the sum, which decides, may be too large."""
+    """Return a share of elements in words, with bounds only if the lost L1 share may exceed its tolerance."""
     is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE
     return share(elements, near=1.0) if is_served else share(elements)
 
 
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
-    """Updates are asked another question: would w + dw differ from w if weights were stored in that format?"""
+    """Return the columns for updates: for each storage format, the share of updates with w + dw rounded back to w."""
 
     def lost_in(storage: str) -> Figure:
         def words(layer: LayerReport) -> str:
@@ -319,14 +319,14 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
 
 
 def _largest(layer: LayerReport) -> str:
-    """Largest finite magnitude as a power of two, rounded down."""
+    """Return the layer's largest finite magnitude as a power of two, rounded down."""
     if layer.histogram is None:
         return UNKNOWN
     return f"2^{layer.histogram.max_exponent}" if layer.histogram.nonzero else NOT_APPLICABLE
 
 
 def _name(block: Repeated) -> Cell:
-    """Return the layer's name, or that of a repeated one with the worst of them, whose figures the row has."""
+    """Return the cell with a layer's name; for repeated layers, a note names the worst one, which the row describes."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
     of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()
@@ -334,7 +334,7 @@ def _name(block: Repeated) -> Cell:
 
 
 def _remarks(layer: LayerReport) -> Iterator[str]:
-    """Yield what else a reader of the row must know, each a few words."""
+    """Yield short remarks on a layer: non-finite values, overflow, no non-zero values, rounding noise."""
     histogram = layer.histogram
     if histogram is not None and histogram.infs + histogram.nans:
         yield f"{histogram.infs:,} inf, {histogram.nans:,} NaN"
@@ -350,7 +350,7 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
 
 
 def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
-    """Yield the formats that would do, then those that would not and why: a line for kinds of which the same is to be said."""
+    """Yield lines that name the formats that would do and those that would not; kinds with equal lines share one."""
     told: dict[str, list[str]] = {}
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
@@ -372,7 +372,7 @@ def _why_not(verdict: FormatVerdict) -> str:
 
 
 def _never_fired(report: RangeReport) -> Items:
-    """Return the tensors that never arrived, by kind and reason."""
+    """Return a list of the tensors that never fired, grouped by kind and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, kind, reason in report.coverage.never_fired:
         groups.setdefault((kind, reason or "reason unknown"), []).append(name or "(the model)")

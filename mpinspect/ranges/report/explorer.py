@@ -1,4 +1,4 @@
-"""The interactive map of a run's layers: its counts, packed for a page whose script works out every figure from them."""
+"""The interactive map of a run's layers: packs the run's counts for a script that computes every figure from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mpinspect.reporting.document import Widget
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name
 
-#: Histograms that a page holds: 2,000 layers in 8 blocks of the run make a file of some megabytes.
+#: Most histograms in a page: 2,000 layers in 8 blocks of the run make a file of some megabytes.
 _MOST_HISTOGRAMS = 16_000
-#: Blocks of the run that a slider goes through.
+#: Most blocks of the run on the slider.
 _MOST_BLOCKS = 24
 
 
 def widget(report: RangeReport) -> Iterator[Widget]:
-    """Yield the map of a report, where anything was counted."""
+    """Yield the report's map, or nothing if no tensor was counted."""
     if not _shown(report):
         return
     yield Widget(
@@ -38,7 +38,7 @@ def widget(report: RangeReport) -> Iterator[Widget]:
 
 
 def packed(report: RangeReport) -> str:
-    """Return ``data`` as JSON in gzip in base64."""
+    """Return ``data(report)`` as gzipped JSON in base64."""
     text = json.dumps(data(report), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode("ascii")
 
@@ -78,7 +78,7 @@ def data(report: RangeReport) -> dict[str, Any]:
 
 
 def _shown(report: RangeReport) -> list[LayerReport]:
-    """Return the layers whose elements a format may flush; of an update another question is asked."""
+    """Return the counted layers without updates, since flushing does not decide whether an update is lost."""
     return [layer for layer in seen_layers(report) if layer.kind != UPDATE]
 
 
@@ -88,7 +88,7 @@ def _blocks(layer: LayerReport, windows: Sequence[Window]) -> list[list[Any] | N
 
 
 def _histogram(histogram: ExponentHistogram) -> list[Any]:
-    """Return the fields in the order in which ``unpack`` of the script takes them."""
+    """Return the histogram's fields in the order that the script's ``unpack`` expects."""
     return [
         histogram.min_exponent,
         histogram.zeros,

@@ -1,4 +1,4 @@
-"""The report as JSON: every field. The schema: docs/report-schema.md."""
+"""The report as JSON, with every field; docs/report-schema.md describes the schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpinspect.ranges.analysis.report import Coverage, RangeReport
 from mpinspect.ranges.session import LostUpdates, Session, Window
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 
-#: Containers down to this depth get a line for each of their members, deeper ones one line in all: a layer is two lines or so.
+#: Containers down to this depth have one line per member, deeper ones a single line: a layer takes about two lines.
 LAYOUT = Layout(3)
 
 
@@ -27,8 +27,8 @@ _SPECIAL: Special = {
     ExponentHistogram: lambda histogram: fields(histogram, also=("nonzero", "total", "min_abs", "max_abs")),
     LostUpdates: lambda updates: fields(updates, also=("fraction",)),
     Coverage: _coverage,
-    # The layers hold the sum of a window's histograms, the session file holds each.
+    # The layers hold the sums of the windows' histograms; only the session file holds each window's.
     Window: lambda window: fields(window, but=("tensors",)),
-    # Events stand in the report itself.
+    # The report itself has the events.
     Session: lambda session: fields(session, but=("events",)),
 }

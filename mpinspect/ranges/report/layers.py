@@ -1,4 +1,4 @@
-"""The layers as tables and pictures take them: which were seen, which are worst, what they flush, where their values lie."""
+"""Selects, groups and ranks layers for tables and plots, and computes their flushed shares and range strips."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, Range
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.reporting.document import Strip
 
-#: Powers of two that are drawn below the flush edge.
+#: Powers of two drawn below the flush edge.
 _BELOW = 15
 
 
 def seen_layers(report: RangeReport) -> list[LayerReport]:
-    """Return the layers that were counted at least once, in the model's order; those that never fired stand under coverage."""
+    """Return the layers that were counted at least once, in the model's order."""
     return [layer for layer in report.layers if layer.samples and layer.histogram is not None]
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A layer, or one that a model's blocks repeat.
+    """A single layer, or a group of layers that a model's blocks repeat.
 
     Args:
-        name: of the one, or as in "h.{0..11}.attn.weight".
-        worst: the one that loses most of them.
-        members: all of them.
+        name: the layer's name, or the group's merged name: "h.{0..11}.attn.weight".
+        worst: the member that loses most.
+        members: all layers of the group.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Repeated:
 
 
 def one_by_one(layers: Iterable[LayerReport]) -> list[Repeated]:
-    """Return each layer by itself."""
+    """Return each layer as a group of its own."""
     return [Repeated(layer.name, layer, (layer,)) for layer in layers]
 
 
 def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
-    """Return the layers, those as one whose names differ in the numbers of their blocks alone, in the order of the first of each.
+    """Group layers whose names differ only in their blocks' numbers; groups are in the order of their first members.
 
-    The last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
+    A number in the last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
     """
     groups: dict[tuple[object, ...], list[LayerReport]] = {}
     for layer in layers:
@@ -59,7 +59,7 @@ def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
 
 
 def _common_name(names: list[str]) -> str:
-    """As in "h.{0..11}.attn.weight", or "h.{0,2,5}.attn.weight"."""
+    """Merge names that differ only in numbers: "h.{0..11}.attn.weight", or "h.{0,2,5}.attn.weight"."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(_alternatives(list(dict.fromkeys(parts))) for parts in columns)
 
@@ -74,13 +74,16 @@ def _alternatives(parts: list[str]) -> str:
 
 
 def worst(layers: Iterable[LayerReport], limit: int) -> list[LayerReport]:
-    """Return the ``limit`` layers that lose most, worst first; all of them in the model's order if they are not more."""
+    """Return the ``limit`` layers that lose most, worst first; if there are no more than that, keep their order."""
     found = list(layers)
     return found if len(found) <= limit else sorted(found, key=badness, reverse=True)[:limit]
 
 
 def badness(layer: LayerReport) -> tuple[float, ...]:
-    """Sorts layers: what is not finite or overflows, then lost updates, lost L1 share, flushed share; noise last."""
+    """Return a sort key, larger for worse layers.
+
+    In order: not rounding noise, non-finite values, overflow, lost updates, lost L1 share, flushed share.
+    """
     histogram = layer.histogram
     broken = histogram.infs + histogram.nans if histogram is not None else 0
     lost = max((update.fraction for update in (layer.lost_updates or {}).values()), default=0.0)
@@ -100,7 +103,7 @@ def log2_recommended(advice: LossScaleAdvice) -> int | None:
 
 
 def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval | None:
-    """Share of the non-zero elements that flush at the recommended scale; None without a scale or without values."""
+    """Return the share of non-zero elements flushed at the recommended scale; None without a scale or values."""
     k = log2_recommended(report.loss_scale)
     if k is None or layer.histogram is None or layer.flushed_fraction is None:
         return None
@@ -108,8 +111,8 @@ def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval 
 
 
 def range_strip(histogram: ExponentHistogram, format: FloatFormat) -> Strip:
-    """Return shares of the non-zero elements by exponent: below the format's flush edge, between that and its top, and beyond."""
-    # The exponents that survive begin at the smallest subnormal's less one: its upper half rounds up.
+    """Return shares of the non-zero elements by exponent: below the format's flush edge, up to its top, and beyond."""
+    # Surviving exponents begin one below the smallest subnormal's: values above half of it round up to it.
     edge, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
     low = edge - _BELOW
     first = histogram.min_exponent

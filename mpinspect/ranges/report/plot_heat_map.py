@@ -1,4 +1,4 @@
-"""Layers by exponents: how every layer's values spread, and where the format's edges cut them."""
+"""Heat map of layers by exponents: the spread of each layer's values, and the format's edges."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MAX_MARGIN = 40
 
 
 def rows(report: RangeReport) -> list[LayerReport]:
-    """Return the layers shown: those with a gradient (with anything, if there is none), by kind, the worst of many."""
+    """Return the layers to show, by kind: the worst MAX_ROWS of the gradients, or of all if there are no gradients."""
     seen = [layer for layer in seen_layers(report) if layer.histogram is not None and layer.histogram.nonzero]
     gradients = [layer for layer in seen if layer.kind in GRADIENT_KINDS]
     return sorted(worst(gradients or seen, MAX_ROWS), key=lambda layer: KINDS.index(layer.kind))
 
 
 def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
-    """Fill the figure: one row a layer, one column a power of two, coloured by share of the layer's non-zero elements."""
+    """Draw one row per layer and one column per power of two, coloured by share of the layer's non-zero elements."""
     layers, format = rows(report), FORMATS[report.format]
     short = format_name(format.name)
     figure.suptitle(
@@ -79,7 +79,7 @@ def _limits(layers: list[LayerReport], format: FloatFormat) -> tuple[int, int]:
 
 
 def _shares(layer: LayerReport, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Share of the non-zero elements per exponent low .. high - 1; what lies beyond gathers at the ends."""
+    """Return the share of non-zero elements per exponent low .. high - 1; values beyond are counted at the ends."""
     assert layer.histogram is not None, "rows() takes layers that were counted"
     exponents = layer.histogram.min_exponent + np.arange(len(layer.histogram.counts))
     places = np.clip(exponents, low, high - 1) - low
@@ -87,7 +87,7 @@ def _shares(layer: LayerReport, low: int, high: int) -> np.ndarray[tuple[int], n
 
 
 def _colour_by_kind(figure: Figure | SubFigure, axes: Axes, layers: list[LayerReport]) -> None:
-    """Names in their kind's colour, with a key where there are several kinds, and a line between the kinds."""
+    """Colour the layers' names by kind, draw lines between the kinds, and add a legend."""
     for label, layer in zip(axes.get_yticklabels(), layers, strict=True):
         label.set_color(kind_named(layer.kind).colour)
     for index in range(1, len(layers)):

@@ -1,4 +1,4 @@
-"""The picture of the GTC 2018 mixed-precision talk: gradients' exponents against a format's range, before and after scaling."""
+"""Plots gradient exponents against a format's range, unscaled and scaled, as in the GTC 2018 mixed-precision talk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from mpinspect.reporting.plot_style import draw_regions, exponent_axis, percent_
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name, percent, power_of_two
 
-#: Powers of two shown at least below and above the format's range; values farther off gather in the outermost bar.
+#: Powers of two shown: at least below and at least above the format's range, and at most on either side. Values beyond
+#: are counted in the outermost bar.
 _LOW_MARGIN, _HIGH_MARGIN, _MAX_MARGIN = 12, 6, 40
-#: The note needs about this many powers of two of width beside the arrow's.
+#: Width of the arrow's note, in powers of two on an axis of 80.
 _NOTE_WIDTH = 16
 
 
 def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
-    """Fill the figure: one panel at scale 1, one at the recommended scale where scaling is needed."""
+    """Draw one panel at scale 1 and, if a scale other than 1 is recommended, one at that scale."""
     format = FORMATS[report.format]
     pooled = _pooled(report)
     short = format_name(format.name)
@@ -48,7 +49,7 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
 
 
 def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
-    """Return all gradients of a kind together, rounding noise left out."""
+    """Return the merged histogram of each kind of gradient, without layers of rounding noise."""
     layers = [layer for layer in seen_layers(report) if not layer.rounding_noise]
     found = {
         kind: merge(layer.histogram for layer in layers if layer.kind == kind and layer.histogram is not None)
@@ -58,7 +59,7 @@ def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
 
 
 def _limits(pooled: dict[str, ExponentHistogram], shifts: list[int], format: FloatFormat) -> tuple[int, int]:
-    """Exponents at the left and right end of the axis: the format's range, and what lies beyond it within reason."""
+    """Return the exponents at the axis ends: the format's range and, up to _MAX_MARGIN, the values beyond it."""
     used = [histogram.shifted(k) for histogram in pooled.values() if histogram.nonzero for k in shifts]
     bottom, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
     low = min(bottom - _LOW_MARGIN, min(histogram.min_exponent for histogram in used) - 1)
@@ -80,7 +81,7 @@ def _panel(axes: Axes, pooled: dict[str, ExponentHistogram], format: FloatFormat
             shares, np.arange(low, high + 1), color=kind_named(kind).colour, linewidth=1.4, label=label, zorder=4
         )
     axes.set_yscale("log")
-    # Room above the bars for the arrow and the legend: in logarithms, a third of the height.
+    # Leave room above the bars for the arrow and the legend: a third of the height on the log axis.
     axes.set_ylim(smallest / 3, (1 / smallest) ** 0.5 * 3)
     axes.set_yticks([tick for tick in (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10) if tick > smallest / 3])
     percent_axis(axes.yaxis)
@@ -92,14 +93,14 @@ def _panel(axes: Axes, pooled: dict[str, ExponentHistogram], format: FloatFormat
 
 
 def _shares(histogram: ExponentHistogram, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Share of the non-zero elements per exponent low .. high - 1; what lies beyond gathers at the ends."""
+    """Return the share of non-zero elements per exponent low .. high - 1; values beyond are counted at the ends."""
     exponents = histogram.min_exponent + np.arange(len(histogram.counts))
     places = np.clip(exponents, low, high - 1) - low
     return np.bincount(places, weights=histogram.counts, minlength=high - low) / histogram.nonzero
 
 
 def _offset_arrow(axes: Axes, max_exponent: int, format: FloatFormat, high: int) -> None:
-    """From the largest gradient to the top of the format."""
+    """Draw an arrow, with the range offset, from the largest gradient to the format's top."""
     offset = format.max_exponent - max_exponent
     top = format.max_exponent + 1
     if offset == 0:
@@ -114,7 +115,7 @@ def _offset_arrow(axes: Axes, max_exponent: int, format: FloatFormat, high: int)
     transform = axes.get_xaxis_transform()
     axes.annotate("", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=arrow)
     fits = abs(ends[1] - ends[0]) >= _NOTE_WIDTH * (high - axes.get_xlim()[0]) / 80
-    # Too wide for its arrow, it ends where the arrow ends: above the histograms either way.
+    # A note wider than its arrow ends at the arrow's right end; either way it stands above the histograms.
     place = (sum(ends) / 2, height + 0.03) if fits else (max(ends) - 0.7, height + 0.03)
     box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.5}
     text = axes.text(*place, words, transform=transform, fontsize=9, fontweight="bold", bbox=box, zorder=5)
@@ -134,7 +135,7 @@ def _not_shown(pooled: dict[str, ExponentHistogram]) -> str:
 
 
 def _notes(report: RangeReport, pooled: dict[str, ExponentHistogram], low: int, high: int) -> Iterator[str]:
-    """Yield what a reader of the picture must know besides, a line each."""
+    """Yield the notes below the plot: values not shown, values flushed before counting, the loss-scale advice."""
     yield _not_shown(pooled)
     if any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values()):
         yield "values beyond the picture are gathered in its outermost bars"

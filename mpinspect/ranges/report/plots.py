@@ -1,4 +1,4 @@
-"""The pictures: matplotlib figures on the Agg canvas. Neither pyplot nor the user's backend is touched."""
+"""The plots, as matplotlib figures on the Agg canvas; neither pyplot nor the user's backend is used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpinspect.reporting.plot_style import DPI, RC, drawn
 
 
 def range_offset(report: RangeReport) -> Figure:
-    """Histogram of the gradients' exponents against the format's range, before and after the suggested loss scale."""
+    """Plot the gradients' exponent histograms against the format's range, before and after the suggested loss scale."""
     return drawn(_range_offset_height(report), lambda figure: plot_range_offset.draw(figure, report))
 
 
 def heat_map(report: RangeReport) -> Figure:
-    """Layers by exponents, the format's edges as lines; the worst 60 layers if there are more."""
+    """Plot a heat map of layers by exponents with the format's edges as lines; at most the 60 worst layers."""
     return drawn(_heat_map_height(report), lambda figure: plot_heat_map.draw(figure, report))
 
 

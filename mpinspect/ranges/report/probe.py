@@ -1,4 +1,4 @@
-"""What a probe's report says, as a document and as JSON: how far FP16's gradients agree with what FP32 predicts of them."""
+"""Builds a probe report's document and JSON: how well FP16's gradients agree with the prediction from FP32's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Parameters, in the model's order.
 LAYERS = Limit(60, 100, "more rows; all are in JSON")
 NAMES = Limit(12, 50)
-#: From here on a difference between measured and predicted is explained: 0.01 of a layer's non-zero elements.
+#: Larger differences between measured and predicted shares of a layer's non-zero elements are explained.
 TELLING_DIFFERENCE = 0.01
 
 _LEGEND = (
@@ -61,7 +61,7 @@ def _verdict(report: ProbeReport) -> str:
 
 
 def _explanation(report: ProbeReport) -> Iterator[Line]:
-    """Yield why measured and predicted are not the same, where that matters."""
+    """Yield the reasons why measured and predicted shares differ, for differences above TELLING_DIFFERENCE."""
     telling = [layer for layer in report.layers if layer.comparable and _differs(layer)]
     more = [layer for layer in telling if layer.unscaled.difference > 0]
     fewer = [layer for layer in telling if layer.unscaled.difference < 0]
@@ -88,7 +88,7 @@ def _names(layers: list[LayerProbe], limit: int = 5) -> str:
 
 
 def _tables(report: ProbeReport) -> Tables:
-    """A table for each loss scale that ran, with the same parameters in each."""
+    """Return one table per loss scale that ran, each with the same parameters."""
     shown = report.layers[: LAYERS.page]
     runs = [("Loss scale 1", [(layer, layer.unscaled) for layer in shown])]
     if report.second_scale not in (None, 1.0):
@@ -147,7 +147,7 @@ LAYOUT = Layout(9, indent=1)
 
 
 def to_plain(report: ProbeReport) -> dict[str, Any]:
-    """Return the report as plain dicts, lists, strings, numbers, booleans and None: every field but the reference session."""
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None, without the reference session."""
     body = fields(report, also=("largest_difference",), but=("layers", "reference")) | {"layers": report.layers}
     return headed("mpinspect.probe", 1, plain(body, _SPECIAL))
 

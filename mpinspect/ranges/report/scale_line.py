@@ -1,4 +1,4 @@
-"""A run in one line: its steps, and the advice on its loss scale."""
+"""One-line summaries of a run's steps and of the advice on its loss scale."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from mpinspect.reporting.words import UNKNOWN, bare_power, format_name, lower_fi
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
-    """As in "1,000 steps, 100 sampled, 3 skipped, 4,000 backwards", the last where there is not one a step.
+    """Return the counts in words: "1,000 steps, 100 sampled, 3 skipped, 4,000 backwards".
+
+    Backwards are named only if there are more than steps.
 
     Args:
-        state: what stands behind "steps".
+        state: words to put after "steps".
     """
     words = [f"{_count(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
     if progress.skipped_steps:
@@ -26,7 +28,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def scale_line(advice: LossScaleAdvice) -> str:
-    """Return the scale, its window and the headroom; that there is none where none can be suggested."""
+    """Return the suggested loss scale, its window and the headroom in words, or a sentence that no scale fits."""
     if not advice.available:
         return "No loss scale can be suggested"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
@@ -40,14 +42,14 @@ def scale_line(advice: LossScaleAdvice) -> str:
 
 
 def scale_in_brief(report: RangeReport) -> str:
-    """Return the same for a whole report: of a run in BF16 that it needs none, and what FP16 would need."""
+    """Return a report's ``scale_line``; for a run in BF16 that needs no loss scale, say so and what FP16 would need."""
     if report.in_float16 is None or report.loss_scale.needed is not False:
         return scale_line(report.loss_scale)
     return f"{format_name(report.format)} needs no loss scale. In FP16: {lower_first(scale_line(report.in_float16))}"
 
 
 def scale_window(advice: LossScaleAdvice) -> str:
-    """As in "window 2^3 .. 2^16"; the lower end is not known where it is not known whether scale 1 serves."""
+    """Return the window in words: "window 2^3 .. 2^16"; the lower end is "?" if the need for scaling is unknown."""
     lowest = UNKNOWN if advice.needed is None else bare_power(advice.lowest)
     return f"window {lowest} .. {bare_power(advice.highest)}"
 

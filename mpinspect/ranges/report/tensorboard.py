@@ -1,7 +1,7 @@
-"""TensorBoard: every layer's exponent histograms over the steps with exact counts, and scalars beside them.
+"""TensorBoard log of every layer's exponent histograms over the steps, with exact counts, and of related scalars.
 
-The horizontal axis of the histograms is log2 of the magnitude: what has exponent e lies between e and e + 1. Zeros,
-infinities and NaNs have no exponent: their numbers are scalars. Tags are ``exponents/<kind>/<layer>``,
+The horizontal axis of the histograms is log2 of the magnitude: values with exponent e lie between e and e + 1. Zeros,
+infinities and NaNs have no exponent; their counts are scalars. Tags are ``exponents/<kind>/<layer>``,
 ``flushed_fraction/...`` (at scale 1), ``range_offset/...``, ``zero_fraction/...``, ``infs/...``, ``nans/...`` and
 ``loss_scale/...`` (in log2).
 """
@@ -26,15 +26,15 @@ from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Se
 from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.runtime.background import give_way
 
-#: TensorBoard draws 30 bars over the range of all steps. A range of a multiple of 30 powers of two, from 2^-43 (so that
-#: FP16's flush edge 2^-25 lies between two bars) to 2^17, makes each bar hold whole exponents: nothing is smeared.
+#: TensorBoard draws 30 bars over the range of all steps. With a range of a multiple of 30 powers of two, each bar holds
+#: whole exponents and no count is split. In 2^-43 .. 2^17, FP16's flush edge 2^-25 lies between two bars.
 _BARS = 30
 _LOWEST, _HIGHEST = -43, 17
 
-#: Characters that tags keep; others make TensorBoard's address or tree ambiguous.
+#: Characters replaced in tags, since they make TensorBoard's URLs or tag tree ambiguous.
 _UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
 
-#: Charts of the "custom scalars" page: title, then type and tags.
+#: Charts of the "custom scalars" page by title, each with its type and tags.
 _LAYOUT = {
     "mpinspect": {
         "loss scale, log2: suggested, and the safe window": [
@@ -50,14 +50,14 @@ _LAYOUT = {
 
 
 class TensorBoardLog:
-    """Writes windows and advice as TensorBoard events; each call is on disk when it returns, for a live TensorBoard.
+    """Writes windows and advice as TensorBoard events; each call writes to the file before it returns, unbuffered.
 
     Args:
-        log_dir: directory of the events file; made if need be.
-        format: the format that flushed fractions and range offsets are judged by.
+        log_dir: directory of the events file; created if missing.
+        format: the format for which flushed fractions and range offsets are computed.
 
     Raises:
-        OSError: the directory or the file can't be written, here and in every method.
+        OSError: the directory or the file can't be written; every method may raise it.
     """
 
     def __init__(self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16) -> None:
@@ -66,18 +66,18 @@ class TensorBoardLog:
 
         self._format = as_format(format)
         self._summary: Any = summary
-        # Made directly: torch's functions turn every number into a tensor first.
+        # Protocol buffers are made directly, since torch's functions convert every number to a tensor first.
         self._value: Any = Summary.Value
         self._histogram_proto: Any = HistogramProto
         self._tags: dict[TensorKey, str] = {}
         self._taken: set[str] = set()
-        #: Tags of which infinities or NaNs were seen: their numbers are written from then on, zeros too.
+        #: Tags that have had infinities or NaNs: from then on these counts are written, even when they are zero.
         self._broken: set[str] = set()
         self._file = EventFile(log_dir)
         self._file.add(self._summary.custom_scalars(_LAYOUT).value, 0)
 
     def write(self, window: Window) -> None:
-        """Add a window's counts at its last step. Unscaled counts, as sessions hold them."""
+        """Add a window's counts, which must be unscaled as in a session, at the window's last step."""
         values: list[Any] = []
         for key, tensor in TensorColumns.of(window.tensors).each():
             give_way()
@@ -85,17 +85,17 @@ class TensorBoardLog:
             scalars = self._scalars(tag, tensor.histogram)
             values += [self._scalar(f"{name}/{tag}", value) for name, value in scalars.items()]
             if tensor.histogram.nonzero:
-                # A histogram of nothing breaks TensorBoard's page.
+                # An empty histogram breaks TensorBoard's page.
                 values.append(self._histogram(f"exponents/{tag}", tensor.histogram))
         self._file.add(values, window.last_step)
 
     def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
-        """Add the suggested loss scale and its window, in log2, at this step; nothing where there is no advice."""
+        """Add the suggested loss scale and its window, in log2, at this step; unknown values are left out."""
         advice = advice.loss_scale if isinstance(advice, RangeReport) else advice
         self.scales(step, {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest})
 
     def scales(self, step: int, scales: dict[str, float | None]) -> None:
-        """Add scalars ``loss_scale/<name>``: log2 of each scale that is known."""
+        """Add a scalar ``loss_scale/<name>`` with log2 of each scale that is known, positive and finite."""
         known = {name: scale for name, scale in scales.items() if scale is not None and 0 < scale < math.inf}
         self._file.add([self._scalar(f"loss_scale/{name}", math.log2(k)) for name, k in known.items()], step)
 
@@ -110,7 +110,7 @@ class TensorBoardLog:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _scalars(self, tag: str, histogram: ExponentHistogram) -> dict[str, float]:
-        """Return the scalars of one tensor by the first part of their tags."""
+        """Return one tensor's scalars, keyed by the first part of their tags."""
         found: dict[str, float] = {}
         if histogram.infs + histogram.nans:
             self._broken.add(tag)
@@ -125,7 +125,7 @@ class TensorBoardLog:
         return found
 
     def _histogram(self, tag: str, histogram: ExponentHistogram) -> Any:
-        """Return one bucket per exponent, over a range that TensorBoard's bars divide evenly."""
+        """Return a summary value with one bucket per exponent, over a range that TensorBoard's bars divide evenly."""
         low, high = _range(histogram)
         counts = np.zeros(high - low, dtype=np.int64)
         start = histogram.min_exponent - low
@@ -146,7 +146,7 @@ class TensorBoardLog:
         return self._value(tag=tag, simple_value=value)
 
     def _tag(self, key: TensorKey) -> str:
-        """``<kind>/<layer>``, in characters that TensorBoard takes; the same for no two tensors."""
+        """Return a tensor's unique tag, ``<kind>/<layer>``, in characters that TensorBoard accepts."""
         if key not in self._tags:
             plain = f"{key.kind}/{_UNSAFE.sub('_', key.name) or 'model'}"
             tag, number = plain, 2
@@ -158,7 +158,7 @@ class TensorBoardLog:
 
 
 class TensorBoardSink:
-    """Takes a run's records as they come and writes them to a TensorBoardLog, the advice for each window with them."""
+    """Writes a run's records to a TensorBoardLog as they arrive, with the loss-scale advice for each window."""
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
         self._log = TensorBoardLog(log_dir)
@@ -166,32 +166,32 @@ class TensorBoardSink:
         self._progress = Progress()
 
     def watched(self, infos: Sequence[TensorInfo]) -> None:
-        """What the layers are: tells rounding noise from gradients."""
+        """Keep the descriptions of the tensors, from which the advice tells rounding noise from gradients."""
         self._watched = tuple(infos)
 
     def window(self, window: Window) -> None:
-        """Counts, and the loss scale that fits this window's gradients."""
+        """Write a window's counts and, if it has gradients, the loss scale that fits them."""
         self._log.write(window)
         if any(key.kind in GRADIENT_KINDS for key in window.tensors):
             session = Session(watched=self._watched, windows=(window,), progress=self._progress)
             self._log.advice(window.last_step, recommend_loss_scale(session))
 
     def event(self, event: Event) -> None:
-        """A line on the text page."""
+        """Write a line to the text page."""
         place = _UNSAFE.sub("_", event.module) or "the model itself"
         self._log.text("events", f"step {event.step}, {event.phase}: first {event.value} in {place}", event.step)
 
     def note(self, note: str) -> None:
-        """Notes stand in the report."""
+        """Ignore notes, which only the report shows."""
 
     def measurement(self, measurement: Measurement) -> None:
-        """Measurements stand in the report."""
+        """Ignore measurements, which only the report shows."""
 
     def precision(self, precision: Precision) -> None:
-        """Dtypes stand in the report."""
+        """Ignore the run's dtypes, which only the report shows."""
 
     def progress(self, progress: Progress) -> None:
-        """The loss scale in use, where it changed."""
+        """Write each new change of the loss scale in use."""
         known = set(self._progress.scales)
         for change in progress.scales:
             if change not in known:
@@ -204,7 +204,7 @@ class TensorBoardSink:
 
 
 def _range(histogram: ExponentHistogram) -> tuple[int, int]:
-    """Lowest and one past the highest exponent drawn: the usual range, or as many times 30 as the values need."""
+    """Return the lowest and one past the highest exponent drawn: the usual range, or a wider multiple of 30."""
     low, high = min(_LOWEST, histogram.min_exponent), max(_HIGHEST, histogram.max_exponent + 1)
     width = -(-(high - low) // _BARS) * _BARS
     return (high - width, high) if low < _LOWEST else (low, low + width)

@@ -1,8 +1,8 @@
 """A TensorBoard events file that is written in the calling thread.
 
-torch's SummaryWriter writes in a thread of its own: when the disk fails there, it prints a traceback, and later calls may
-wait for it for ever. Here every call has written when it returns, or raises OSError and has written nothing. Nothing is
-buffered, so a forked child has nothing to write a second time.
+torch's SummaryWriter writes in its own thread: if the disk fails, that thread prints a traceback, and later calls may
+wait for it forever. Here every call either writes its whole event before it returns, or raises OSError and writes
+nothing. Nothing is buffered, so a forked child has no data to write a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from mpinspect.ranges.report.crc32c import crc32c
 from mpinspect.runtime.appending import AppendedFile
 
-#: Added to a checksum that itself stands in checksummed data, as TFRecord files have it.
+#: Added to the rotated checksum, as the TFRecord format specifies for checksums stored with their data.
 _MASK_DELTA = 0xA282EAD8
 
 
@@ -28,10 +28,10 @@ class EventFile:
     """Appends summary values (protocol buffers, ``Summary.Value``) to a new file.
 
     Args:
-        log_dir: where the file goes; made if need be.
+        log_dir: the file's directory; created if missing.
 
     Raises:
-        OSError: it can't be made or written, here and in every method.
+        OSError: the file can't be created or written; every method may raise it.
     """
 
     def __init__(self, log_dir: str | PathLike[str]) -> None:
@@ -44,14 +44,14 @@ class EventFile:
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add(self, values: Iterable[Any], step: int) -> None:
-        """Append these values as one event of this step; nothing where there are none."""
+        """Append the values as one event of this step; do nothing if there are no values."""
         event = self._event(wall_time=time.time(), step=step)
         event.summary.value.extend(values)
         if event.summary.value:
             self._append(event.SerializeToString())
 
     def close(self) -> None:
-        """Close the file; twice does nothing."""
+        """Close the file. Idempotent."""
         self._file.file.close()
 
     def _append(self, data: bytes) -> None:
@@ -66,7 +66,7 @@ def _masked(data: bytes) -> bytes:
 
 
 def _new_file(directory: Path) -> FileIO:
-    """Return a file whose name TensorBoard takes for its own and that no other writer has: time, host and process are in it."""
+    """Create a file with a name that TensorBoard recognises, made unique by time, host, process and a number."""
     name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
     number = 0
     while True:

@@ -1,7 +1,7 @@
 """The session file: an append-only log of a run that survives ``kill -9``. The format: docs/session-format.md.
 
-What is appended is never changed; a reader takes the records that are complete and intact and says what it could not
-read. Nothing locks, maps memory or seeks, so it is safe on network file systems.
+Appended records are never changed; a reader takes the complete, intact records and reports what it could not read.
+The file needs no locks, no memory mapping and no seeks, so it is safe on network file systems.
 """
 
 from mpinspect.ranges.store.frames import FILE_NAME, SCHEMA_VERSION, SessionError

@@ -1,4 +1,4 @@
-"""What the columns of a window may hold: counts that can be of one run, so that what follows reckons with them unasked."""
+"""Checks that a window's columns hold counts that a run can have, so that later code can rely on them unchecked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mpinspect.ranges.session import LARGEST_EXPONENT
 from mpinspect.ranges.store.columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
 from mpinspect.runtime.decoding import DecodingError
 
-#: Bytes that a window may unpack to: a kilobyte, three times what 40 exponents take, for each of the most tensors.
+#: Largest unpacked window in bytes: 1 KiB (three times what 40 exponents take) for each of MOST_TENSORS.
 LARGEST_WINDOW = 256 << 20
-#: Bytes that the windows of one file may unpack to: as much as 65,536 tensors in 32 windows take, 40 exponents each.
+#: Largest total of a file's unpacked windows in bytes: 32 windows of 65,536 tensors with 40 exponents each.
 LARGEST_WINDOWS = 1 << 30
-#: Bins of all tensors over the whole run, which analysis holds as three int64 each: 128 exponents of 262,144 tensors.
+#: Most bins of all tensors over the whole run (three int64 each in analysis): 128 exponents of 262,144 tensors.
 MOST_BINS = 1 << 25
-#: Tensors of a run.
+#: Most tensors of a run.
 MOST_TENSORS = 1 << 18
-#: Elements of all bins of a file together, so that sums of int64 hold.
+#: Most elements in all bins of a file together, so that int64 sums do not overflow.
 MOST_ELEMENTS = 2.0**62
 #: The largest float64 below 2.
 _LARGEST_SIGNIFICAND = 2.0 - 2.0**-52
@@ -24,7 +24,7 @@ _SUMMED = ("samples", "zeros", "infs", "nans", "peak_counts")
 
 
 def check_counts(tensors: TensorColumns) -> None:
-    """Raises DecodingError where a column holds what no tensor can have. Knows that the columns fit together."""
+    """Raise DecodingError if a column holds a value that no tensor can have. Assumes columns of matching lengths."""
     columns = tensors.columns
     for name in (*_SUMMED, *PER_BIN, "numel_max", "bins", "peaks"):
         _require(not columns[name].size or bool(columns[name].min() >= 0), f"has a negative number in {name!r}")
@@ -46,7 +46,7 @@ def check_counts(tensors: TensorColumns) -> None:
 
 
 def _within(column: Column, low: float, high: float) -> bool:
-    """Return whether every number is in there; a NaN is not."""
+    """Return whether every number lies in low..high; NaN does not."""
     return not column.size or bool(low <= column.min() and column.max() <= high)
 
 
@@ -56,31 +56,31 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def _sum(column: Column) -> float:
-    """Of numbers that are not negative. An int64 holds that of all that fit into memory, but for int64 themselves."""
+    """Return the sum of a non-negative column; int64 columns are summed in float64, since an int64 could overflow."""
     return float(column.sum(dtype=np.float64 if column.itemsize == 8 else np.int64))
 
 
 class Limits:
-    """What the windows of one file have taken so far, in memory and in number."""
+    """Adds up the memory and the counts of one file's windows and checks the totals against the limits above."""
 
     def __init__(self) -> None:
         self._bytes_left = LARGEST_WINDOWS
         self._elements = 0.0
-        #: Lowest and one past the highest exponent by the tensor's number. Merged windows have every bin between them.
+        #: By tensor number, the lowest exponent and one past the highest. Merged windows have every bin between them.
         self._low, self._high = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
     @property
     def largest(self) -> int:
-        """Bytes that the next window may unpack to."""
+        """The largest size in bytes that the next window may unpack to."""
         return min(LARGEST_WINDOW, self._bytes_left)
 
     def take(self, numbers: Column, tensors: TensorColumns, bytes_taken: int) -> None:
-        """Raises DecodingError where the windows so far, with this one, are more than a run has.
+        """Add a window to the totals; raise DecodingError if they exceed what a run can have.
 
         Args:
-            numbers: the tensors' numbers, which outlast a window.
-            tensors: checked by ``check_counts``.
-            bytes_taken: that the window's payload unpacked to.
+            numbers: the tensors' numbers, which are the same in all windows of the file.
+            tensors: the window's columns, already checked by ``check_counts``.
+            bytes_taken: unpacked size of the window's payload.
         """
         self._bytes_left -= bytes_taken
         self._elements += sum(_sum(tensors.columns[name]) for name in (*_SUMMED, PER_BIN[0]))

@@ -1,7 +1,7 @@
 """Many tensors' counts as NumPy columns: read, merged and written without an object for each tensor.
 
-A window of a thousand tensors is then some twenty arrays, and merging windows is a few additions of arrays, during most of
-which Python's lock is free. Objects are made when somebody asks for a tensor.
+A window of a thousand tensors is then some twenty arrays, and merging windows takes a few array additions, most of
+which release the GIL. The objects are made on the first access to a tensor.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mpinspect.ranges.session import Count, Exponent, LostUpdates, TensorKey, Te
 
 Column = npt.NDArray[Any]
 
-#: Columns with one whole number for each tensor.
+#: Columns with one integer for each tensor.
 PER_TENSOR = ("samples", "numel_max", "min_exponent", "bins", "zeros", "infs", "nans", "peaks")
-#: One fraction for each tensor.
+#: Columns with one float for each tensor.
 SIGNIFICANDS = ("min_significand", "max_significand")
-#: The bins of all tensors, joined: ``bins`` of each.
+#: The bins of all tensors, concatenated: ``bins`` entries for each tensor.
 PER_BIN = ("counts", "powers_of_two", "near_top")
-#: The entries of all tensors' peaks, joined: ``peaks`` of each.
+#: The peaks of all tensors, concatenated: ``peaks`` entries for each tensor.
 PER_PEAK = ("peak_exponents", "peak_counts")
 
 _INTEGER_TYPES = ("<i1", "<i2", "<i4", "<i8")
 
 
 class Context(NamedTuple):
-    """What many tensors of a window have in common."""
+    """Fields that many tensors of a window share: dtypes, the format values passed through, and the floor exponent."""
 
     dtypes: tuple[str, ...]
     passed_through: str
@@ -53,7 +53,7 @@ class Context(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The lost updates of one tensor in one format; ``position`` is the tensor's, from 0."""
+    """The lost updates of one tensor in one format; ``position`` is the tensor's position in the window, from 0."""
 
     position: Count
     format: str
@@ -64,15 +64,15 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorColumns(Mapping[TensorKey, TensorWindow]):
-    """The tensors of a window. A mapping like any other; its entries are made, all at once, when one is asked for.
+    """The tensors of a window, as a mapping whose entries are all made on the first access to one of them.
 
     Args:
         order: the tensors' keys. Windows of the same tensors share one tuple where they can.
-        columns: arrays by name: PER_TENSOR (integers, one for each tensor), SIGNIFICANDS (float64), PER_BIN and PER_PEAK
-            (integers, joined); see docs/session-format.md. Integers of any width.
-        contexts: what tensors have in common, and
-        context: of each tensor, the position of its context.
-        lost_updates: of the tensors that have any.
+        columns: arrays by name: PER_TENSOR (integers, one per tensor), SIGNIFICANDS (float64), PER_BIN and PER_PEAK
+            (integers, concatenated); see docs/session-format.md. Integers may have any width.
+        contexts: the distinct contexts of the tensors.
+        context: each tensor's position in ``contexts``.
+        lost_updates: the lost updates of the tensors that have any.
 
     Raises:
         ValueError: the columns do not fit together.
@@ -99,7 +99,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
 
     @classmethod
     def of(cls, tensors: Mapping[TensorKey, TensorWindow]) -> TensorColumns:
-        """These tensors as columns; columns as they are."""
+        """Return the tensors as columns; a TensorColumns is returned unchanged."""
         if isinstance(tensors, cls):
             return tensors
         windows = list(tensors.values())
@@ -157,7 +157,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         )
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
-        """Return the formats that these tensors' values (None: those of all) were rounded to before they could be counted."""
+        """Return the formats to which the values of these tensors (None: all) were rounded before they were counted."""
         numbers = self.context if keys is None else self.context[[key in keys for key in self.order]]
         return {self.contexts[number].passed_through for number in np.unique(numbers).tolist()}
 
@@ -176,7 +176,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         return key in self._tensors
 
     def each(self) -> Iterator[tuple[TensorKey, TensorWindow]]:
-        """Every key and tensor, one at a time: nothing is kept, so nothing is left for the garbage collector to look through."""
+        """Yield every key and tensor; none is cached, which spares the garbage collector from scanning them."""
         lost: dict[int, dict[str, LostUpdates]] = {}
         for updates in self.lost_updates:
             found = LostUpdates(updates.lost, updates.nonzero, updates.measured)
@@ -197,7 +197,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         return dict(self.each())
 
     def _histograms(self) -> Iterator[ExponentHistogram]:
-        """Yield one for each tensor: views into arrays that all of them share."""
+        """Yield each tensor's histogram, made of views into arrays shared by all tensors."""
         counts, powers, tops = (self.columns[name].astype(np.int64) for name in PER_BIN)
         scalars = ("min_exponent", "zeros", "infs", "nans", *SIGNIFICANDS)
         figures = zip(*(self.columns[name].tolist() for name in scalars), strict=True)
@@ -229,5 +229,5 @@ def _joined(arrays: Sequence[Column]) -> Column:
 
 
 def _spans(lengths: Column) -> Iterator[slice]:
-    """Where each tensor's entries lie in a column that joins them."""
+    """Return the slice of each tensor's entries in a concatenated column."""
     return starmap(slice, pairwise(accumulate(lengths.tolist(), initial=0)))

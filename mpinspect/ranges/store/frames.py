@@ -1,8 +1,8 @@
-"""How records lie in a session file: a header, then length, checksum, type and payload of each.
+"""Layout of a session file: a header, then the length, checksum, type and payload of each record.
 
-The small ones (run, watched tensors, events, progress) are JSON. ``decoding.typed`` reads them: a field that it does not know is
-skipped, one that a file does not have takes its default, so fields can be added without a new schema version. A float that is
-not finite, which JSON can't hold, is written as "inf", "-inf" or "nan".
+Small records (run, watched tensors, events, progress) are JSON, read by ``decoding.typed``: unknown fields are skipped
+and missing fields take their defaults, so fields can be added without a new schema version. Non-finite floats, which
+JSON can't hold, are written as "inf", "-inf" or "nan".
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 
 FILE_NAME = "session.mpinspect"
 
-#: As in PNG: a byte beyond ASCII and both line ends, so that a file mangled as text is told from ours at once.
+#: As in PNG, a non-ASCII byte and both line endings, so that damage by a text-mode transfer is detected at once.
 MAGIC = b"\x89MPI\r\n\x1a\n"
-#: Raised when an old reader would misread a new file; fields and record types can be added without.
+#: Incremented when an old reader would misread a new file; new fields and record types need no increment.
 SCHEMA_VERSION = 1
 HEADER = MAGIC + struct.pack("<I", SCHEMA_VERSION)
 
@@ -39,16 +39,19 @@ _CHECKED_FROM = 8
 
 
 class SessionError(ValueError):
-    """A session can't be read or written: says what happened, the likely cause and what to do."""
+    """A session can't be read or written; the message says what happened, the likely cause and what to do."""
 
 
 def frame(kind: bytes, payload: bytes) -> bytes:
-    """Return one record as it stands in the file."""
+    """Return the bytes of one record in the file."""
     return _FRAME.pack(len(payload), zlib.crc32(kind + payload), kind) + payload
 
 
 def frames(data: bytes, notes: list[str]) -> Iterator[tuple[int, bytes, bytes]]:
-    """Offset, type and payload of each intact record after the header; why it ended early goes to ``notes``."""
+    """Yield the offset, type and payload of each record after the header; stop at the first that is cut off or damaged.
+
+    The reason for an early stop is added to ``notes``.
+    """
     view = memoryview(data)
     start = len(HEADER)
     while start < len(data):
@@ -60,7 +63,7 @@ def frames(data: bytes, notes: list[str]) -> Iterator[tuple[int, bytes, bytes]]:
                 + left_out(data, start)
             )
             return
-        # Type and payload lie side by side, so the checksum needs no copy.
+        # Type and payload are adjacent, so the checksum needs no copy.
         if zlib.crc32(view[start + _CHECKED_FROM : body + length]) != checksum:
             notes.append(f"The session file is damaged at byte {start}. {left_out(data, start)}")
             return
@@ -69,24 +72,24 @@ def frames(data: bytes, notes: list[str]) -> Iterator[tuple[int, bytes, bytes]]:
 
 
 def payload_of(framed: bytes) -> bytes:
-    """Return the payload of one record that was framed here."""
+    """Return the payload of one record made by ``frame``."""
     return framed[_FRAME.size :]
 
 
 def left_out(data: bytes, start: int) -> str:
-    """Return a sentence on what a reader that stops at ``start`` does not see."""
+    """Return a sentence that says how much of the file a reader that stops at ``start`` leaves out."""
     return (
         f"The last {len(data) - start:,} of its {len(data):,} bytes were left out; what stands before them is complete."
     )
 
 
 def session_path(path: str | PathLike[str]) -> Path:
-    """Return the session file that ``path``, a run directory or the file itself, means."""
+    """Return the path of the session file, given that path or the run directory."""
     return Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
 
 
 def reason(error: OSError) -> str:
-    """Return what the operating system said, in words."""
+    """Return the operating system's error message."""
     return os.strerror(error.errno).lower() if error.errno else str(error)
 
 
@@ -94,16 +97,18 @@ def reason(error: OSError) -> str:
 
 
 def json_bytes(value: object) -> bytes:
-    """UTF-8 JSON of a record, or of a list of records, keys or sentences."""
+    """Return a record, or a list of records, keys or sentences, as UTF-8 JSON."""
     return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
-        # A name can hold a lone surrogate (a path that is not UTF-8); it must come back as it was.
+        # A name can hold a lone surrogate (a path that is not UTF-8), which must be read back unchanged.
         "utf-8",
         "surrogatepass",
     )
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as objects, tuples as arrays, numpy's scalars as Python's, floats that JSON can't hold as text."""
+    """Return a value that JSON can hold: dataclasses as dicts, tuples as lists, NumPy scalars as Python's, and
+    non-finite floats as strings.
+    """
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):

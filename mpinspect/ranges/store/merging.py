@@ -1,4 +1,4 @@
-"""Several windows' columns as one window's."""
+"""Merges the columns of several windows into those of one window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpinspect.ranges.store.columns import (
 
 
 def merge_columns(parts: Sequence[TensorColumns]) -> TensorColumns:
-    """Return several windows' tensors as one window's: what ``merge_tensor_windows`` does, for all tensors at once.
+    """Merge several windows' tensors into one window's, like ``merge_tensor_windows`` but for all tensors at once.
 
     Raises:
         ValueError: parts is empty.
@@ -51,7 +51,7 @@ def _only(parts: Sequence[TensorColumns]) -> TensorColumns:
 
 
 def _common_order(parts: Sequence[TensorColumns]) -> tuple[tuple[TensorKey, ...], list[Column]]:
-    """Return all keys, in the order in which they come first, and where each part's tensors stand among them."""
+    """Return all keys, in order of first appearance, and the positions of each part's tensors among them."""
     positions: dict[TensorKey, int] = {}
     places: dict[int, Column] = {}
     for part in parts:
@@ -75,14 +75,14 @@ def _merged_bins(parts: Sequence[TensorColumns], places: Sequence[Column], tenso
     bins = high - low + 1
     joined = {name: np.zeros(int(bins.sum()), dtype=np.int64) for name in PER_BIN}
     smallest, largest = np.full(tensors, np.inf), np.zeros(tensors)
-    # Exponent 0 of each tensor would stand here in the joined columns.
+    # The index that each tensor's exponent 0 would have in the joined columns.
     origin = np.cumsum(bins) - bins - low
     for part, span in zip(parts, spans, strict=True):
         starts = np.cumsum(span.bins) - span.bins
         target = np.repeat(origin[span.place] + span.low - starts, span.bins)
         target += np.arange(len(target))
         for name in PER_BIN:
-            # No entry twice: a key stands once in a window.
+            # No index occurs twice in ``target``, since a key occurs once in a window.
             joined[name][target] += part.columns[name]
         lowest, highest = span.low == low[span.place], span.high == high[span.place]
         at = span.place[lowest]
@@ -99,7 +99,7 @@ def _merged_bins(parts: Sequence[TensorColumns], places: Sequence[Column], tenso
 
 
 class _Span(NamedTuple):
-    """Where the values of a part's tensors lie; tensors without a finite non-zero value are left out."""
+    """Exponent ranges of a part's tensors; tensors without a finite non-zero value are left out."""
 
     place: Column
     bins: Column
@@ -116,7 +116,7 @@ class _Span(NamedTuple):
 
 
 def _merged_peaks(parts: Sequence[TensorColumns], places: Sequence[Column], tensors: int) -> dict[str, Column]:
-    """Return the counts of equal exponents of one tensor added; exponents in rising order."""
+    """Return the peak columns, with the counts of equal exponents of a tensor added and its exponents ascending."""
     owners = np.concatenate(
         [np.repeat(place, part.columns["peaks"]) for part, place in zip(parts, places, strict=True)]
     )
@@ -138,7 +138,10 @@ def _merged_peaks(parts: Sequence[TensorColumns], places: Sequence[Column], tens
 def _merged_contexts(
     parts: Sequence[TensorColumns], places: Sequence[Column], tensors: int
 ) -> tuple[tuple[Context, ...], Column]:
-    """Contexts are few: each pair that meets is merged once, whatever the number of tensors."""
+    """Return the merged contexts and each tensor's position among them.
+
+    Each distinct pair of contexts is merged only once, however many tensors share it.
+    """
     numbers: dict[Context, int] = {}
     merged = np.full(tensors, -1, dtype=np.int64)
     for part, place in zip(parts, places, strict=True):
@@ -155,7 +158,7 @@ def _merged_contexts(
 
 
 def _used_contexts(contexts: tuple[Context, ...], context: Column) -> tuple[tuple[Context, ...], Column]:
-    """Without those that were met on the way and no tensor has in the end."""
+    """Return the contexts without those that no tensor has after merging, and each tensor's new position among them."""
     used, numbered = np.unique(context, return_inverse=True)
     return tuple(contexts[number] for number in used.tolist()), numbered.reshape(-1)
 

@@ -27,19 +27,19 @@ from mpinspect.ranges.store.checks import MOST_TENSORS
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
 from mpinspect.runtime.decoding import DecodingError, bytes_of, parsed, typed
 
-#: Bytes of a file: twice what 65,536 tensors in 32 windows take.
+#: Largest file in bytes: twice what 65,536 tensors in 32 windows take.
 LARGEST_FILE = 512 << 20
-#: On NFS a compaction on another machine may take the file away under a reader; the next try sees the new one.
+#: On NFS, a compaction on another machine may replace the file while it is being read; a retry opens the new file.
 _STALE_RETRIES = 5
 
 
 def read_session(path: str | PathLike[str]) -> Session:
     """Read a run directory or a session file.
 
-    What is damaged or cut off is left out, and ``Session.notes`` says how much. Reads the whole file into memory.
+    Damaged or truncated data are left out, and ``Session.notes`` says how much. Reads the whole file into memory.
 
     Raises:
-        SessionError: nothing is there, it can't be opened, it is no session file, or a newer mpinspect wrote it.
+        SessionError: the file does not exist, can't be opened, is no session file, or was written by a newer mpinspect.
     """
     file = frames.session_path(path)
     data = _read_bytes(file)
@@ -59,7 +59,7 @@ def read_session(path: str | PathLike[str]) -> Session:
 
 
 class _Contents:
-    """What has been read so far: records in, a session out."""
+    """Collects the records read from a file and makes a Session of them."""
 
     def __init__(self) -> None:
         self.info = RunInfo()
@@ -86,14 +86,17 @@ class _Contents:
         }
 
     def add(self, kind: bytes, payload: bytes) -> None:
-        """Take in one record; a type that is not known (a later addition) is skipped. Raises ValueError where it is damaged."""
+        """Add one record. Records of an unknown type (added by a later version) are skipped.
+
+        Raises ValueError if the record is damaged.
+        """
         if kind == frames.WINDOW:
             self.windows.append(self._decoder.decode(payload, self.keys))
         elif kind in self._take:
             self._take[kind](parsed(payload))
 
     def session(self, notes: list[str]) -> Session:
-        """Return all of it; ``notes``, the reader's own, come after those of the run."""
+        """Return the session; the reader's own ``notes`` come after the run's."""
         dropped = [
             f"{count:,} further {what} are not in the session file: it keeps the first of them only."
             for what, count in self.dropped.items()

@@ -1,4 +1,4 @@
-"""Making a session file: what the operating system may refuse, in sentences that say what to do; a whole session at once."""
+"""Creates session files and saves a whole session at once; OS errors become messages that say what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def save_session(session: Session, path: str | PathLike[str]) -> Path:
 
 
 def claim(file: Path) -> FileIO:
-    """Make the file, which must not exist: two runs in one file would be unreadable."""
+    """Create and open the file, which must not exist yet: two runs in one file would be unreadable.
+
+    Raises:
+        SessionError: the file exists or can't be created.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         return file.open("xb", buffering=0)
@@ -59,14 +63,14 @@ def claim(file: Path) -> FileIO:
 
 
 def cannot_write(file: Path, error: OSError) -> SessionError:
-    """Return the error to raise where a session file can't be made."""
+    """Return the error to raise when a session file can't be written."""
     return SessionError(
         f"{file} can't be written: {reason(error)}. Give a log_dir that you may write to and that has room."
     )
 
 
 def _describe(file: Path) -> str:
-    """Return a few words on the run that a session file holds."""
+    """Return a few words that describe the run in a session file."""
     try:
         session = read_session(file)
     except SessionError:

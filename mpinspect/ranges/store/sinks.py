@@ -1,4 +1,4 @@
-"""Where a run is kept on disk: the session file and the TensorBoard log of a ``log_dir``. Imports no torch by itself."""
+"""Opens a run's files in ``log_dir``: the session file and the TensorBoard log. The module itself imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIBLINGS = 1000
 
 
 class Opened(NamedTuple):
-    """The directory that was taken (None: nothing is written), who writes to it, and what went wrong, in sentences."""
+    """The directory in use (None if nothing is written), the sinks that write to it, and sentences about errors."""
 
     path: Path | None
     sinks: list[Sink]
@@ -22,9 +22,9 @@ class Opened(NamedTuple):
 
 
 def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
-    """Begin a run's files in ``log_dir``, or in the next free directory beside it if that holds another run. Raises nothing.
+    """Begin a run's files in ``log_dir``, or in the next free sibling directory if it holds another run. Never raises.
 
-    The TensorBoard log needs torch, which is imported here; where it is missing the session file is written alone.
+    The TensorBoard log needs torch, which is imported here; if torch is missing, only the session file is written.
     """
     if log_dir is None:
         return Opened(None, [], [])
@@ -45,7 +45,7 @@ def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
 
 
 def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
-    """``wanted``, or the next name beside it if it holds another run, and a sentence about that."""
+    """Return ``wanted`` and no sentence, or the next free sibling and a sentence if ``wanted`` holds another run."""
     if not (wanted / FILE_NAME).exists():
         return wanted, []
     wanted = wanted.resolve()

@@ -1,7 +1,7 @@
 """A window of a session file as bytes: a JSON header and integer columns, compressed.
 
-One column per figure, one entry per tensor, each in the narrowest type that holds it: reading a thousand tensors
-is then a handful of array views, and most counters, being small or zero, take next to no room.
+Each figure is a column with one entry per tensor, stored in the narrowest type that holds it: reading a thousand
+tensors then takes a handful of array views, and most counters, being small or zero, take next to no room.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INTEGERS, _FLOAT = ("|i1", "<i2", "<i4", "<i8"), "<f8"
 
 
 def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
-    """Return bytes of a window; ``key_ids`` gives the number that stands for each tensor."""
+    """Return a window as bytes; ``key_ids`` gives each tensor's number in the file."""
     tensors = TensorColumns.of(window.tensors)
     numbers = np.array([key_ids[key] for key in tensors.order], dtype=np.int64)
     columns = {"key": narrowed(numbers), "context": narrowed(tensors.context)}
@@ -61,7 +61,7 @@ def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
 
 
 class _Column(NamedTuple):
-    """What stands where behind the header."""
+    """The name, type and length of a column; the columns follow the header in this order."""
 
     name: str
     type: Annotated[str, OneOf((*_INTEGERS, _FLOAT))]
@@ -85,16 +85,16 @@ class _Header:
 
 
 class Decoder:
-    """Decodes the windows of one file; those of the same tensors share one tuple of keys."""
+    """Decodes the windows of one file; windows of the same tensors share one tuple of keys."""
 
     def __init__(self) -> None:
         self._orders: dict[tuple[bytes, str], tuple[TensorKey, ...]] = {}
         self._limits = Limits()
 
     def decode(self, payload: bytes, keys: Sequence[TensorKey]) -> Window:
-        """Return the window that ``encode`` was given, as columns. ``keys``: by number; more may follow for later windows.
+        """Return the window encoded in ``payload``, as columns. ``keys`` are the tensors' keys by number so far.
 
-        Raises ValueError if it is none, or if it is too much together with those before it.
+        Raises ValueError if the payload is no window, or if the windows so far exceed the limits of a file.
         """
         body = inflated(payload, self._limits.largest)
         header_size = _HEADER.unpack_from(body)[0] if len(body) >= _HEADER.size else 0
@@ -124,7 +124,10 @@ def _named(numbers: list[int], keys: Sequence[TensorKey]) -> tuple[TensorKey, ..
 
 
 def _columns(body: bytes, start: int, listed: Sequence[_Column]) -> dict[str, npt.NDArray[Any]]:
-    """Views into ``body``. Columns that this version does not know are among them."""
+    """Return the listed columns as views into ``body``, including columns unknown to this version.
+
+    Raises DecodingError if a required column is missing or has a wrong type.
+    """
     columns: dict[str, npt.NDArray[Any]] = {}
     for name, dtype, length in listed:
         columns[name] = np.frombuffer(body, dtype=dtype, count=length, offset=start)

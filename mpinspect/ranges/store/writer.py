@@ -1,4 +1,4 @@
-"""Writing a session file: appends while the run goes on, and rewrites the file shorter when it grows too long."""
+"""Writes a session file: appends records during the run, and rewrites the file shorter when it grows too long."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from mpinspect.ranges.store.save import cannot_write, claim
 from mpinspect.runtime.appending import AppendedFile, write_all
 from mpinspect.runtime.decoding import DecodingError
 
-#: Events and notes kept, each: more than anyone reads, and 0.5 MB at most.
+#: Most records kept of each kind (events, notes, measurements): more than anyone reads, and 0.5 MB of each at most.
 RECORD_LIMIT = 1000
 #: Loss-scale changes kept: the first and the last half of them. A dynamic scaler at its defaults needs a million steps.
 SCALE_LIMIT = 1000
-#: Superseded progress records that the file may hold before it is rewritten.
+#: Bytes of superseded records that the file may hold before it is rewritten.
 STALE_BYTES = 1 << 20
-#: Seconds between two flushes to disk (what a power failure may cost; a kill costs nothing) ...
+#: Seconds between two flushes to disk: a power failure loses at most so much, a kill loses nothing.
 SYNC_INTERVAL_S = 10.0
-#: ... and the share of the run that they may take where the disk is slow.
+#: Largest share of the run's time spent in flushes; on a slow disk they are less frequent.
 SYNC_SHARE = 0.005
 
 
 class SessionWriter:
-    """Appends a run to ``log_dir``/session.mpinspect; every call is one write, complete when it returns. Written by the process
-    that made it alone: ``close`` in a forked child lets go of the file and adds nothing.
+    """Appends a run to ``log_dir``/session.mpinspect; every record is written completely before its call returns.
 
-    The file stays bounded however long the run: beyond twice ``limit`` windows (``session.window_limit`` unless given)
-    neighbours are merged (counts add) and the file is rewritten and replaced in one go, readers seeing the old or the
-    new one; of events and notes the first 1,000 are kept and the others counted. Not safe for calls from several
-    threads at once.
+    Only the process that created the writer may write: in a forked child, ``close`` closes the file and adds nothing.
 
-    Every method but ``close`` raises OSError where the disk refuses; the record is then not in the file, what was
-    there before still is, and later calls try again.
+    The file stays bounded however long the run: beyond twice ``limit`` windows (``session.window_limit`` by default),
+    neighbouring windows are merged (counts add), and a shorter file replaces the old one atomically for readers. The
+    first 1,000 events, notes and measurements each are kept and the others only counted. Not thread-safe.
+
+    Every method but ``close`` raises OSError if the disk refuses a write; the record is then not in the file, the
+    earlier records still are, and later calls try again.
 
     Raises:
-        SessionError: log_dir can't be made or written to, is a file, or holds a run already.
+        SessionError: log_dir can't be made or written to, is a file, or already holds a run.
     """
 
     def __init__(self, log_dir: str | PathLike[str], info: RunInfo, *, limit: int | None = None) -> None:
@@ -63,11 +63,11 @@ class SessionWriter:
             raise ValueError(f"limit is {limit}: at least 1 window must stay")
         self.path = Path(log_dir) / FILE_NAME
         self._given_limit = limit
-        #: More windows than this after a rewriting that failed, before the next try.
+        #: Extra windows allowed after a failed rewrite before the next attempt.
         self._patience = 0
-        #: All that is in the file and stays as it is, framed, in order; windows and superseded records are not in it.
+        #: The framed records that a rewrite copies unchanged, in order: all but windows and the kinds in ``_latest``.
         self._fixed = [frame(frames.INFO, frames.json_bytes(info))]
-        #: The latest of those that supersede one another.
+        #: The latest record of each kind whose new records supersede the old ones.
         self._latest: dict[bytes, bytes] = {}
         self._stale_bytes = 0
         self._watched: dict[TensorKey, TensorInfo] = {}
@@ -85,14 +85,14 @@ class SessionWriter:
         self._begin()
 
     def watched(self, infos: Iterable[TensorInfo]) -> None:
-        """Add to the tensors that the run watches; one with the key of an earlier one replaces it."""
+        """Add watched tensors; a tensor with an earlier one's key replaces it."""
         new = {info.key: info for info in infos if self._watched.get(info.key) != info}
         if new:
             self._append_fixed(frames.WATCHED, frames.json_bytes(tuple(new.values())))
             self._watched.update(new)
 
     def window(self, window: Window) -> None:
-        """Add what was counted; its steps lie after those of the window before."""
+        """Add a window of counts; its steps must come after the previous window's."""
         self._number_keys(window)
         self._append(frame(frames.WINDOW, windows.encode(window, self._keys)))
         self._windows.append(window.sampled_steps)
@@ -100,28 +100,28 @@ class SessionWriter:
             self._compact()
 
     def event(self, event: Event) -> None:
-        """Add an event; beyond the first 1,000 they are only counted."""
+        """Add an event; events after the first 1,000 are only counted."""
         self._append_kept("events", frames.EVENT, frames.json_bytes(event))
 
     def note(self, sentence: str) -> None:
-        """Add a sentence, once however often it comes."""
+        """Add a sentence; repeated sentences are written only once."""
         if sentence not in self._notes:
             self._append_kept("notes", frames.NOTE, frames.json_bytes(sentence))
             self._notes.add(sentence)
 
     def measurement(self, measurement: Measurement) -> None:
-        """Add a measurement; beyond the first 1,000 they are only counted."""
+        """Add a measurement; measurements after the first 1,000 are only counted."""
         self._append_kept("measurements", frames.MEASUREMENT, frames.json_bytes(measurement))
 
     def precision(self, precision: Precision) -> None:
-        """Replace what was said before on the run's dtypes."""
+        """Replace the record of the run's dtypes."""
         self._supersede(frames.PRECISION, frames.json_bytes(precision))
 
     def progress(self, progress: Progress) -> None:
-        """Replace what was said before on how far the run has come. Writes about 150 bytes.
+        """Replace the record of the run's progress. Writes about 150 bytes.
 
         Raises:
-            FileNotFoundError: somebody has deleted the file: what is written to it from then on nobody could read.
+            FileNotFoundError: the file was deleted during the run, so that nobody could read further records.
         """
         if not self._closed and os.fstat(self._log.file.fileno()).st_nlink == 0 and not self.path.exists():
             raise FileNotFoundError(f"{self.path} was deleted while the run went on")
@@ -134,10 +134,10 @@ class SessionWriter:
         self._supersede(frames.PROGRESS, frames.json_bytes(progress))
 
     def close(self) -> None:
-        """Flush to disk and let go of the file. Idempotent; raises nothing."""
+        """Flush to disk and close the file. Idempotent; never raises."""
         if self._closed:
             return
-        # What could be written is written; the run must not end in an error for the rest. A forked child's is the parent's file.
+        # A disk error here must not end the run in an error. In a forked child the file belongs to the parent.
         with contextlib.suppress(OSError):
             if self._process == os.getpid():
                 if self._dropped:
@@ -156,7 +156,7 @@ class SessionWriter:
         self.close()
 
     def __del__(self) -> None:
-        # Let go without close: an inspector that was never attached, say. Not made at all, it has no file.
+        # Close a writer that was dropped without ``close``. If the constructor failed, there is no ``_log``.
         if hasattr(self, "_log"):
             self.close()
 
@@ -171,7 +171,7 @@ class SessionWriter:
             raise cannot_write(self.path, error) from error
 
     def _append(self, data: bytes) -> None:
-        """All of ``data`` or nothing of it: half a record would hide all that follows from readers."""
+        """Append all of ``data`` or nothing: a partial record would hide all later records from readers."""
         if self._closed:
             raise ValueError(f"{self.path} is closed: nothing can be added to it")
         if self._log.file.closed:
@@ -180,13 +180,13 @@ class SessionWriter:
         self._log.append(data)
 
     def _reopen(self) -> None:
-        """After a rewriting."""
+        """Open the rewritten file for appending."""
         file = self.path.open("r+b", buffering=0)
         file.seek(self._log.size)
         self._log = AppendedFile(file, self._log.size)
 
     def _sync_when_due(self) -> None:
-        """To disk at intervals only: the data survive the death of the process without, and fsync takes milliseconds."""
+        """Flush to disk if the interval is over. Only a power failure needs fsync, which takes milliseconds."""
         began = time.monotonic()
         if began - self._synced_at < self._sync_every:
             return
@@ -210,7 +210,7 @@ class SessionWriter:
             self._compact()
 
     def _number_keys(self, window: Window) -> None:
-        """Write down which number stands for which tensor, before the first window that has it."""
+        """Number the window's new tensors and write their keys to the file, before the window that refers to them."""
         new = [key for key in window.tensors if key not in self._keys]
         if new:
             self._append_fixed(frames.KEYS, frames.json_bytes(new))
@@ -231,9 +231,9 @@ class SessionWriter:
     # -- keeping it short ---------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Rewrite the file with fewer windows beside the old one, then replace it in one go: a reader has either.
+        """Write a new file with fewer windows beside the old one, then replace the old one atomically for readers.
 
-        Should it fail (no room for both), the old file goes on growing and the next try waits.
+        If that fails (no room for both files), the old file keeps growing, and the next attempt waits for more windows.
         """
         rewritten = self.path.with_name(f"{FILE_NAME}.rewriting")
         try:
@@ -242,7 +242,7 @@ class SessionWriter:
             with rewritten.open("wb", buffering=0) as out:
                 write_all(out, data)
                 os.fsync(out.fileno())
-            # Windows replaces no file that is open; if opening it again fails, the next append tries once more.
+            # Microsoft Windows can't replace an open file. If reopening fails, the next append tries again.
             self._log.file.close()
             rewritten.replace(self.path)
         except (OSError, DecodingError):
@@ -259,7 +259,7 @@ class SessionWriter:
             self._reopen()
 
     def _coarsened(self) -> list[tuple[bytes, int]]:
-        """Return the windows' records and sampled steps after merging; those that stay alone are copied as they are."""
+        """Return the windows' records and sampled steps after merging; unmerged windows are copied unchanged."""
         found = self._window_records()
         keys = list(self._keys)
         decoder = windows.Decoder()
@@ -273,7 +273,10 @@ class SessionWriter:
         return result
 
     def _window_records(self) -> list[bytes]:
-        """Return the windows' records as they stand in the file."""
+        """Return the windows' records as read back from the file.
+
+        Raises OSError if the file does not hold all the windows written to it.
+        """
         data = self.path.read_bytes()
         notes: list[str] = []
         found = [frame(kind, payload) for _, kind, payload in frames.frames(data, notes) if kind == frames.WINDOW]

@@ -1,1 +1,1 @@
-"""Finds the models that a script trains, and inspects them. Imports torch, so it is loaded once the script has imported that."""
+"""Finds and inspects the models that a script trains. Imports torch, so it is loaded only after the script did so."""

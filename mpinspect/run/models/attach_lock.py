@@ -1,4 +1,4 @@
-"""When a model may be attached to or detached from: one thread at a time, and never in the middle of our own or torch's work."""
+"""Ensures that only one thread at a time attaches or detaches, and never while mpinspect or torch is at work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from mpinspect.runtime import own_code
 
-#: Seconds that a thread waits for the lock. Our work takes less; where it does not, a lock of the script's is in the way.
+#: Seconds that a thread waits for the lock: our work takes less, unless it is blocked by one of the script's locks.
 _PATIENCE_S = 20.0
 
 
 class AttachLock:
-    """The lock around finding, naming, attaching and detaching; reentrant.
+    """The reentrant lock held while finding, naming, attaching to and detaching from models.
 
     A forked child must not take it: another thread of the parent may have held it at the fork.
     """
@@ -41,7 +41,7 @@ class AttachLock:
 
     @contextmanager
     def held_if_free(self) -> Iterator[bool]:
-        """Hold the lock if no other thread does, and yield whether it is held; for weakref callbacks, which must not wait."""
+        """Try to take the lock without waiting, and yield whether it is held; meant for weakref callbacks."""
         taken = self._lock.acquire(blocking=False)
         try:
             yield taken
@@ -51,12 +51,12 @@ class AttachLock:
 
 
 def is_unsafe_to_detach(frame: FrameType | None) -> bool:
-    """Return whether this stack or another thread's is inside our own code, or torch is tracing, compiling or capturing a graph.
+    """Return whether any thread is inside our own code, or torch is tracing, compiling or capturing a graph.
 
-    Weakref callbacks run wherever the garbage collector does, inside any code.
+    Weakref callbacks need this check: they run wherever the garbage collector does, inside any code.
 
     Args:
-        frame: the innermost of this thread's stack that counts.
+        frame: the innermost frame of this thread's stack to check.
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
@@ -68,7 +68,7 @@ def is_unsafe_to_detach(frame: FrameType | None) -> bool:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Return whether the stack is inside code that must not be interrupted; the thread that writes files may be."""
+    """Return whether the stack is in our uninterruptible code; the thread that writes files does not count."""
     ours = False
     while frame is not None:
         if own_code.is_of(frame, own_code.WRITING_FILES):

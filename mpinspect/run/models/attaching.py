@@ -1,8 +1,8 @@
-"""Attaches to the models of optimizers, at the first call of a module that holds what an optimizer steps.
+"""Attaches to an optimizer's model at the first call of a module that holds the optimizer's parameters.
 
-A new optimizer names its parameters; the modules that hold them are found (owners), and each gets a hook before its forward. The
-first of these modules called with gradients on is the outermost that the script calls: its model is inspected, and the hooks
-are removed.
+For each new optimizer, ``owners`` finds the modules that hold its parameters, and each of them gets a forward pre-hook.
+The first of these modules called with gradients enabled is the outermost that the script calls: its model is inspected,
+and the hooks are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.wrappers import unwrapped
 
-#: Searches for modules may take this many seconds in all, or this share of the run.
+#: Searches for modules may take this many seconds in total, or this fraction of the run's time if that is more.
 _SEARCH_S, _SEARCH_SHARE = 2.0, 0.01
 
 
@@ -34,20 +34,20 @@ class PendingOptimizer:
     """An optimizer whose model has not been called yet.
 
     Args:
-        optimizer: held weakly.
+        optimizer: the optimizer, held weakly.
         parameters: ids of the parameters that it steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: frozenset[int]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.parameters = parameters
-        #: Hooks by the id of their module.
+        #: Hooks, by the id of their module.
         self.hooks: dict[int, RemovableHandle] = {}
         self.done = False
         #: Whether any module holds its parameters.
         self.has_modules = False
         self.held: list[weakref.ref[torch.nn.Module]] = []
-        #: The modules to inspect, by the id of the module that is called first; under None: if none is.
+        #: The modules to inspect, by the id of the module called first; under the key None: if no module is called.
         self.targets: dict[int | None, list[weakref.ref[torch.nn.Module]]] = {}
         #: Labels of the targets, and the script's variables, by id.
         self.labels: dict[int, Label] = {}
@@ -61,18 +61,18 @@ class PendingOptimizer:
         return self._optimizer()
 
     def models(self, called: int | None) -> list[torch.nn.Module]:
-        """Return the modules to inspect that are still alive, if the module of this id is called first; None: if none is."""
+        """Return the living modules to inspect if the module with id ``called`` is called first, or none is (None)."""
         references = self.targets.get(called, self.targets.get(None, []))
         return [module for reference in references if (module := reference()) is not None]
 
     def own_parameters(self) -> Parameters:
-        """Return the parameters that no module holds, as a module."""
+        """Return a module made of the parameters that no other module holds."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         every = [parameter for group in groups for parameter in group["params"]]
         return Parameters((each for each in every if id(each) in self.loose), self.variables)
 
     def loose_part(self) -> PendingOptimizer | None:
-        """Return what stays pending, until a backward, when the modules are attached: the parameters that no module holds."""
+        """Return an entry for the parameters that no module holds, which stay pending until a backward, or None."""
         optimizer = self.optimizer
         if optimizer is None or not self.loose or self.loose == self.parameters:
             return None
@@ -81,13 +81,13 @@ class PendingOptimizer:
         return rest
 
     def unhook(self, modules: Collection[int]) -> None:
-        """Take the hooks off these modules, by id."""
+        """Remove the hooks from these modules, given by id."""
         for key in modules:
             if key in self.hooks:
                 self.hooks.pop(key).remove()
 
     def settle(self) -> None:
-        """Remove the hooks: nothing is waited for any more."""
+        """Mark the optimizer as done and remove its hooks."""
         self.done = True
         self.unhook(list(self.hooks))
 
@@ -101,11 +101,11 @@ class Attacher(Guarded):
     """Finds the models of optimizers and has them inspected.
 
     Args:
-        models: inspects them.
+        models: inspects the models.
         seen: the counts to update.
         lock: held while attaching and detaching.
         compiled: knows the modules that must not be hooked.
-        attached: called after a model was attached.
+        attached: called after a model has been attached.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Attacher(Guarded):
 
     @guarded
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the modules of a new optimizer, and hook them until one is called."""
+        """Find the modules of a new optimizer, and keep hooks on them until one is called."""
         parameters = optimizer_parameters(optimizer)
         with self._lock.held():
             self.pending = [each for each in self.pending if not each.done and each.optimizer is not None]
@@ -143,7 +143,7 @@ class Attacher(Guarded):
 
     @guarded
     def attach(self, waiting: PendingOptimizer, models: Sequence[torch.nn.Module]) -> None:
-        """Inspect these models of a pending optimizer, together with other pending optimizers that step parameters of theirs."""
+        """Inspect these models, for this and other pending optimizers whose parameters they hold."""
         with self._lock.held():
             if waiting.done or not models:
                 return
@@ -161,25 +161,25 @@ class Attacher(Guarded):
                 self._attached()
 
     def attach_without_call(self, waiting: PendingOptimizer) -> None:
-        """Inspect the models of an optimizer whose parameters a backward reaches, although no hook of its modules ran."""
+        """Inspect the models of an optimizer whose parameters a backward reaches, though no hook on its modules ran."""
         called = next((id(root) for root in self._compiled.roots() if id(root) in waiting.targets), None)
         self.attach(waiting, waiting.models(called) or [waiting.own_parameters()])
 
     def leave_compiled(self) -> None:
-        """Remove the hooks from what has just been compiled."""
+        """Remove the hooks from modules that have just been compiled."""
         for waiting in self.pending:
             modules = [module for models in waiting.held if (module := models()) is not None]
             waiting.unhook(self._compiled.among(modules))
 
     def give_up(self) -> None:
-        """Remove every hook that is left."""
+        """Remove all remaining hooks and attach to nothing any more."""
         self.active = False
         for each in self.pending:
             each.settle()
         self.pending.clear()
 
     def inspect_without_optimizer(self, model: torch.nn.Module, known: Label) -> None:
-        """Inspect a model that a backward reaches and no known optimizer steps."""
+        """Inspect a model that a backward reaches but no known optimizer steps."""
         with self._lock.held():
             self._inspect(model, [], known)
 
@@ -212,7 +212,7 @@ class Attacher(Guarded):
             if id(module) in compiled:
                 continue
             called = functools.partial(self._called, waiting, id(module), holders.is_top(module))
-            # Before all other hooks: those of sharding may exchange the parameters.
+            # Before all other hooks: the hooks of sharding may replace the parameters.
             handle = module.register_forward_pre_hook(ModelHook(module, called), prepend=True)
             waiting.hooks[id(module)] = handle
 
@@ -237,7 +237,7 @@ class Attacher(Guarded):
 
 
 def script_names(holders: Holders, others: Collection[int]) -> dict[int, str]:
-    """Return the script's names for the modules and some other objects, by id; a module without one gets its wrapper's."""
+    """Return the script's names for modules and other objects, by id; an unnamed module gets its wrapper's name."""
     inside = {id(module): id(unwrapped(module)) for module in holders.modules}
     found = names_of(inside.keys() | set(others), (torch.nn.Module, torch.Tensor))
     return {inside.get(key, key): name for key, name in found.items()} | found
@@ -249,6 +249,6 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
 
 
 def _distinct(waiting: Sequence[PendingOptimizer]) -> list[torch.optim.Optimizer]:
-    """Return the living optimizers; of those with the same parameters only the last, which wraps the others."""
+    """Return the living optimizers; if several have the same parameters, only the last, which wraps the others."""
     latest = {each.parameters: optimizer for each in waiting if (optimizer := each.optimizer) is not None}
     return list(latest.values())

@@ -1,7 +1,7 @@
-"""Attaches, as a backward begins, to models that no call of a module has revealed: what the backward will reach.
+"""Attaches to models that no module call has revealed, by searching the graph of a backward as it begins.
 
-These are models whose hooks never run (compiled ones, functional calls), parameters of no module, FP32 master copies, and loops
-without a torch optimizer.
+These are models whose hooks never run (compiled ones, functional calls), parameters that belong to no module, FP32
+master copies of weights, and models trained without a torch optimizer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mpinspect.run.models.owners import Holders, Parameters, living_modules
 from mpinspect.run.outcome import Seen
 from mpinspect.runtime.guard import Guarded, guarded
 
-#: Most nodes read of one graph, which takes some 0.2 s: enough for a model of thousands of layers.
+#: Most nodes read of one graph; reading them takes some 0.2 s and is enough for thousands of layers.
 _MOST_NODES = 300_000
-#: After this many searches backwards are only counted, until another optimizer is made.
+#: Most searches of graphs; after them backwards are only counted, until another optimizer is made.
 _MOST_SEARCHES = 16
-#: A leaf of no module and no optimizer is taken for a parameter, and not an input, if so many backwards in a row reach it.
+#: A leaf of no module and no optimizer counts as a parameter, not an input, if this many backwards in a row reach it.
 _LASTS = 3
 
 
 class BackwardSearch(Guarded):
-    """Searches the graphs of backwards while there may be a model to find.
+    """Searches the graphs of backwards as long as a model may still be found.
 
     Args:
         attaching: attaches, and knows the pending optimizers.
-        seen: takes the notes.
+        seen: receives the notes.
     """
 
     def __init__(self, attaching: Attacher, seen: Seen) -> None:
@@ -42,27 +42,27 @@ class BackwardSearch(Guarded):
         self._seen = seen
         self._searches = 0
         self._lasting: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        #: The last losses that a scaler has scaled, with the scaler.
+        #: The most recent scaled losses, with their scalers.
         self._scaled: deque[tuple[weakref.ref[torch.Tensor], Any]] = deque(maxlen=8)
 
     def search_again(self) -> None:
-        """Search the next graphs again: an optimizer was made."""
+        """Allow further searches, since an optimizer was made."""
         self._searches = 0
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing to find: a model is inspected and no optimizer is pending."""
+        """Whether the search is over: a model is inspected and no optimizer is pending."""
         waiting = any(not each.done and each.optimizer is not None for each in self._attaching.pending)
         return bool(self._attaching.models.all) and not waiting
 
     def scaled(self, scaler: Any, scaled: Any) -> None:
-        """Keep a scaled loss, weakly: if its backward leads to an attachment, the new inspector needs its scale."""
+        """Keep a weak reference to a scaled loss, from which an inspector attached by its backward gets the scale."""
         if isinstance(scaled, torch.Tensor):
             self._scaled.append((weakref.ref(scaled), scaler))
 
     @guarded
     def begins(self, tensors: Any) -> None:
-        """Attach to what a backward that is about to run will reach."""
+        """Attach to the models whose parameters the backward that is about to run will reach."""
         if self._searches >= _MOST_SEARCHES or self.settled:
             return
         self._searches += 1
@@ -83,7 +83,7 @@ class BackwardSearch(Guarded):
         self._attach_without_owner(leaves, waiting)
 
     def _attach_without_owner(self, leaves: Mapping[int, torch.Tensor], waiting: list[Any]) -> None:
-        """Attach to leaves that no optimizer steps: the loop updates them by hand, or its optimizer steps copies of them."""
+        """Attach to leaf tensors that no optimizer steps: the script updates them by hand or steps copies of them."""
         holders = Holders(leaves, living_modules())
         tops = holders.targets(None) if holders.modules else []
         if waiting and len(tops) == 1:
@@ -128,10 +128,10 @@ def _shapes(tensors: list[torch.Tensor]) -> str:
 
 
 def leaves(tensors: Any) -> dict[int, torch.Tensor]:
-    """Return the leaf tensors, by id, whose ``.grad`` a backward from these tensors can change.
+    """Return the leaf tensors, by id, whose ``.grad`` a backward from the given tensors can change.
 
     Args:
-        tensors: what ``torch.autograd.backward`` is given: a tensor, a GradientEdge, or a sequence of them.
+        tensors: the argument of ``torch.autograd.backward``: a tensor, a GradientEdge, or a sequence of them.
     """
     found: dict[int, torch.Tensor] = {}
     waiting: list[Any] = []

@@ -1,4 +1,4 @@
-"""Knows the modules that torch.compile has compiled. A hook of ours would not run there, and removing it would recompile them."""
+"""Tracks the modules compiled by torch.compile: hooks do not run inside them, and removing a hook recompiles them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpinspect.run.models.owners import submodules
 
 
 class Compiled:
-    """The modules given to torch.compile, and the functions, which compile the modules that they call; all held weakly."""
+    """The modules and functions passed to torch.compile, held weakly; a function compiles the modules that it calls."""
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -21,7 +21,7 @@ class Compiled:
         self._owners: list[weakref.ref[Any]] = []
 
     def add(self, given: object) -> None:
-        """Keep what was given to ``torch.compile``: a module, a method of one, or any function."""
+        """Record the argument of ``torch.compile``: a module, a method of an object, or a function."""
         owner = given.__self__ if isinstance(given, MethodType) else None
         function = given.__func__ if isinstance(given, MethodType) else given
         module = given if _is_module(given) else owner
@@ -33,13 +33,13 @@ class Compiled:
                 self._owners.append(weakref.ref(owner))
 
     def roots(self) -> list[nn.Module]:
-        """Return the outermost compiled modules that are still alive, as far as calls of torch.compile show them."""
+        """Return the living modules passed to torch.compile, and those that the compiled functions refer to."""
         self._modules = {key: reference for key, reference in self._modules.items() if reference() is not None}
         living = [module for reference in self._modules.values() if (module := reference()) is not None]
         return [*living, *self._called_by_functions()]
 
     def among(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Return the ids of those that are compiled, themselves or within a compiled module."""
+        """Return the ids of the given modules that are compiled or are inside a compiled module."""
         modules = list(modules)
         tops = [*self.roots(), *(module for module in modules if _is_marked(module))]
         covered = {id(part) for top in tops for part in submodules(top)}
@@ -54,14 +54,14 @@ class Compiled:
 
 
 def _named_in(function: FunctionType, owners: list[Any]) -> Iterator[Any]:
-    """Yield the present values of a function's names: closed over, global, or attributes of the object whose method it is."""
+    """Yield the current values of the globals, closure variables and ``self`` attributes that a function refers to."""
     names = function.__code__.co_names
     for name in names:
         yield function.__globals__.get(name)
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not bound yet
+        except ValueError:  # the variable is not bound yet
             continue
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
@@ -74,6 +74,6 @@ def _is_module(value: object) -> TypeGuard[nn.Module]:
 
 
 def _is_marked(module: nn.Module) -> bool:
-    """Whether a module bears the mark of ``module.compile()``, or is the wrapper that ``torch.compile(module)`` returns."""
+    """Return whether ``module.compile()`` was called on a module, or ``torch.compile`` returned it as a wrapper."""
     attributes = object.__getattribute__(module, "__dict__")
     return attributes.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"

@@ -1,4 +1,4 @@
-"""Keeps the models of one process that are or were inspected: each has one record, however many optimizers and phases it has."""
+"""Keeps one record for each model inspected in a process, however many optimizers and training phases the model has."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mpinspect.run.models.owners import parameter_ids, submodules
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import RecordedModel, Seen
 
-#: Most models that are recorded: of a script that trains hundreds (a sweep, federated clients) the first show enough.
+#: Most models that are recorded: if a script trains hundreds (a sweep, federated clients), the first ones suffice.
 MOST_MODELS = 16
-#: Most models without an optimizer that are attached at once: they are held, and nothing shows when the script drops one.
+#: Most models without an optimizer attached at once: attaching keeps them alive after the script has dropped them.
 _MOST_WITHOUT_OPTIMIZERS = 4
 
 
@@ -34,13 +34,13 @@ class InspectedModel:
         self.had_optimizers = False
 
     def join(self, optimizer: torch.optim.Optimizer, gone: Callable[[object], None]) -> None:
-        """Keep an optimizer that steps the model; ``gone`` is called when it is freed."""
+        """Keep a weak reference to an optimizer that steps the model; ``gone`` is called when it is freed."""
         self.had_optimizers = True
         if all(known() is not optimizer for known in self.optimizers):
             self.optimizers.append(weakref.ref(optimizer, gone))
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Return whether this optimizer steps the model; with None: whether none ever did."""
+        """Return whether this optimizer steps the model; for None, whether the model never had an optimizer."""
         if optimizer is None:
             return not self.had_optimizers
         return any(known() is optimizer for known in self.optimizers)
@@ -57,7 +57,7 @@ class InspectedModel:
         return model is not None and frozenset(parameters) <= frozenset(parameter_ids(model))
 
     def record(self) -> RecordedModel:
-        """Return what was recorded so far."""
+        """Return the model's recording so far."""
         log_dir = self.inspector.log_dir
         return RecordedModel(self.name, self.inspector.session(), None if log_dir is None else str(log_dir))
 
@@ -95,7 +95,7 @@ class InspectedModels:
     def inspect(
         self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], label: Label
     ) -> InspectedModel | None:
-        """Attach an inspector to this model, a paused one again; returns its entry, or None where there are too many models."""
+        """Attach or resume a model's inspector and return the model's entry; None if there are too many models."""
         known = next((each for each in self.all if each.inspector.model is model), None)
         if known is None and self.is_full:
             self.note_that_it_is_full()
@@ -110,11 +110,11 @@ class InspectedModels:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further model is inspected."""
+        """Whether the limit on the number of inspected models is reached."""
         return len(self.all) >= MOST_MODELS
 
     def note_that_it_is_full(self) -> None:
-        """Note that a model was left out because too many are recorded."""
+        """Note for the report that a model was left out because too many are recorded."""
         self._seen.note(f"the first {MOST_MODELS} models that were trained were inspected, and none after them")
 
     def holding(self, parameters: Collection[int]) -> InspectedModel | None:
@@ -127,12 +127,12 @@ class InspectedModels:
         return next((each for each in of_it if each.inspector.attached), None)
 
     def pause_if_due(self) -> None:
-        """Pause models whose last optimizer was freed at an unsafe moment."""
+        """Pause models whose last optimizer was freed at a moment when detaching was unsafe."""
         if self._pause_is_due:
             self._pause_orphans()
 
     def _optimizer_gone(self, _: object) -> None:
-        # Weakref callbacks can run inside any code, and another thread that holds the lock may wait for what this one holds.
+        # Weakref callbacks can run inside any code: waiting for the lock could deadlock with the thread that holds it.
         with self._lock.held_if_free() as is_held:
             if not is_held or is_unsafe_to_detach(sys._getframe().f_back):
                 self._pause_is_due = True
@@ -143,14 +143,14 @@ class InspectedModels:
                 self._seen.note(f"mpinspect failed to detach from a model whose optimizers are gone: {error!r}")
 
     def _pause_orphans(self) -> None:
-        """Pause the models whose optimizers are all gone: the script may have dropped them to free their memory."""
+        """Pause the models whose optimizers are all gone, since the script may want to free the models' memory."""
         self._pause_is_due = False
         for each in self.all:
             if each.had_optimizers and each.inspector.attached and not each.living_optimizers:
                 each.inspector.pause()
 
     def attached(self) -> dict[str, torch.nn.Module]:
-        """Return the models that are attached, by name."""
+        """Return the models with an attached inspector, by name."""
         return {
             each.name: model
             for each in self.all
@@ -158,35 +158,36 @@ class InspectedModels:
         }
 
     def rest(self, resting: bool) -> None:
-        """Suspend counting and watching in all models, or resume it."""
+        """Suspend (True) or resume (False) counting and watching in all models."""
         for each in self.all:
             each.inspector.rest(resting)
 
     def leave_compiled(self) -> None:
-        """Remove our hooks from what has just been compiled."""
+        """Remove our hooks from modules that have just been compiled."""
         for each in self.all:
             model = each.inspector.model
             if model is not None and each.inspector.attached:
                 each.inspector.unhook(self._unhookable(model))
 
     def stop_after_enough_steps(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """End the inspection of models that have made as many steps as were asked for.
+        """End the inspection of models that have made as many steps as the options request.
 
         Args:
-            optimizer: only models that it steps; None: only those without an optimizer. Others may be training on other threads.
+            optimizer: end only models that it steps; None: only models without an optimizer. Other models may be
+                training on other threads.
         """
         for each in self.all:
             if each.inspector.attached and self._is_over(each) and each.is_stepped_by(optimizer):
                 each.inspector.end()
 
     def broke_off(self, error: BaseException) -> None:
-        """Note in each attached model's record what an exception that is about to end the script interrupts."""
+        """Note in each attached model's record what the exception that is about to end the script interrupted."""
         for each in self.all:
             if each.inspector.attached:
                 each.inspector.broke_off(error)
 
     def end(self) -> None:
-        """Detach from every model; a failure is noted and does not affect the others."""
+        """Detach from every model; if this fails for a model, note the failure and continue with the others."""
         for each in self.all:
             try:
                 each.inspector.end()
@@ -199,7 +200,7 @@ class InspectedModels:
             each.inspector.abandon()
 
     def records(self) -> list[RecordedModel]:
-        """Return what was recorded of each model. One that can't be read is noted and left out."""
+        """Return each model's recording; note and leave out any that can't be read."""
         records = []
         for each in self.all:
             try:
@@ -214,7 +215,7 @@ class InspectedModels:
         unhookable = self._unhookable(model)
         inspector = LaunchedInspector(model, self._options, optimizers, self._directory / name, say, unhookable)
         made = InspectedModel(name, label, inspector)
-        # Listed before attaching, which may fail: its name and its directory are taken.
+        # Listed before attaching, which may fail: the name and the directory are in use from here on.
         self.all.append(made)
         self._seen.models += 1
         inspector.attach()

@@ -25,23 +25,23 @@ _COMPILED = (
     "Run the script uncompiled to see their activations"
 )
 
-#: Sinks that a forked child inherited, kept alive: closing them there would write to the parent's files a second time.
+#: Keeps alive the sinks inherited by a forked child: closing them would write to the parent's files a second time.
 _inherited: list[Sink] = []
 
 
 class LaunchedInspector(Inspector):
-    """An Inspector attached by ``mpinspect run``. Its notes go to the report; only the first harmful event is printed at once.
+    """An Inspector attached by ``mpinspect run``: it prints only the first harmful event; its notes go to the report.
 
     Args:
-        model: to inspect; held only while attached.
+        model: the model to inspect; held only while attached.
         options: the launch's.
-        optimizers: those known to step the model.
-        log_dir: of its session file and TensorBoard log.
+        optimizers: optimizers known to step the model.
+        log_dir: directory of its session file and TensorBoard log.
         say: prints a line to stderr.
         unhookable: ids of modules that must not be hooked, since they are compiled.
     """
 
-    #: The launch ends it.
+    #: The launch ends the inspector, not an exit handler.
     _ends_with_the_process = False
 
     def __init__(
@@ -78,12 +78,12 @@ class LaunchedInspector(Inspector):
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model, while it is alive."""
+        """The model; None if it has been freed."""
         return self._model()
 
     @property
     def attached(self) -> bool:
-        """Whether the hooks are on."""
+        """Whether the hooks are on the model."""
         return self._capture.attached
 
     @property
@@ -101,10 +101,10 @@ class LaunchedInspector(Inspector):
         self._recording.note(sentence)
 
     def pause(self) -> None:
-        """Remove every hook and drop the model. Waits for the GPU. The record stays open."""
+        """Remove every hook and release the model, but keep the record open. Waits for the GPU."""
         if self._capture.attached:
             self._capture.detach()
-            # Kept for ``end``: another optimizer may train the model further and change what it says.
+            # Kept for ``end``: another optimizer may train the model further and change its weights.
             self._left = self._capture.weights_left(self._broken_before)
             self._recording.write()
         clock = self._capture.clock
@@ -112,7 +112,7 @@ class LaunchedInspector(Inspector):
         self._continue(clock)
 
     def resume(self, optimizers: Sequence[torch.optim.Optimizer], unhookable: Collection[int]) -> None:
-        """Attach to the model again, if it is alive; its count of steps goes on."""
+        """Attach to the model again, if it is still alive, and continue its count of steps."""
         model = self.model
         if model is None or self.attached:
             return
@@ -122,25 +122,25 @@ class LaunchedInspector(Inspector):
         self._capture.attach()
 
     def unhook(self, modules: Collection[int]) -> None:
-        """Remove the hooks from modules, given by id, that have just been compiled."""
+        """Remove the hooks from modules that have just been compiled, given by id."""
         if self._capture.unhook(modules):
             self.note(_COMPILED)
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> None:
-        """Take a loss that was scaled before the inspector was attached, and whose backward is about to run."""
+        """Record a loss that was scaled before the inspector was attached and whose backward is about to run."""
         self._capture.loss_scaled(scaler, (), scaled)
 
     def rest(self, resting: bool) -> None:
-        """Suspend counting and watching, and drop what the open step has, or resume it. Steps are numbered meanwhile."""
+        """Suspend counting and watching and drop the open step's data, or resume; steps are numbered meanwhile."""
         if self._capture.attached:
             self._capture.rest(resting)
 
     def end(self) -> None:
-        """Detach, if not paused, and close the files. Calling it twice does nothing."""
+        """Detach, if not paused, and close the files; a second call does nothing."""
         self._end()
 
     def abandon(self) -> None:
-        """Leave hooks and files to the parent, in a forked child. Touches no GPU, flushes nothing."""
+        """Stop inspecting in a forked child, without using the GPU or flushing files, which belong to the parent."""
         self._capture.abandon()
         _inherited.extend(self._recording.abandon())
 
@@ -172,17 +172,17 @@ class LaunchedInspector(Inspector):
         new.step, new.backwards, new.skipped_steps = clock.step, clock.backwards, clock.skipped_steps
 
     def _tell(self, note: str) -> None:
-        """Do not warn: the script may turn warnings into errors, and the report has the note."""
+        """Do nothing instead of warning: the script may turn warnings into errors, and the report contains the note."""
 
     def _announce(self, event: Event) -> None:
-        """Print the first event that a loss scaler did not catch."""
+        """Print the event if it is the first that no loss scaler caught."""
         if not self._has_announced and gravest([event]) is not None:
             self._has_announced = True
             self._say(first_line(event))
 
 
 def _kinds(model: torch.nn.Module, asked: Sequence[str] | None) -> Sequence[str] | None:
-    """Return the kinds to count; of parameters without a module only those of parameters, since they have no outputs."""
+    """Return the kinds to count; without a module only the kinds of parameters, since there are no outputs."""
     if not isinstance(model, Parameters):
         return asked
     return [kind for kind in asked or (WEIGHT_GRADIENT,) if kind in PARAMETER_KINDS]

@@ -1,6 +1,6 @@
 """Names models for the report: by class, by path in a larger model, or by the variable that the script binds them to.
 
-Of the script's frames and objects only dictionaries are read; none of its code is called.
+Reads only dictionaries of the script's frames and objects, and never calls the script's code.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import nn
 from mpinspect.run.models.owners import Holders, Parameters, named_children
 from mpinspect.runtime.wrappers import unwrapped, wrapped_by
 
-#: Packages whose frames are not the script's.
+#: Packages whose frames do not count as the script's.
 _OTHERS = ("torch", "mpinspect")
-#: Most frames that are read, from the innermost.
+#: Most frames that are read, starting from the innermost.
 _MOST_FRAMES = 40
-#: Reading the frame of a function that uses one of these would change the dictionary that it was given.
+#: Functions that use one of these are not read: reading their frame would change the dictionary of locals they hold.
 _READ_LOCALS = frozenset(("locals", "vars", "eval", "exec", "dir"))
-#: Most entries that are read of one list, tuple or dictionary.
+#: Largest number of entries read from one list, tuple or dictionary.
 _MOST_ENTRIES = 64
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a model's name can be made of.
+    """The candidates for a model's name.
 
     Args:
-        parent: the outermost module around it and the path to it, as "ActorCritic.actor"; "" where it is the outermost.
-        variable: the script's variable; "" where there is none.
+        parent: class of the outermost enclosing module and the path from it, as "ActorCritic.actor"; "" if none.
+        variable: name of the script's variable that holds the model; "" if there is none.
     """
 
     parent: str = ""
@@ -42,10 +42,10 @@ class Label:
 
 
 def label(model: nn.Module, holders: Holders, variables: Mapping[int, str]) -> Label:
-    """Return a model's label, from the modules around it and the script's variables, which are given by id."""
+    """Return a model's label, from its enclosing modules and ``variables``, the script's names by object id."""
     around = {id(top): top for top in map(unwrapped, holders.outermost(model))}
     if len(around) != 1 or id(model) in around:
-        # Of two that hold it side by side, it belongs to neither.
+        # If two separate outermost modules hold it, it is named after neither.
         return Label("", variables.get(id(model), ""))
     (top,) = around.values()
     path = _path(top, model)
@@ -55,18 +55,18 @@ def label(model: nn.Module, holders: Holders, variables: Mapping[int, str]) -> L
 
 
 def free_name(model: nn.Module, known: Label, taken: Mapping[str, Label]) -> str:
-    """Return a name for a model and its directory that no other has: its path in a larger model, its class or its variable.
+    """Return a unique name for a model and its directory: its path in a larger model, its class or its variable.
 
     Args:
-        model: to name.
-        known: its label.
+        model: the model to name.
+        known: the model's label.
         taken: labels of the models named before, by name.
     """
     wanted = [_plain(name) for name in _wanted(model, known) if name] or ["Model"]
     for name in wanted:
         if name not in taken:
             return name
-        if taken[name] == known:  # one built anew in the same place
+        if taken[name] == known:  # a model created again in the same place
             return _numbered(name, taken)
     return _numbered(wanted[0], taken)
 
@@ -90,12 +90,12 @@ def _plain(name: str) -> str:
 
 
 def _is_of_torch(model: nn.Module) -> bool:
-    """Return whether its class is torch's own, as Sequential, and so says nothing about the model."""
+    """Return whether the model's class is one of torch's, such as Sequential, and so makes a poor name."""
     return type(model).__module__.startswith("torch.nn.")
 
 
 def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Return the shortest path from ``top`` to ``model``, without wrappers; () where there is none."""
+    """Return the shortest path from ``top`` to ``model``, without wrappers; () if there is none."""
     seen = {id(top)}
     waiting: list[tuple[nn.Module, tuple[str, ...]]] = [(top, ())]
     for each, path in waiting:
@@ -113,14 +113,14 @@ def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
 
 
 def names_of(wanted: Collection[int], kin: tuple[type, ...]) -> dict[int, str]:
-    """Return the script's names for objects, by id, from the outermost frame that has one.
+    """Return the script's names for objects, by id; if several frames name an object, use the outermost frame.
 
-    An entry of a list, tuple or dictionary is named "nets.0", unless every entry has a name of its own: where only some have, one
-    may be a loop's variable.
+    Name an entry of a list, tuple or dictionary like "nets.0", unless every entry has its own variable: if only some
+    have one, it may be a loop variable.
 
     Args:
         wanted: ids of the objects.
-        kin: their classes; entries of other classes are ignored.
+        kin: their base classes; container entries of other classes are ignored.
     """
     if not wanted:
         return {}
@@ -142,7 +142,7 @@ def names_of(wanted: Collection[int], kin: tuple[type, ...]) -> dict[int, str]:
 
 
 def _scopes() -> Iterator[Mapping[str, Any]]:
-    """Yield local names, attributes of ``self`` and global names, the outermost frame's first."""
+    """Yield each frame's locals and attributes of ``self``, outermost frame first, then the global namespaces."""
     frames = list(_script_frames(sys._getframe(1)))
     seen: set[int] = set()
     for frame in reversed(frames):
@@ -175,7 +175,7 @@ def _locals(frame: FrameType) -> Mapping[str, Any]:
         return frame.f_locals
     if sys.gettrace() is not None or not _READ_LOCALS.isdisjoint(frame.f_code.co_names):
         return {}
-    # Before Python 3.13 the frame keeps the dictionary, which would keep the models alive.
+    # Before Python 3.13 the frame caches this dictionary, which would keep the models alive.
     kept = frame.f_locals
     names = dict(kept)
     kept.clear()

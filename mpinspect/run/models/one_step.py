@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from mpinspect.shapes.records import MatmulRecording
 
 
-#: After so many steps an optimizer is chosen without waiting for others, which may never step.
+#: An optimizer is chosen after this many steps, even if other optimizers have not stepped yet: they may never do so.
 _MOST_WAITED = 8
 
 
 class OneStep(Guarded):
-    """Records one step: from the end of an optimizer's step to the end of its next, whatever else runs between.
+    """Records everything between the end of one step of an optimizer and the end of its next.
 
     Args:
         options: the launch's; ``lint`` and ``kernels`` say what to record.
         directory: where the trace is written.
-        models: those inspected.
-        seen: takes the notes.
+        models: the inspected models.
+        seen: receives the notes.
         compiled: knows the modules that must not be hooked.
     """
 
@@ -46,7 +46,7 @@ class OneStep(Guarded):
         super().__init__(seen.note)
         self.matmuls: MatmulRecording | None = None
         self.trace: Path | None = None
-        # A profile that was asked for comes at its own step, not one later.
+        # With --kernels alone no products are recorded, since they would delay the profile by one step.
         self._wants_matmuls = options.lint or (options.lint is None and not options.kernels)
         self._is_lint_asked = bool(options.lint)
         self._wants_trace = options.kernels
@@ -54,27 +54,27 @@ class OneStep(Guarded):
         self._models = models
         self._seen = seen
         self._compiled = compiled
-        #: The thread whose step is recorded: modes and profiles belong to a thread.
+        #: The thread whose step is recorded: dispatch modes and profiles are per thread.
         self._thread: int | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        #: Threads on which no optimizer has stepped since a scaler's step began.
+        #: Threads inside ``scaler.step()`` on which no optimizer has stepped yet.
         self._unstepped: set[int] = set()
-        #: Steps of each optimizer, by id, before one was chosen.
+        #: Number of steps of each optimizer, by id, before one is chosen.
         self._steps: Counter[int] = Counter()
         self._products: LiveMatmuls | None = None
-        #: A recorder that can't leave the stack of modes yet, because the script has entered one since.
+        #: A recorder still on the stack of dispatch modes, because the script has entered another mode since.
         self._lingering: LiveMatmuls | None = None
         self._profile: LiveProfile | None = None
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Mark what follows as the optimizer's: its matrix products are not the model's."""
+        """Mark the following matrix products as the optimizer's, not the model's."""
         if self._products is not None and self._is_its_thread:
             self._products.in_optimizer = True
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin or end the recorded step at this optimizer's step, which is over."""
+        """Begin or end the recorded step after this optimizer's step has run."""
         self._unstepped.discard(threading.get_ident())
         if self._lingering is not None and self._lingering.leave():
             self._lingering = None
@@ -85,12 +85,12 @@ class OneStep(Guarded):
         self._step_ended(optimizer)
 
     def scaler_steps(self) -> None:
-        """Note that ``scaler.step(optimizer)`` is about to run, to see whether it skips the optimizer's step."""
+        """Record that ``scaler.step(optimizer)`` is about to run, to detect whether it skips the optimizer's step."""
         self._unstepped.add(threading.get_ident())
 
     @guarded
     def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin or end the recorded step also where a scaler has skipped the optimizer's step."""
+        """Begin or end the recorded step if ``scaler.step()`` has skipped the optimizer's step."""
         skipped = threading.get_ident() in self._unstepped
         self._unstepped.discard(threading.get_ident())
         if skipped and self._is_needed and self._is_its_thread:
@@ -105,7 +105,7 @@ class OneStep(Guarded):
         return self._wants_matmuls or self._wants_trace or self._products is not None or self._profile is not None
 
     def give_up(self) -> None:
-        """Stop recording, since the script has ended, and note what is incomplete or missing."""
+        """Stop recording because the script has ended, and note what is incomplete or missing."""
         if self._products is not None:
             self._finish_products("the script ended within the step whose matrix products were recorded")
         elif self._wants_matmuls and self._is_lint_asked and self._models.all:
@@ -122,7 +122,7 @@ class OneStep(Guarded):
             self._seen.note(f"{option} needs steps of torch's optimizers, and this script made none")
 
     def leave_compiled(self) -> None:
-        """Give up recording products, and remove the profile's hooks: a module has just been compiled."""
+        """Stop recording products and remove the profile's hooks, since a module has just been compiled."""
         if self._products is not None:
             products, self._products = self._products, None
             products.end("")
@@ -155,7 +155,7 @@ class OneStep(Guarded):
             self._begin_profile()
 
     def _ends_a_round(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether all other optimizers have stepped too, so that of a GAN a whole step is recorded and not half of one."""
+        """Return whether all other optimizers have stepped too, so that the whole step of a GAN is recorded."""
         self._steps[id(optimizer)] += 1
         others = [each for model in self._models.all for each in model.living_optimizers]
         return all(id(each) in self._steps for each in others) or self._steps[id(optimizer)] >= _MOST_WAITED
@@ -221,7 +221,10 @@ class OneStep(Guarded):
 
 
 def _doubt(models: Iterable[torch.nn.Module]) -> str:
-    """Return why a step is not recorded unasked: what stands below autograd there may be others' (FSDP, quantised weights)."""
+    """Return why a step is not recorded without --lint; "" if it can be.
+
+    FSDP and quantised weights, for example, may put their own tensor types and modes below autograd.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "the run is distributed"
     plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)

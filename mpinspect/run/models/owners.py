@@ -1,8 +1,8 @@
-"""Finds the modules that hold an optimizer's parameters, and the one that is the user's model.
+"""Finds the modules that hold an optimizer's parameters, and which of them is the user's model.
 
-A script gives its optimizer tensors, not the model, so modules are searched among the objects that the garbage collector tracks.
-Of these only the type is read, since reading an attribute could load a lazy proxy; of modules only what torch.nn.Module itself
-keeps in their ``__dict__``.
+A script passes tensors, not the model, to its optimizer, so the search goes through all objects that the garbage
+collector tracks. It reads only the types of these objects, since reading an attribute could load a lazy proxy; of
+modules it reads only what torch.nn.Module itself stores in their ``__dict__``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from mpinspect.runtime.wrappers import registered, unwrapped
 
-#: Modules that were alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
+#: Modules alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
 _frozen: list[weakref.ref[nn.Module]] = []
 
 
@@ -31,16 +31,16 @@ def living_modules() -> list[nn.Module]:
 
 
 def remember_before_freezing() -> None:
-    """Keep weak references to all modules; to be called before ``gc.freeze()``, which hides them from the search."""
+    """Keep weak references to all modules; call this before ``gc.freeze()``, which hides modules from the search."""
     _frozen[:] = [weakref.ref(module) for module in living_modules()]
 
 
 class Parameters(nn.Module):
-    """Parameters that no module holds, as a module that is never called.
+    """A module, never called, that holds the parameters that belong to no other module.
 
     Args:
         parameters: leaf tensors.
-        variables: the script's names for some of them, by id; the others are numbered.
+        variables: the script's names for some of the parameters, by id; the others are numbered.
     """
 
     def __init__(self, parameters: Iterable[Any], variables: Mapping[int, str] | None = None) -> None:
@@ -53,11 +53,11 @@ class Parameters(nn.Module):
 
 
 class Holders:
-    """The modules that hold any of some parameters, themselves or through their submodules.
+    """The modules that hold any of the given parameters, directly or through their submodules.
 
     Args:
         wanted: ids of the parameters.
-        modules: all that are alive.
+        modules: all living modules.
     """
 
     def __init__(self, wanted: Collection[int], modules: Iterable[nn.Module]) -> None:
@@ -73,7 +73,7 @@ class Holders:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All of them, in no particular order."""
+        """All of these modules, in no particular order."""
         return list(self._modules.values())
 
     def is_top(self, module: nn.Module) -> bool:
@@ -81,11 +81,11 @@ class Holders:
         return not self._parents.get(id(module))
 
     def holds_all(self, module: nn.Module) -> bool:
-        """Return whether every wanted parameter that any module holds is in this one."""
+        """Return whether this module holds all the wanted parameters that are held by any module."""
         return self.found() <= self.held(module)
 
     def outermost(self, module: nn.Module) -> list[nn.Module]:
-        """Return the modules around this one, itself included, that no other holds."""
+        """Return the outermost modules that contain this one; the module itself, if no other contains it."""
         around = [self._modules[key] for key in self._upwards([id(module)]) if key in self._modules]
         return [each for each in around if self.is_top(each)]
 
@@ -114,7 +114,7 @@ class Holders:
         return frozenset(key for module in self.modules for key in _own_parameters(module)) & self._wanted
 
     def _climbed(self, module: nn.Module) -> nn.Module:
-        """Return the outermost module around this one that adds no parameter, so that names are paths in the whole model."""
+        """Return the outermost enclosing module with the same parameters, so that names are full paths in the model."""
         around = [
             each
             for each in (self._modules[key] for key in self._upwards([id(module)]))
@@ -123,11 +123,11 @@ class Holders:
         outermost = [
             each for each in around if not any(key in self._parents.get(id(each), ()) for key in map(id, around))
         ]
-        # Of two that hold it side by side, neither is "the" model.
+        # If two separate outermost modules enclose it, neither is "the" model.
         return outermost[0] if len(outermost) == 1 else module
 
     def _tops(self) -> list[nn.Module]:
-        """Return modules without a parent that together hold what is wanted, those with most of it first."""
+        """Return top-level modules that together hold the wanted parameters, those with the most of them first."""
         tops = sorted(filter(self.is_top, self.modules), key=lambda each: -len(self.held(each) & self._wanted))
         chosen: list[nn.Module] = []
         missing = set(self.found())
@@ -138,7 +138,7 @@ class Holders:
         return chosen
 
     def _upwards(self, keys: Iterable[int]) -> list[int]:
-        """Return these modules and all that hold them, each once, by id."""
+        """Return the ids of these modules and of all modules that contain them, each once."""
         reached = dict.fromkeys(keys)
         waiting = list(reached)
         while waiting:
@@ -156,7 +156,7 @@ def parameter_ids(module: nn.Module) -> Iterator[int]:
 
 
 def submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and all within it, each once. ``module.modules()`` may be overridden by the user."""
+    """Yield a module and all modules inside it, each once, without ``module.modules()``, which users may override."""
     seen = {id(module)}
     waiting = [module]
     while waiting:

@@ -1,6 +1,7 @@
-"""Wraps a few of torch's functions for a while, to call a listener when an optimizer is made or a backward begins.
+"""Temporarily wraps a few of torch's functions, to call a listener when an optimizer is made or a backward begins.
 
-Errors that pass through the wrappers have their frames in the traceback; ``run/script.py`` takes them out when one is shown.
+The wrappers' frames appear in the tracebacks of errors raised through them; ``run/script.py`` removes these frames from
+printed tracebacks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TorchPatches:
         self._watches_backwards = False
 
     def install(self) -> None:
-        """Wrap the functions."""
+        """Wrap torch's functions and begin to call the listener."""
         self._replaced = [
             _replace(torch.optim.Optimizer, "__init__", self._wrapped_optimizer),
             _replace(gc, "freeze", _remembered_modules),
@@ -43,7 +44,7 @@ class TorchPatches:
         self.listen_last()
 
     def remove(self) -> None:
-        """Restore torch, but for functions that somebody else has replaced since."""
+        """Stop calling the listener and restore torch's functions, except those that other code has replaced since."""
         optimizer_steps.unlisten(self._listener)
         scaler_watch.unlisten(self._listener)
         self.watch_backwards(False)
@@ -51,7 +52,7 @@ class TorchPatches:
             _put_back(self._replaced.pop())
 
     def watch_backwards(self, wanted: bool) -> None:
-        """Listen to calls of ``backward`` or stop: only while there is something to find, so as to cost nothing later."""
+        """Start or stop listening to calls of ``backward``; listening only while needed avoids its cost later."""
         if wanted and not self._watches_backwards:
             backward_calls.listen(self._listener.backward_begins)
         elif not wanted and self._watches_backwards:
@@ -59,7 +60,7 @@ class TorchPatches:
         self._watches_backwards = wanted
 
     def listen_last(self) -> None:
-        """Move the listener behind the inspectors, so that it is called after them; call it when one was attached."""
+        """Move the listener behind the inspectors, so that it is called last; use after attaching an inspector."""
         optimizer_steps.unlisten(self._listener)
         optimizer_steps.listen(self._listener)
         scaler_watch.unlisten(self._listener)
@@ -98,7 +99,7 @@ def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of TorchScript to run without our hooks, which it would compile, or name values after."""
+    """Wrap a TorchScript function so that it runs without our hooks, which would otherwise enter the scripted code."""
 
     @functools.wraps(original)
     def script(*args: Any, **kwargs: Any) -> Any:

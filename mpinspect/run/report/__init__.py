@@ -1,4 +1,4 @@
-"""A whole run of a script: ranges of each model, shapes and kernels, joined."""
+"""The joined report of a script's run: the ranges of each model, the shapes and the kernels."""
 
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.report import ModelPart, RunReport

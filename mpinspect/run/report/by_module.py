@@ -1,4 +1,4 @@
-"""What is said of each module from three sides: its gradients' range, its products' shapes, the kernels that ran."""
+"""Joins three results for each module: its gradients' range, its matrix products' shapes, and its kernels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ModuleRow:
     """One module that computes matrix products.
 
     Args:
-        module: dotted path, led by the model's name where there are several models.
-        module_type: its class; "" where unknown.
+        module: dotted path, preceded by the model's name if there are several models.
+        module_type: its class; "" if unknown.
         flops_fraction: share of the recorded step's FLOPs, 0..1; None without --lint.
         shape_verdict: the worst of its products ("off", "degraded", "unknown", "native"); "" without --lint.
-        lost_l1_share: of its gradients, the worst at scale 1; None where none was counted.
-        log2_scale_needed: least power of two that serves its gradients; None where unknown.
+        lost_l1_share: the worst of its gradients' lost L1 shares at scale 1; None if no gradient was counted.
+        log2_scale_needed: log2 of the smallest loss scale that suffices for its gradients; None if unknown.
         kernel_time_us: time of its kernels in the profiled step; None without --kernels or without a GPU.
-        tensor_core_fraction: share of that time on Tensor Cores, native and degraded together, 0..1; None likewise.
+        tensor_core_fraction: share of kernel_time_us on Tensor Cores, native or degraded, 0..1; None if that is None.
     """
 
     module: str
@@ -40,9 +40,9 @@ class ModuleRow:
 
 
 def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
-    """Return a row for each module that shapes or kernels speak of, most FLOPs (without shapes: most time) first.
+    """Return a row for each module in the shapes or kernels, sorted by FLOPs (without shapes: by time), largest first.
 
-    Without shapes and kernels there is nothing to join, and no row.
+    Return no rows if the run has neither shapes nor kernels.
     """
     ranges = _gradients(report)
     flops, verdicts, types = _shapes(report)
@@ -63,7 +63,7 @@ def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
 
 
 def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
-    """Return the gradients of each module; of several models under the model's name as well."""
+    """Return each module's gradients, by path; with several models the path begins with the model's name."""
     found: dict[str, list[LayerReport]] = {}
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else part.name
@@ -74,7 +74,7 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
 
 
 def _shapes(report: RunReport) -> tuple[dict[str, float], dict[str, str], dict[str, str]]:
-    """Share of the FLOPs, worst verdict and class of each module."""
+    """Return each module's share of the FLOPs, worst verdict, and class, by path."""
     flops: dict[str, float] = {}
     verdicts: dict[str, str] = {}
     types: dict[str, str] = {}
@@ -86,7 +86,7 @@ def _shapes(report: RunReport) -> tuple[dict[str, float], dict[str, str], dict[s
 
 
 def _times(report: RunReport) -> dict[str, tuple[float | None, float | None]]:
-    """Kernel time and its share on Tensor Cores of each module known by its path."""
+    """Return each module's kernel time and the share of it on Tensor Cores, by path; skip modules without a path."""
     rows = report.kernels.by_module if report.kernels is not None else ()
     times: dict[str, tuple[float | None, float | None]] = {}
     for row in rows:

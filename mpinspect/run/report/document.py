@@ -1,4 +1,4 @@
-"""What a run's joined report says: what broke, all of it in brief, the modules from all sides, then each part's own report."""
+"""Lays out a run's joined report: what broke, a summary, a table of modules, then each part's own report."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.report import ModelPart, RunReport
 
-#: Modules with most FLOPs; JSON has all.
+#: How many modules are shown, those with most FLOPs; JSON has all.
 MODULES = Limit(8, 25)
-#: Models shown in full in a terminal; of a sweep's many the others have a line each, and report.md has all.
+#: Most models shown in full in a terminal; further models have one line each, and report.md has all in full.
 MAX_MODELS = 4
 
 
 def document(report: RunReport, *, everything: bool = False) -> Document:
-    """Return the report as a document, each part's own document in it. ``everything``: whether all layers are shown."""
+    """Return the report as a document that contains each part's document; ``everything`` shows all layers."""
     return Document(
         f"mpinspect run {report.command}",
         (_models(report, everything), Parts(tuple(_wholes(report)))),
@@ -49,7 +49,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
 
 
 def _verdict(report: RunReport) -> tuple[Block, ...]:
-    """Of a single model its verdict; of several a line each, the gravest first, whose parts begin with theirs."""
+    """Return a single model's verdict, or one line each for the models with the most severe findings, worst first."""
     if len(report.parts) == 1:
         return verdict_blocks(report.parts[0].ranges.verdict)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
@@ -57,7 +57,7 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
 
 
 def _models(report: RunReport, everything: bool) -> Parts:
-    """Return the models in their order; a terminal shows those with the gravest findings."""
+    """Return a part per model, in order, limited in a terminal to the models with the most severe findings."""
     parts = report.parts
     gravest = sorted(range(len(parts)), key=lambda place: -_gravity(parts[place]))
     left = len(parts) - MAX_MODELS
@@ -91,11 +91,11 @@ def _wholes(report: RunReport) -> Iterator[Part]:
 
 
 def _brief(report: RunReport) -> Iterator[Item]:
-    """Yield what the run came to, an item a subject."""
+    """Yield the summary of the run, one item per subject."""
     seen = f"; {report.saw[0]}" if len(report.saw) == 1 else ""
     yield Item(f"{report.command}: {report.outcome}{seen}", "script")
     if report.first_line:
-        # It heads the report, and has scrolled away by now.
+        # Repeated here, since the top of the report may have scrolled out of view.
         yield Item(report.first_line, "broke")
     for part in report.parts:
         counted = steps_and_samples(part.ranges.session.progress)
@@ -137,7 +137,7 @@ def _kernels(report: RunReport) -> str:
 
 
 def _modules(report: RunReport) -> Tables:
-    """Return the modules from all sides, those columns that there is something for."""
+    """Return the table of modules; an optional column without values is left out."""
     rows = by_module(report)
     columns = (
         Column("module", is_name=True),

@@ -1,4 +1,4 @@
-"""The joined report as JSON: the reports of ranges, shapes and kernels as they are alone, and what joins them. docs/run.md."""
+"""Writes the joined report as JSON that contains the reports of ranges, shapes and kernels unchanged (docs/run.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpinspect.reporting.json_text import Layout, fields, headed, plain
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.run.report import ModuleRow, RunReport, by_module
 
-#: A finding of a part has a line.
+#: Nested deeply enough that each finding of a part has its own line.
 LAYOUT = Layout(5)
 
 

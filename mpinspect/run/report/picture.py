@@ -1,4 +1,4 @@
-"""The joined report as a picture: that of its only model."""
+"""Draws the joined report of a run with one model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpinspect.run.report import RunReport
 
 
 def save(report: RunReport, path: str | Path) -> Path:
-    """Write the picture of the run's model as a PNG. Returns the path.
+    """Write the plot of the run's only model as a PNG, and return its path.
 
     Raises:
         ValueError: the run has several models, or none.

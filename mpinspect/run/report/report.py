@@ -1,4 +1,4 @@
-"""What a run of a script came to, as plain data: what every form of the joined report renders."""
+"""The results of a run as plain data, rendered by every form of the joined report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One model of the run. ``name``: its class, numbered where two share it; also its folder in the run directory."""
+    """A model of the run. ``name`` is its class, numbered if not unique, and also its folder in the run directory."""
 
     name: str
     ranges: RangeReport
@@ -25,20 +25,20 @@ class ModelPart:
 
 @dataclass(frozen=True, repr=False)
 class RunReport(RendersItself):
-    """Ranges, shapes and kernels of one run of a script.
+    """The ranges, shapes and kernels of one run of a script.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
-        command: the script and its arguments, as a shell would take them.
+        command: the script and its arguments, quoted for a shell.
         outcome: how the script ended, in words: "ended", "exit status 3", "RuntimeError: ...", "stopped by Ctrl-C".
-        parts: one a model, in the order in which they were found.
-        shapes: of the products of one step; None if they could not be recorded.
-        kernels: of one profiled step; None likewise.
-        saw: sentences: what was seen of the script, and what was not.
-        log_dir: the run directory; "" where nothing is written.
-        is_shape_detail: whether nobody asked for the shapes: a terminal has them in brief.
-        broke_elsewhere: the first line of another process of the run that broke before this one; "" where none did.
+        parts: one per model, in the order in which the models were found.
+        shapes: shapes of one step's matrix products; None if not recorded.
+        kernels: kernels of one profiled step; None if not recorded.
+        saw: sentences on what was seen of the script and what was not.
+        log_dir: the run directory; "" if nothing is written.
+        is_shape_detail: whether the shapes were recorded without --lint; a terminal then shows them only in brief.
+        broke_elsewhere: first line of the report of another process that broke before this one; "" if none did.
     """
 
     kind: ClassVar[str] = "run"
@@ -55,7 +55,7 @@ class RunReport(RendersItself):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Those of all parts that were asked for, the gravest first."""
+        """The findings of all parts, the most severe first; without those of the shapes if ``is_shape_detail``."""
         shapes = None if self.is_shape_detail else self.shapes
         reports = [*(part.ranges for part in self.parts), shapes, self.kernels]
         found = [finding for report in reports if report is not None for finding in report.findings]
@@ -63,12 +63,12 @@ class RunReport(RendersItself):
 
     @property
     def first_line(self) -> str:
-        """What broke first and was not caught by a loss scaler, in one line; "" where everything was finite."""
+        """The first non-finite event that no loss scaler caught, in one line; "" if there was none."""
         if self.broke_elsewhere:
             return self.broke_elsewhere
         broken = [(event, part.name) for part in self.parts if (event := what_broke(part.ranges)) is not None]
         if not broken:
             return ""
-        # Of several models each has its own count of steps.
+        # Each model counts its own steps.
         first, name = min(broken, key=lambda pair: pair[0].step)
         return first_line(first) if len(self.parts) == 1 else f"{name}: {first_line(first)}"

@@ -1,9 +1,9 @@
-"""CUDA's autocast lists for CPU tensors: which operation runs in FP16, which in FP32, which in the widest of its operands.
+"""Applies CUDA's autocast lists, of operations in FP16, in FP32 or in the widest operand's dtype, to CPU tensors.
 
-CUDA's autocast acts in torch's dispatcher, so these do: kernels for the dispatch key of the CPU's autocast, under the names
-of CUDA's lists (``ATen/autocast_mode.h``; "Autocast Op Reference" in torch's documentation). They reach
-calls by any alias and the functions that are made of others, as CUDA's do. They are registered once, at the first use,
-and until the process ends; outside ``half_arithmetic()`` they do what torch would have done without them.
+Like CUDA's autocast, this module works in torch's dispatcher: it registers kernels for the dispatch key of the CPU's
+autocast, under the names of CUDA's lists (``ATen/autocast_mode.h``; "Autocast Op Reference" in torch's documentation).
+As on CUDA, the kernels also handle calls through aliases and from composite functions. They are registered once, at the
+first use, until the process ends; outside ``half_arithmetic()`` they do what torch would have done without them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mpinspect.runtime.emulation.autocast_policies import (
     widest,
 )
 
-#: Run in autocast's 16-bit dtype. Products that the CPU's autocast has as well (``mm``, ``conv2d``, ...) are not repeated.
+#: Operations that run in autocast's 16-bit dtype, without those also in the CPU's list (``mm``, ``conv2d``, ...).
 LOWER = """
     convolution _convolution prelu addmv addr mv einsum chain_matmul linalg_multi_dot
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """
-#: Recurrent layers: on CUDA it is cuDNN's operation, inside these, that casts.
+#: Recurrent layers: on CUDA the cast happens in cuDNN's operation inside these.
 RECURRENT = """
     lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data
 """
-#: Run in FP32.
+#: Operations that run in FP32.
 FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
@@ -49,16 +49,16 @@ FLOAT32 = """
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
 """
-#: Give FP32 unless the caller names a dtype.
+#: Operations with an FP32 result unless the caller passes a dtype.
 FLOAT32_BY_DEFAULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList
     linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord
 """
-#: Run in the widest dtype of their operands.
+#: Operations that run in the widest dtype of their operands.
 WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
-#: The CPU's autocast runs them in FP32, CUDA's as they come. The CPU lacks some of their FP16 kernels: FP32, then rounded.
+#: Operations that CPU autocast runs in FP32 and CUDA in the input's dtype; here in FP32, then rounded to that dtype.
 AS_THEY_COME = """
     avg_pool3d adaptive_avg_pool3d max_pool3d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
     max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
@@ -75,7 +75,7 @@ _registering = threading.Lock()
 
 @contextmanager
 def cuda_autocast_lists() -> Iterator[None]:
-    """Within the block the CPU's autocast, where it is enabled, follows CUDA's lists in this thread."""
+    """Make the CPU's autocast, where enabled, follow CUDA's lists within the block, in this thread only."""
     with _registering:
         _register()
     before = getattr(_entered, "depth", 0)
@@ -127,14 +127,14 @@ _LISTS: list[tuple[str, Policy]] = [
 
 @cache
 def _register() -> torch.library.Library:
-    """Once a process. The library is kept alive by the cache."""
+    """Register the kernels, once per process, and return their library, which the cache keeps alive."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # torch warns of kernels that are replaced: they are meant to be.
+        # torch warns about replaced kernels, but replacing them is intended.
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
         for name, policy in _wanted():
             overload = name.removeprefix("aten::")
-            # torch's own kernel for this key can't be called once it is replaced; all of those replaced cast to FP32.
+            # torch's own kernel can't be called once replaced, but all replaced kernels cast to FP32.
             otherwise = _float32 if _has_kernel(name) else None
             kernel = _kernel(operator_named(overload), policy, otherwise)
             library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ def _register() -> torch.library.Library:
 
 
 def _wanted() -> Iterator[tuple[str, Policy]]:
-    """Yield names that this version of torch has in CUDA's list (or in its own, for the rest), and whose policy is another."""
+    """Yield the operations, with policies, for which this version of torch needs a kernel other than its own."""
     cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     for names, policy in _LISTS:
         for name in (f"aten::{name}" for name in names.split()):
@@ -151,7 +151,7 @@ def _wanted() -> Iterator[tuple[str, Policy]]:
             elif names is RECURRENT:
                 wanted = True
             else:
-                # Where both cast to the same dtype torch's own kernel stays.
+                # Keep torch's own CPU kernel if both cast to the same dtype.
                 wanted = name in cuda and not (policy in (_lower, _float32) and _has_kernel(name))
             if wanted:
                 yield name, policy

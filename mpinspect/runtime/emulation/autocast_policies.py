@@ -1,4 +1,4 @@
-"""What autocast's lists mean, for kernels put into the dispatcher: cast to FP32, FP32 unless a dtype is named, the widest."""
+"""Policies of autocast's lists, for kernels in the dispatcher: FP32, FP32 unless a dtype is passed, widest dtype."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-#: What does an operator's work: (operation, args, kwargs) -> result.
+#: Runs an operator with casts: (operation, args, kwargs) -> result.
 Policy = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-#: (value, dtype) -> the value in that dtype if it is eligible, else as it is.
+#: (value, dtype) -> the value in that dtype if it is eligible, else unchanged.
 Cast = Callable[[Any, torch.dtype], Any]
 
-#: Eligible for a cast, as torch has it: floating point, but not FP64.
+#: Dtypes that are cast, as in torch: floating point, but not FP64.
 ELIGIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def float32(cast: Cast) -> Policy:
-    """Runs in FP32."""
+    """Return a policy that runs the operator in FP32."""
 
     def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return operation(*cast_all(args, torch.float32, cast), **kwargs)
@@ -27,7 +27,7 @@ def float32(cast: Cast) -> Policy:
 
 
 def float32_by_default(is_eligible: Callable[[Any], bool]) -> Policy:
-    """Gives FP32 unless the caller names a dtype."""
+    """Return a policy that makes the result FP32 unless the caller passes a dtype."""
 
     def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _dtype_place(operation)
@@ -42,7 +42,7 @@ def float32_by_default(is_eligible: Callable[[Any], bool]) -> Policy:
 
 
 def widest(cast: Cast, is_eligible: Callable[[Any], bool], device: str) -> Policy:
-    """Runs in the widest dtype of the operands; ``device``: whose autocast dtype is the narrow one."""
+    """Return a policy that runs in the operands' widest dtype; the narrow one is ``device``'s autocast dtype."""
 
     def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtypes = {value.dtype for value in args if is_eligible(value)}
@@ -53,7 +53,7 @@ def widest(cast: Cast, is_eligible: Callable[[Any], bool], device: str) -> Polic
 
 
 def cast_all(args: tuple[Any, ...], dtype: torch.dtype, cast: Cast) -> Iterator[Any]:
-    """Yield the arguments, those in lists too, cast where they are eligible."""
+    """Yield the arguments, cast if eligible, including those inside lists and tuples."""
     for value in args:
         if isinstance(value, (list, tuple)):
             yield [cast(one, dtype) for one in value]
@@ -62,13 +62,13 @@ def cast_all(args: tuple[Any, ...], dtype: torch.dtype, cast: Cast) -> Iterator[
 
 
 def operator_named(name: str) -> Any:
-    """Return the operator of a name such as "norm.ScalarOpt_dim"."""
+    """Return the aten operator with a given name, such as "norm.ScalarOpt_dim"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 @cache
 def _dtype_place(operation: Any) -> int | None:
-    """Where ``dtype`` stands among the positional arguments; None where it has to be named."""
+    """Return the index of ``dtype`` among the positional arguments; None if it is keyword-only or absent."""
     arguments = operation._schema.arguments
     return next((place for place, one in enumerate(arguments) if one.name == "dtype" and not one.kwarg_only), None)

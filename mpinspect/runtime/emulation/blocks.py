@@ -1,8 +1,8 @@
-"""Products of 16-bit matrices in FP32, in parts that fit a core's cache.
+"""Multiplies 16-bit matrices in FP32, in parts that fit a core's cache.
 
-An FP32 copy of a large operand or result is written to memory and read back once, for no use but its rounding. In parts it
-never leaves the cache: time and memory are near what the 16-bit tensors take. Each thread takes parts of its own, as in
-counting: splitting every operation on a part over all of them would cost more than it saves.
+An FP32 copy of a whole large operand or result would be written to memory and read back only once. A part's copy never
+leaves the cache, so time and memory are close to those of the 16-bit tensors. As in counting, each thread processes parts
+of its own: splitting every operation on a part over all threads would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mpinspect.runtime.workers import POOL, single_threaded
 
 #: FP32 values in a part, 1 MiB: it and its 16-bit twin stay in a core's second-level cache.
 PART = 2**18
-#: With more threads than this torch shares each part among them: the interpreter would hold back threads of our own.
+#: With more threads than this, torch splits each part among its threads: the GIL would hold back threads of our own.
 MOST_THREADS = 8
 
 Item = TypeVar("Item")
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``a @ b``, plus ``bias`` of shape (n,): summed in FP32, rounded once.
+    """Return ``a @ b``, plus ``bias`` of shape (n,), summed in FP32 and rounded once.
 
-    The same operands give the same bits, as long as ``torch.get_num_threads()`` is the same.
+    The result is bitwise reproducible as long as ``torch.get_num_threads()`` is the same.
 
     Args:
-        a: FP16 or BF16, shape (m, k), strided in any way.
+        a: FP16 or BF16, shape (m, k), with any strides.
         b: the same dtype, shape (k, n).
         bias: the same dtype, shape (n,).
 
@@ -51,7 +51,7 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def _rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """In parts of rows of ``a`` and of the result. ``bias`` belongs to the columns, shape (n,), or the rows, shape (m, 1)."""
+    """Compute in parts of rows of ``a`` and the result; ``bias`` has shape (n,), per column, or (m, 1), per row."""
     right, added = b.float(), None if bias is None else bias.float()
 
     def work(parts: Iterable[slice]) -> None:
@@ -63,7 +63,7 @@ def _rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: t
 
 
 def _inner(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """In parts of the dimension that is summed over, added up in FP32. The parts of a sum do not depend on who is faster."""
+    """Compute in parts of the summed dimension, added up in FP32, in an order that does not depend on thread timing."""
     parts, sums = _parts(a.shape[1], max(a.shape[0], b.shape[1])), torch.get_num_threads()
     totals = torch.zeros(sums, *result.shape)
 
@@ -78,12 +78,12 @@ def _inner(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: 
 
 
 def _share(work: Callable[[Iterable[Item]], None], items: Sequence[Item]) -> None:
-    """Hand the items to threads of our own, or do them here, torch sharing each among its threads."""
+    """Process the items in our own threads, or in this thread, where torch splits each item among its threads."""
 
     inferring = torch.is_inference_mode_enabled()
 
     def in_our_state(taken: Iterable[Item]) -> None:
-        # A worker starts with gradients on, and outside inference mode.
+        # A worker thread starts with gradients enabled, and outside inference mode.
         with torch.inference_mode(inferring), torch.no_grad():
             work(taken)
 
@@ -101,12 +101,12 @@ def _sum(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.T
 
 
 def _parts(length: int, width: int) -> list[slice]:
-    """Of one thread, or large enough for all of torch's."""
+    """Return slices of ``range(length)``, each sized for one thread, or for all of torch's if there are many."""
     threads = torch.get_num_threads()
     step = max(1, PART * (1 if threads <= MOST_THREADS else threads) // width)
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def _by_rows(matrix: torch.Tensor) -> bool:
-    """Rows, not columns, lie together in memory."""
+    """Return whether the rows, not the columns, are contiguous in memory."""
     return matrix.stride(0) >= matrix.stride(1)

@@ -1,4 +1,4 @@
-"""Below autograd: 16-bit products and convolutions are computed in FP32 and rounded."""
+"""Computes 16-bit products and convolutions in FP32, below autograd, and rounds the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect.runtime.emulation import blocks
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
-#: Products as they arrive below autograd, where ``linear``, ``matmul``, ``einsum`` and their gradients are among these.
+#: Products as dispatched below autograd, including those of ``linear``, ``matmul``, ``einsum`` and their gradients.
 _PRODUCTS = [
     "mm",
     "addmm",
@@ -30,7 +30,7 @@ _PRODUCTS = [
     "convolution",
     "convolution_backward",
 ]
-#: One operation below autograd, several products inside.
+#: Single operations below autograd that consist of several products.
 _COMPOSED = [
     "conv_tbc",
     "conv_tbc_backward",
@@ -40,7 +40,7 @@ _COMPOSED = [
 ]
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: How many arguments are 16-bit operands, where others may be FP32: masks, and a row's log of its sum of exponentials.
+#: The number of leading arguments that are 16-bit operands; others (masks, log-sum-exp of each row) may be FP32.
 _OPERANDS = {_FLASH: 3, _FLASH_BACKWARD: 5}
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -49,7 +49,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes products of FP16 or BF16 tensors on the CPU in FP32 and rounds their results.
 
-    torch turns the mode off while it handles an operation; for those that hold others it has to be on again.
+    torch disables the mode while it handles an operation, so it is enabled again for operations that call others.
     """
 
     def __torch_dispatch__(
@@ -75,7 +75,7 @@ def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.d
     a, b = args
     if a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]:
         return blocks.product(a, b)
-    return func(*args)  # torch's own words on what is wrong with the shapes
+    return func(*args)  # let torch raise its own error about the shapes
 
 
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -92,13 +92,13 @@ def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype:
 
 
 def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Attend, keeping the row's log of the sum of exponentials in FP32, as the 16-bit kernels keep it for their backward."""
+    """Compute attention, keeping each row's log-sum-exp in FP32, as the 16-bit kernels do for their backward."""
     out, log_sum = func(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
     return out.to(dtype), log_sum
 
 
 def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """``out=``: filled by torch in FP32, with its own words where the shape is wrong, then rounded into place."""
+    """Compute in FP32 and round into the ``out=`` tensor; torch raises its own error if the shapes are wrong."""
     out = kwargs["out"]
     made = torch.empty_like(out, dtype=torch.float32)
     func(*map(_to_float32, args), **{**kwargs, "out": made})
@@ -115,7 +115,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: t
 
 
 def _overloads(names: Iterable[str], *variants: str) -> Iterator[Any]:
-    """Return those that this version of torch has."""
+    """Yield the overloads of these operations that this version of torch has."""
     packets = (getattr(_aten, name, None) for name in names)
     return (getattr(packet, variant) for packet in packets for variant in variants if hasattr(packet, variant))
 
@@ -134,13 +134,13 @@ _OPENED = frozenset(_overloads(_COMPOSED, "default"))
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Return whether torch defines it by other operations. They arrive whole in inference mode only."""
+    """Return whether torch composes the operation of others; the mode sees such operations only in inference mode."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd")) and not has(func.name(), "CPU")
 
 
 def _half_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of all the operands, if it is the same 16-bit one and all are plain tensors on the CPU."""
+    """Return the operands' dtype if all are strided CPU tensors of the same 16-bit dtype, else None."""
     found: torch.dtype | None = None
     operands = args[: _OPERANDS[func]] if func in _OPERANDS else (*args, *kwargs.values())
     for value in operands:

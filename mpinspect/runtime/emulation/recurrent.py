@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN: their products have to be seen, which oneDNN's fused kernel hides."""
+"""Makes the matrix products of LSTM, GRU and RNN visible to dispatch modes; oneDNN's fused kernel would hide them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class PlainRecurrence(TorchFunctionMode):
-    """Recurrent layers are computed gate by gate. The fused kernel also has no FP16 on most CPUs."""
+    """Computes recurrent layers gate by gate; oneDNN's fused kernel also lacks FP16 on most CPUs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -29,7 +29,7 @@ _RECURRENT = frozenset(getattr(home, name) for home in (torch, torch._VF) for na
 
 
 class _Onednn:
-    """Off while any thread is inside: the switch is the whole process's."""
+    """Disables oneDNN, a process-wide setting, while any thread is inside ``off()``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Judges whether shapes, layouts and dtypes of matrix products suit Tensor Cores: pure functions, without torch or a GPU."""
+"""Judge whether shapes, layouts and dtypes of matrix products suit Tensor Cores: pure functions, without torch or a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an operand lies in memory: its row stride in bytes, and the largest power of two that divides its addresses.
+"""Work out how an operand lies in memory: its row stride in bytes and the alignment of its addresses.
 
 A Tensor Core kernel loads 16 bytes at a time, which needs a base pointer, a row stride (the leading dimension of BLAS) and a
 batch stride in multiples of 16 bytes. Else a variant with smaller loads runs, whose name says how many *elements* each load
@@ -15,24 +15,25 @@ from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand, contiguous_str
 
 #: Bytes that one load of a full-speed kernel takes.
 FULL_ALIGNMENT = 16
-#: Bytes whose multiples are fastest on A100 and later (NVIDIA's guide: 64 FP16, 32 TF32, 128 INT8, 16 FP64).
+#: Multiples of this many bytes are fastest on A100 and later (NVIDIA's guide: 64 FP16, 32 TF32, 128 INT8, 16 FP64).
 PREFERRED_ALIGNMENT = 128
 PREFERRING_ARCHITECTURES = ("ampere", "ada", "hopper", "blackwell")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One operand as a kernel addresses it.
+    """The memory layout of one operand as a kernel addresses it.
 
     Args:
         name: "A", "B" or "output".
         row_stride: elements between its rows (or columns, where it is stored transposed); None for a vector.
-        row_size: elements that a row holds: less than ``row_stride`` in a view.
+        row_size: elements in a row; differs from ``row_stride`` in a view.
         stride_bytes: ``row_stride`` in bytes.
         alignment_bytes: the power of two, up to 128, that divides all its addresses.
-        offset_bytes: of the base pointer; None where unknown, then taken as aligned.
-        is_copied: whether torch copies the operand first, since neither of the last two strides is 1; the figures are the copy's.
-        is_assumed: whether the strides are unknown; the figures are those of a contiguous tensor.
+        offset_bytes: offset of the base pointer; None if unknown, in which case it is assumed to be aligned.
+        is_copied: whether torch copies the operand first because neither of its last two strides is 1; the other fields then
+            describe the copy.
+        is_assumed: whether the strides are unknown; the other fields then describe a contiguous tensor.
         item_size: bytes of an element.
         batch_strides: elements between the matrices of a batch, for dimensions larger than 1.
     """
@@ -54,12 +55,12 @@ class Layout:
 
     @property
     def is_view(self) -> bool:
-        """Whether its rows are part of longer ones, or it starts inside another tensor."""
+        """Return whether the operand's rows are parts of longer rows, or the operand starts inside another tensor."""
         return bool(self.offset_bytes) or (self.row_stride is not None and self.row_stride != self.row_size)
 
 
 def layouts(matmul: Matmul) -> tuple[Layout, ...]:
-    """Returns the layouts of A, B and output; an unknown operand is taken as contiguous."""
+    """Return the layouts of A, B and the output; an unknown operand is assumed to be contiguous."""
     shapes = {"A": (matmul.m, matmul.k), "B": (matmul.k, matmul.n), "output": (matmul.m, matmul.n)}
     operands = {"A": matmul.a, "B": matmul.b, "output": matmul.out}
     found = []
@@ -73,7 +74,7 @@ def layouts(matmul: Matmul) -> tuple[Layout, ...]:
 
 
 def layout_of(name: str, operand: Operand) -> Layout | None:
-    """Returns how one operand lies; None for a vector, an empty tensor or an unknown dtype."""
+    """Return the memory layout of one operand; None for a vector, an empty tensor or an unknown dtype."""
     item = ITEM_SIZES.get(operand.dtype)
     if item is None or len(operand.shape) < 2 or 0 in operand.shape:
         return None
@@ -101,7 +102,7 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
 
 
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether BLAS can read the last two dimensions as they are (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
+    """Return whether BLAS can read the last two dimensions without a copy (torch: aten/src/ATen/native/cuda/Blas.cpp)."""
     (rows, columns), (down, right) = shape[-2:], strides[-2:]
     if rows == 1 or columns == 1:
         # A vector: any step between its elements can be a row stride.
@@ -117,5 +118,5 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int | None,
 
 
 def up_to(size: int, multiple: int) -> int:
-    """Rounds ``size`` up to a multiple."""
+    """Round ``size`` up to a multiple."""
     return -(-size // multiple) * multiple

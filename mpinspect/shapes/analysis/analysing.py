@@ -21,11 +21,11 @@ from mpinspect.shapes.records import Matmul, MatmulRecording
 
 
 def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", notes: Sequence[str] = ()) -> ShapeReport:
-    """Reports what the shapes of a recording mean on a GPU; an empty recording has a report too.
+    """Return the report on a recording's shapes for a GPU, also for an empty recording.
 
     Args:
-        model: its name for the headline.
-        notes: sentences that precede the recording's own.
+        model: the model's name for the headline.
+        notes: sentences to put before the recording's own notes.
     """
     rows = _rows(recording, gpu)
     total_us = _total_us(rows)
@@ -59,7 +59,7 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
 
 
 def tf32_of(matmul: Matmul, recording: MatmulRecording) -> bool | None:
-    """Whether torch allowed TF32 for a product; None where the recording does not tell. Recurrent ones follow cuDNN's switch."""
+    """Return whether torch allowed TF32 for a product; None if not recorded. Recurrent layers follow cuDNN's switch."""
     return recording.tf32.get("matmul" if matmul.kind in ("gemm", "attention") else "convolution")
 
 
@@ -75,7 +75,7 @@ def _rows(recording: MatmulRecording, gpu: Gpu) -> list[ShapeRow]:
 
 
 def _total_us(rows: Sequence[ShapeRow]) -> float | None:
-    """Returns the least time of all products; None where more than a tenth of the FLOPs has no estimate."""
+    """Return the lower bound of all products' time; None if more than a tenth of the FLOPs has no estimate."""
     computed = [row for row in rows if row.judged.cause not in ("raises", "empty")]
     known = [row for row in computed if row.time is not None]
     if not known or sum(row.share for row in known) < 0.9 * sum(row.share for row in computed):
@@ -84,7 +84,7 @@ def _total_us(rows: Sequence[ShapeRow]) -> float | None:
 
 
 def _with_findings(rows: Sequence[ShapeRow], groups: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[ShapeRow, ...]:
-    """Returns the rows, each with the id of the first finding about it; root causes come first."""
+    """Return the rows, each with the id of the first finding that covers it; root causes come first."""
     by_row: dict[int, str] = {}
     for finding, indices in sorted(groups, key=lambda group: FINDING_IDS.index(group[0])):
         for index in indices:
@@ -116,7 +116,7 @@ def _calls_by_talk(rows: Sequence[ShapeRow]) -> dict[bool | None, int]:
 def _groups_of(
     rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, total_us: float | None
 ) -> dict[Cause, tuple[Group, tuple[int, ...]]]:
-    """Returns each cause's products, as a group and as indices into ``rows``."""
+    """Return each cause's products, as a group and as indices into ``rows``."""
     members = _members(rows, recording)
     follow = consequences_of(members, rows)
     alone = {cause: tuple(rows[index] for index in members[cause]) for cause in follow}
@@ -137,7 +137,7 @@ def _groups_of(
 
 
 def _members(rows: Sequence[ShapeRow], recording: MatmulRecording) -> dict[Cause, list[int]]:
-    """Returns the causes that make a finding, with the indices of their products."""
+    """Return the causes that make a finding, with the indices of their products."""
     unfused = unfused_attention(recording)
     members: dict[Cause, list[int]] = {}
     for index, row in enumerate(rows):
@@ -158,13 +158,13 @@ def _causes_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> l
 
 
 def _mended(cause: Cause, row: ShapeRow, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
-    """Returns the call's times as far as this cause is to blame for them."""
+    """Return the call's times, counting only the cost of this cause."""
     if row.time is None or gpu.bandwidth_gb_s is None:
         return row.time
     return BY_ID[cause.id].time(row, row.time, gpu, autocast_dtype)
 
 
 def _rank(finding: Finding) -> tuple[float, ...]:
-    """Sorts by severity, then by share of the FLOPs (1 for errors about the whole recording), then root causes first."""
+    """Return the sort key: severity, share of the FLOPs (1 for errors about the whole recording), root causes first."""
     share = finding.evidence.get("flops_fraction", 1.0 if finding.severity == "error" else 0.0)
     return (-SEVERITIES.index(finding.severity), -round(share, 6), FINDING_IDS.index(finding.id))

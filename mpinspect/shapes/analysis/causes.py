@@ -1,7 +1,7 @@
-"""What keeps a product from full speed, as symptoms; ``rules`` turns each into a cause.
+"""Find the symptoms that keep a product from full speed; ``rules`` turns each symptom into a cause.
 
-A cause is a finding's id and, where a size of the model is to blame, that size: it is what turns hundreds of flagged calls into a
-handful of findings. A product can have several.
+A cause is a finding's id and, if a size of the model is to blame, that size. Grouping by cause turns hundreds of flagged
+calls into a handful of findings. One product can have several causes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from mpinspect.shapes.analysis.report import ShapeRow
 from mpinspect.shapes.analysis.todays_rule import is_nchw, is_stem
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording, Operand
 
-#: Causes of an "off" verdict that say nothing against the shapes: these may bind once the dtype is mended.
+#: Causes of an "off" verdict that come from the dtype: the shapes may limit the product once the dtype is fixed.
 DTYPE_CAUSES = ("tf32-off", "float32")
-#: Causes that hold of torch's unfused attention too: a fused kernel would mend all others.
+#: Causes that apply to torch's unfused attention too; a fused kernel would fix all other causes.
 _EVEN_UNFUSED = ("raises", "gpu-without", "gpu-unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why products fall short.
+    """Why products do not reach full speed.
 
     Args:
-        id: of the rule, and of its finding.
-        size: the size to blame; None where none is.
-        what: what is padded, "size", "head" and so on; "" where padding mends nothing.
+        id: the id of the rule and of its finding.
+        size: the size to blame; None if no size is to blame.
+        what: the kind of size to pad ("size", "head", ...); "" if padding does not help.
     """
 
     id: str
@@ -37,16 +37,16 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One thing about a product that a rule may explain.
+    """One property of a product that a rule may explain.
 
     Args:
         word: the verdict's cause ("tf32-off", "channels", "head-dim", ...), or "math-path" or "unfused" (attention without a
             fused kernel), "nchw" (a converted image), "view" or "size" (a misaligned operand), "native" or "clean" (on Tensor
             Cores, with and without another cause).
         row: the product.
-        recording: that it is part of.
-        size: the size behind it, None where there is none.
-        is_unfused: whether the product is part of attention in separate products.
+        recording: the recording that contains the product.
+        size: the size that causes the symptom; None if there is none.
+        is_unfused: whether the product is part of attention computed as separate products.
     """
 
     word: str
@@ -57,13 +57,13 @@ class Symptom:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether the size is a number of tokens: of an unfused attention's sizes only the smallest is a head's."""
+        """Return whether the size is a number of tokens: in unfused attention, only the smallest size is a head's."""
         return self.is_unfused and (self.size or 0) > min(self.row.m, self.row.n, self.row.k)
 
     @property
     def is_of_vocabulary(self) -> bool:
-        """Whether the size is a vocabulary's: by its name, or as the outputs of a weight that is tied to an embedding's, whose
-        other size is the embedding's width."""
+        """Return whether the size is a vocabulary's: by its name, or because it is the number of outputs of a weight that is
+        tied to an embedding."""
         row, recording = self.row, self.recording
         names = " ".join(recording.sizes.get(self.size or 0, ())).lower()
         if "vocab" in names or "num_embeddings" in names:
@@ -77,10 +77,10 @@ class Symptom:
 
 
 def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
-    """Yields every symptom of a product, the gravest first; some have no rule.
+    """Yield every symptom of a product, the most severe first; some symptoms have no rule.
 
     Args:
-        is_unfused: whether it is part of attention in separate products.
+        is_unfused: whether the product is part of attention computed as separate products.
     """
     word = row.judged.cause
     if row.matmul.math_path and word not in _EVEN_UNFUSED:
@@ -101,7 +101,7 @@ def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> 
 
 
 def _size_of(row: ShapeRow) -> int | None:
-    """Returns the size behind the verdict: a head's or an image's channels; None for other causes."""
+    """Return the size behind the verdict (a head's, or a first layer's input channels); None for other causes."""
     attention, convolution = row.matmul.attention, row.matmul.convolution
     if row.judged.cause == "head-dim" and attention is not None:
         return attention.head_dim
@@ -109,7 +109,7 @@ def _size_of(row: ShapeRow) -> int | None:
 
 
 def _is_converted(row: ShapeRow) -> bool:
-    """Return whether cuDNN converts a convolution's NCHW image. A stem's is left out: it is the network's input, and small."""
+    """Return whether cuDNN converts a convolution's NCHW image. A stem is excluded: its image is the input, and small."""
     convolution = row.matmul.convolution
     # Tensors of one spatial dimension have no channels-last format in torch.
     if convolution is None or is_stem(convolution) or len(convolution.kernel_size) < 2 or not is_nchw(row.matmul):
@@ -118,7 +118,7 @@ def _is_converted(row: ShapeRow) -> bool:
 
 
 def _odd_channels(row: ShapeRow, matmul: Matmul, recording: MatmulRecording) -> Iterator[Symptom]:
-    """Yields a symptom for each number of channels that is no multiple of 16 bytes."""
+    """Yield a symptom for each number of channels whose size in bytes is not a multiple of 16."""
     item = ITEM_SIZES.get(matmul.dtype, 0)
     if matmul.convolution is not None:
         for size in matmul.convolution.group_channels.values():
@@ -127,7 +127,7 @@ def _odd_channels(row: ShapeRow, matmul: Matmul, recording: MatmulRecording) -> 
 
 
 def _misaligned(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
-    """Yields what misaligns each operand: a size of the model, or that it is a view of something else."""
+    """Yield a symptom for each misaligned operand: the size of the model that misaligns it, or that it is a view."""
     matmul = once_mended(row, recording.autocast_dtype)
     if matmul.convolution is not None:
         if not is_stem(matmul.convolution):
@@ -140,9 +140,9 @@ def _misaligned(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> 
 
 
 def _binding_size(layout: Layout, recording: MatmulRecording) -> int | None:
-    """Returns the size of the model that misaligns an operand; None for a view that no size explains."""
+    """Return the size of the model that misaligns an operand; None for a view whose misalignment no size explains."""
     for stride in (layout.row_stride, *layout.batch_strides):
-        # Heads side by side are a head's size apart, rows of a fused projection the whole projection's.
+        # Heads side by side are one head's size apart; rows of a fused projection are the whole projection's size apart.
         if stride is not None and _is_odd(stride, layout) and (stride == layout.row_size or stride in recording.sizes):
             return stride
     offset = (layout.offset_bytes or 0) // layout.item_size
@@ -155,12 +155,12 @@ def _is_odd(elements: int, layout: Layout) -> bool:
 
 
 def is_latent(row: ShapeRow) -> bool:
-    """Return whether a product is off Tensor Cores for its dtype alone, so that its sizes matter only once that is mended."""
+    """Return whether only its dtype keeps a product off Tensor Cores, so that its sizes matter once the dtype is fixed."""
     return row.judged.cause in DTYPE_CAUSES
 
 
 def once_mended(row: ShapeRow, autocast_dtype: str | None) -> Matmul:
-    """Returns the product as Tensor Cores would compute it: in TF32 where a switch is all it lacks, else in 16 bits."""
+    """Return the product as Tensor Cores would compute it: in TF32 if only the switch is missing, else in 16 bits."""
     matmul = row.matmul
     if not is_latent(row) or (row.judged.cause == "tf32-off" and autocast_dtype is None):
         return matmul
@@ -179,7 +179,7 @@ def _halved(operand: Operand | None) -> Operand | None:
 
 
 def unfused_attention(recording: MatmulRecording) -> frozenset[int]:
-    """Finds attention in separate products: q k^T, then its result times v, batched, in one module. Returns their indices."""
+    """Return the indices of attention computed as separate products: batched q k^T, then scores times v, in one module."""
     by_module: dict[str, list[int]] = {}
     for index, matmul in enumerate(recording.matmuls):
         if matmul.kind == "gemm" and matmul.batch > 1 and matmul.convolution is None:
@@ -193,7 +193,7 @@ def _pairs(indices: list[int], recording: MatmulRecording) -> Iterable[int]:
     sizes: set[tuple[int, tuple[int, ...]]] = set()
     for place, (_, first) in enumerate(forward):
         for _, second in forward[place + 1 :]:
-            # The scores (queries x keys) are the second product's left side; a head's query and value size are alike.
+            # The scores (queries x keys) are the second product's left operand; a head's query and value sizes are equal.
             if (first.batch, first.m, first.n, first.k) == (second.batch, second.m, second.k, second.n):
                 sizes.add((first.batch, tuple(sorted((first.m, first.n, first.k)))))
     return [

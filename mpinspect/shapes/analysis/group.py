@@ -1,4 +1,4 @@
-"""All products that one cause concerns, and their figures and sizes in words: what a finding's sentences are made of."""
+"""Group all products that share one cause, and word the group's figures and sizes for the finding's sentences."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
 from mpinspect.shapes.analysis.wording import count, dtype_name, grouped, some_modules
 from mpinspect.shapes.records import ITEM_SIZES, MatmulRecording
 
-#: Modules that evidence lists: all groups of a large model fit.
+#: Maximum number of modules listed in the evidence; enough for all groups of a large model.
 MAX_MODULES = 50
 
 
 @dataclass(frozen=True)
 class Group:
-    """All products that one cause concerns.
+    """All products that share one cause.
 
     Args:
-        cause: why they fall short.
+        cause: why the products do not reach full speed.
         rows: the products.
-        gain: what mending brings; None where the GPU's rates are not known.
-        padding: how the cause's size would be padded; None of causes without one.
-        gpu, recording: what was asked about.
-        also: how the sizes that follow from the padded one come out.
-        parts: what the size is made of.
+        gain: the estimated gain of the fix; None if the GPU's rates are not known.
+        padding: how to pad the cause's size; None for causes without a size to pad.
+        gpu, recording: the GPU and the recording that the report is about.
+        also: the paddings of the sizes that follow from the padded one.
+        parts: the equal parts of the size.
     """
 
     cause: Cause
@@ -46,12 +46,12 @@ class Group:
 
     @property
     def paddings(self) -> tuple[Padding, ...]:
-        """All sizes to pad, the one to blame first."""
+        """Return all sizes to pad, the one to blame first."""
         return () if self.padding is None else (self.padding, *self.also)
 
     @property
     def share(self) -> float:
-        """Share of all FLOPs, 0..1."""
+        """Return the products' share of all FLOPs, 0..1."""
         return sum(row.share for row in self.rows)
 
     @property
@@ -60,28 +60,28 @@ class Group:
 
     @property
     def layer(self) -> str:
-        """The module, where there is only one; else ""."""
+        """Return the products' module if they share one, else ""."""
         modules = {row.module for row in self.rows}
         return modules.pop() if len(modules) == 1 else ""
 
     @property
     def where(self) -> str:
-        """ "h.{0..11}.fc, lm_head and 2 more"."""
+        """Return the modules in words: "h.{0..11}.fc, lm_head and 2 more"."""
         return some_modules(row.module for row in self.rows)
 
     @property
     def products(self) -> str:
-        """ "12 products (3.1% of the FLOPs)"."""
+        """Return the number of products in words: "12 products (3.1% of the FLOPs)"."""
         return f"{count(self.calls, 'product')} ({percent(self.share)} of the FLOPs)"
 
     @property
     def are(self) -> str:
-        """The verb after ``products``: "is" or "are"."""
+        """Return the verb after ``products``: "is" or "are"."""
         return "is" if self.calls == 1 else "are"
 
     @property
     def s(self) -> str:
-        """The ending of any other verb after ``products``: "s" for one product."""
+        """Return the ending of any other verb after ``products``: "s" for one product, else ""."""
         return "s" if self.calls == 1 else ""
 
     @property
@@ -128,7 +128,7 @@ class Group:
 
     @property
     def talk_words(self) -> str:
-        """Whether the talk's rule flags these products."""
+        """Return a clause that says whether the talk's rule flags these products."""
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
             return "the rule of multiples of 8 has nothing against them"
@@ -136,7 +136,7 @@ class Group:
 
     @property
     def reasons(self) -> list[str]:
-        """The different reasons of the products' verdicts."""
+        """Return the distinct reasons of the products' verdicts."""
         return list(dict.fromkeys(row.reason for row in self.rows))
 
     @property
@@ -145,12 +145,12 @@ class Group:
 
     @property
     def autocast(self) -> str:
-        """ "FP16" under float16's autocast."""
+        """Return the name of autocast's dtype: "FP16" for float16."""
         return dtype_name(self.recording.autocast_dtype or "")
 
     @property
     def tf32_switch(self) -> str:
-        """The calls that allow TF32 for these products."""
+        """Return the statements that allow TF32 for these products."""
         kinds = {row.kind for row in self.rows}
         switches = []
         if kinds & {"gemm", "attention"}:
@@ -167,7 +167,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The size to blame; 0 where none is."""
+        """Return the size to blame; 0 if no size is to blame."""
         return self.cause.size or 0
 
     @property
@@ -176,35 +176,35 @@ class Group:
 
     @property
     def plus_one(self) -> str:
-        """What a number of tokens consists of, where it is that of images: " (196 patches and a class token)"."""
+        """Return how an image makes up this number of tokens: " (196 patches and a class token)"; else ""."""
         return plus_one(self.size)
 
     @property
     def of_a_group(self) -> str:
-        """ " of a group", of grouped convolutions."""
+        """Return " of a group" if any product is a grouped convolution, else ""."""
         convolutions = [row.matmul.convolution for row in self.rows]
         return " of a group" if any(found is not None and found.groups > 1 for found in convolutions) else ""
 
     @property
     def to_pad(self) -> Padding:
-        """``padding``, of a cause that has one."""
+        """Return ``padding`` for a cause that must have one."""
         assert self.padding is not None
         return self.padding
 
     @property
     def size_name(self) -> str:
-        """The size's first name in the model, or "the size"."""
+        """Return the size's first name in the model, or "the size"."""
         return next(iter(self.to_pad.names), "the size")
 
     @property
     def size_names(self) -> str:
-        """ " (config.n_embd, h.0.in_features)", or "" where the size has no name."""
+        """Return the size's names: " (config.n_embd, h.0.in_features)"; "" if the size has no name."""
         names = self.to_pad.names
         return f" ({', '.join(names[:3])})" if names else ""
 
     @property
     def pads_to(self) -> str:
-        """ "1023 -> 1024", and why not another size."""
+        """Return the padding with the reason for its target: "1023 -> 1024 (...)"."""
         padding = self.to_pad
         least, preferred, advised = padding.to, padding.to_preferred, padding.advised
         why = ""
@@ -216,13 +216,13 @@ class Group:
 
     @property
     def multiple(self) -> int:
-        """What the advised size is a multiple of: the largest power of two that 128 bytes of FP16 ask for."""
+        """Return the largest power of two that divides the advised size: at most 64 (128-byte alignment), else 8."""
         padding = self.to_pad
         return math.gcd(64 if padding.advised == padding.to_preferred else 8, padding.advised)
 
     @property
     def row_bytes(self) -> str:
-        """Bytes that a row of the odd size takes."""
+        """Return the number of bytes in a row of the odd size."""
         for row in self.rows:
             for layout in row.judged.layouts:
                 if layout.row_stride == self.cause.size and layout.stride_bytes is not None:
@@ -232,7 +232,7 @@ class Group:
 
     @property
     def what_follows(self) -> str:
-        """ "; 300 (c_attn.weight) is 3 x 100 and 12 heads of 25 make it up": sizes that are no cause of their own."""
+        """Word the sizes that follow from this one: "; 300 (c_attn.weight) is 3 x 100 and 12 heads of 25 make it up"."""
         words = []
         for padding in self.also:
             name = f" ({padding.names[0]})" if padding.names else ""
@@ -244,7 +244,7 @@ class Group:
 
     @property
     def makes(self) -> str:
-        """What padding makes of the sizes that follow."""
+        """Return how the padding changes the sizes that follow from this one."""
         words = [
             f"{'the head' if padding.what == 'head' else padding.names[0] if padding.names else 'the size'} {padding.size} -> "
             f"{padding.advised}"
@@ -254,7 +254,7 @@ class Group:
 
     @property
     def each_part(self) -> str:
-        """How the parts that a layer's output is split into are padded: each, or the split no longer fits."""
+        """Return how to pad the equal parts of a layer's output: all alike, so that the split still fits."""
         padding, parts = self.to_pad, self.parts
         least = self.next_multiple_of_8
         if parts.heads:
@@ -267,7 +267,7 @@ class Group:
 
     @property
     def binds(self) -> str:
-        """What both rules think of misaligned rows, and what mending them brings."""
+        """Return what both rules say about misaligned rows, and the estimated gain of the fix."""
         latent = sum(row.calls for row in self.rows if is_latent(row))
         them = "all" if latent == self.calls else f"{latent:,}"
         when = f", {them} of them once they are on Tensor Cores" if latent else ""
@@ -275,13 +275,13 @@ class Group:
 
     @property
     def inductor(self) -> str:
-        """What torch.compile may do about a size by itself."""
+        """Return a sentence on how torch.compile may pad a size by itself; "" if the model is not compiled."""
         if not self.recording.compiled:
             return ""
         return ". Inductor may pad this by itself (16-bit dtypes to multiples of 8, FP32 to 4): look at a profile first"
 
 
 def plus_one(tokens: int) -> str:
-    """Returns what 197, 257, 577, ... tokens are: images cut into a square of patches, and a class token; else ""."""
+    """Return " (196 patches and a class token)" for 197 tokens, likewise for any square plus one; else ""."""
     root = math.isqrt(max(tokens - 1, 0))
     return f" ({tokens - 1} patches and a class token)" if root > 1 and root * root == tokens - 1 else ""

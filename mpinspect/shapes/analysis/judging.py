@@ -1,4 +1,4 @@
-"""``judge``: one product, one GPU, two verdicts; and what decides before any stride does: refusals, the GPU, the dtype.
+"""Judge one product on one GPU by two rules; refusals, the GPU and the dtype are checked before strides.
 
 Sources of the refusals: torch's aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp and GroupedBlas.cpp, and their checks in
 torch/_meta_registrations.py.
@@ -26,13 +26,13 @@ _TF32_BY_DEFAULT = {"gemm": False, "attention": False, "convolution": True, "rec
 
 
 def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict:
-    """Judges whether a product's shapes and dtype suit a GPU's Tensor Cores, and whether it keeps the talk's rule.
+    """Judge whether a product's shapes and dtype suit a GPU's Tensor Cores and keep the talk's rule.
 
     Args:
-        tf32: whether torch allows TF32 for FP32 products of this kind; None: torch's defaults are assumed (no for matrix
-            products, yes for convolutions and recurrent networks), which the verdict says.
+        tf32: whether torch allows TF32 for FP32 products of this kind. None assumes torch's defaults (no for matrix
+            products, yes for convolutions and recurrent networks), and the verdict says so.
 
-    Unknown strides are taken as those of contiguous tensors, which the verdict says too. No product raises an exception.
+Unknown strides are assumed to be contiguous, and the verdict says so. No product raises an exception.
     """
     reading = _reading(matmul, gpu, tf32)
     remarks = list(reading.remarks)
@@ -53,9 +53,9 @@ def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict
 
 
 def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
-    """Returns what the first rule that applies says."""
+    """Return the reading of the first rule that applies."""
     return (
-        # No GPU computes what torch refused in the run.
+        # If torch refused a product during recording, no GPU computes it.
         (_raising_reading(matmul, gpu) if matmul.raises else None)
         or _of_the_gpu(gpu)
         or _raising_reading(matmul, gpu)
@@ -66,7 +66,7 @@ def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
 
 
 def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
-    """Returns "off" for products that no Tensor Core speeds up, whatever their sizes: empty, matrix-vector, depthwise."""
+    """Return "off" for products that no Tensor Core speeds up at any size: empty, matrix-vector, depthwise."""
     if 0 in (matmul.m, matmul.n, matmul.k, matmul.batch):
         return Reading("off", "an empty product: nothing is computed", "empty")
     if matmul.convolution is not None:
@@ -108,7 +108,7 @@ def _wants_more(reading: Reading, gpu: Gpu) -> bool:
 
 
 def _raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
-    """Returns "off" for a product that torch refuses on this GPU for its sizes, layouts or dtypes; else None."""
+    """Return "off" for a product that torch refuses on this GPU because of its sizes, layouts or dtypes; else None."""
     faults = list(_faults(matmul, gpu))
     if faults:
         return Reading("off", f"torch raises: {matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}", "raises")
@@ -159,7 +159,7 @@ def _has_unit_stride(operand: Operand, dimension: int) -> bool:
 
 
 def _precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading | None:
-    """Returns "off" or "unknown" for a dtype that Tensor Cores do not multiply; None where they do."""
+    """Return "off" or "unknown" if Tensor Cores are not known to multiply the product's dtype; None if they multiply it."""
     if matmul.dtype.startswith("complex"):
         return Reading("unknown", "complex products: which kernel computes them is not known here", "complex")
     multiplies = gpu.multiplies(matmul.dtype)

@@ -1,7 +1,8 @@
-"""Sizes to pad: from what, to what, what each is called in the model, and which must be padded together.
+"""Work out which sizes to pad, to what, what the model calls each size, and which sizes must be padded together.
 
-A fused projection has 3 times the hidden size as its outputs (or 2, or 4 in a recurrent layer's gates and a transformer's
-feed-forward), a head is a fraction of it. Padding each by itself would give sizes that don't fit each other.
+A fused projection has 3 times the hidden size as outputs (2 or 4 times in the gates of a recurrent layer and in a
+transformer's feed-forward), and a head's size is a fraction of the hidden size. Padding each size separately would give
+sizes that do not fit each other.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from mpinspect.shapes.analysis.causes import Cause, once_mended
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording
 
-#: Names of counts, which equal a size by chance.
+#: Names of counts, which may equal a size by chance.
 _COUNTS = re.compile(r"(^|[._])(groups|heads|layers|blocks|experts|depth|kernel_size|patch_size|stride)$")
-#: The largest multiple of a hidden size that is taken for one, and the least hidden size: coordinates and classes are fewer.
+#: A size up to 8 times a hidden size of at least 16 follows from it: numbers of coordinates and classes are smaller.
 _MOST_TIMES, _LEAST_BASE = 8, 16
 #: Layers whose outputs are equal parts, by their names in torch and Transformers.
 _THREE = re.compile(r"(^|[._])(c_attn|in_proj|w?qkv|to_qkv|query_key_value)([._]|$)")
@@ -31,10 +32,10 @@ class Parts:
     """The equal parts of a size.
 
     Args:
-        number: how many; 1 for a size that is not split.
-        heads: whether they are heads; else the layer's output is split into them.
-        is_shown: whether the recording shows the split; else it is guessed from names and sizes.
-        may_be: whether the size may be split, though nothing shows it.
+        number: how many parts; 1 for a size that is not split.
+        heads: whether the parts are attention heads; else the layer's output is split into the parts.
+        is_shown: whether the recording shows the split; else the split is guessed from names and sizes.
+        may_be: whether the size may be split although neither the recording nor a name shows a split.
     """
 
     number: int = 1
@@ -46,14 +47,14 @@ class Parts:
 def padding_of(
     cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, worth_it: bool, parts: int = 1
 ) -> Padding | None:
-    """Returns how a cause's size is to be padded, each of its equal ``parts`` alike; None where padding mends nothing."""
+    """Return how to pad a cause's size, with all its equal ``parts`` alike; None if padding does not help."""
     if not cause.what or cause.size is None:
         return None
     dtype = once_mended(rows[0], recording.autocast_dtype).dtype
     to, to_preferred = _padded(cause.size, dtype, gpu, parts)
     is_stem = cause.what == "input channels"
     if is_stem:
-        # cuDNN's first-layer kernels take 4 channels (8 bytes in FP16): NVIDIA's guide.
+        # cuDNN's first-layer kernels need 4 channels (8 bytes in FP16): NVIDIA's guide.
         to = to_preferred = up_to(cause.size, 4)
     elif cause.what == "head":
         to_preferred = to
@@ -71,18 +72,18 @@ def padding_of(
 
 
 def _padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
-    """Returns the least size with full alignment, a multiple of 8 too, and the least with the alignment that the GPU prefers; in
-    both, each of the equal ``parts`` is fully aligned."""
+    """Return the least fully aligned size, also a multiple of 8, and the least size with the GPU's preferred alignment;
+    in both, each of the equal ``parts`` is fully aligned."""
     item = ITEM_SIZES.get(dtype, 2)
     least = max(8, FULL_ALIGNMENT // item)
-    # 128 bytes of 16-bit values for FP32 too: the size is the same when the model moves to 16 bits.
+    # FP32 uses 128 bytes of 16-bit values too, so that the size stays the same when the model moves to 16 bits.
     preferred = max(PREFERRED_ALIGNMENT // item, PREFERRED_ALIGNMENT // 2)
     wanted = preferred if gpu.architecture in PREFERRING_ARCHITECTURES else least
     return up_to(size, parts * least), up_to(size, math.lcm(parts * least, wanted))
 
 
 def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:
-    """Returns the names of a size, the config's first; where it has none, those of the parameters that are multiplied."""
+    """Return the names of a size, the config's first; without any, the names of the multiplied parameters."""
     sizes = [name for name in recording.sizes.get(size, ()) if not _COUNTS.search(name)]
     named = sorted(sizes, key=lambda name: not name.startswith("config."))
     return tuple(named) or tuple(dict.fromkeys(row.parameter for row in rows if row.parameter))
@@ -91,7 +92,7 @@ def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
 def following_padding(
     following: Mapping[Cause, tuple[ShapeRow, ...]], base: Padding | None, gpu: Gpu, recording: MatmulRecording
 ) -> tuple[Padding, ...]:
-    """Returns what padding a size makes of those that follow from it."""
+    """Return the paddings of the sizes that follow from a padded size."""
     found = []
     for cause, rows in following.items():
         own = None if base is None else padding_of(cause, rows, gpu, recording, base.is_worth_it)
@@ -103,7 +104,7 @@ def following_padding(
 
 
 def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[Cause, Cause]:
-    """Finds odd sizes that follow from another odd size. Returns the cause to blame, by the one that follows from it."""
+    """Find odd sizes that follow from another odd size; return a map from each one's cause to the cause to blame."""
     causes = list(causes)
     odd = {cause.size: cause for cause in causes if cause.what == "size" and cause.size}
     forward = _forward(rows)
@@ -113,7 +114,7 @@ def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[C
             whole = next((size for size in sorted(odd) if _heads_in(size, cause.size, rows)), None)
             if whole is not None:
                 found[cause] = odd[whole]
-    # What heads make up is padded by heads, whatever it is a multiple of.
+    # A size made up of heads is padded by heads, even if it is also a multiple of another odd size.
     of_heads = {base.size for base in found.values()}
     for size in sorted(odd.keys() - of_heads):
         for base in sorted((base for base in odd if _LEAST_BASE <= base < size), reverse=True):
@@ -124,7 +125,7 @@ def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[C
 
 
 def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow], recording: MatmulRecording) -> Parts:
-    """Returns the parts of an odd size that must be padded alike: heads, or what the layer's output is split into."""
+    """Return the parts of an odd size that must be padded alike: its heads, or the parts of the layer's output."""
     if cause.what != "size" or cause.size is None:
         return Parts()
     for one in following:
@@ -138,7 +139,7 @@ def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow],
 
 
 def _heads_in(size: int, head: int, rows: Sequence[ShapeRow]) -> int:
-    """Returns how many heads make up a size: those of query, or of query, key and value; 0 if they do not."""
+    """Return how many heads make up a size (query heads, or query, key and value heads); 0 if heads do not make it up."""
     heads = {
         row.matmul.attention.heads
         for row in rows
@@ -148,7 +149,7 @@ def _heads_in(size: int, head: int, rows: Sequence[ShapeRow]) -> int:
 
 
 def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[int, bool]:
-    """Returns how many equal parts a layer's outputs are split into (1: none, or unknown), and whether the recording shows it."""
+    """Return the number of equal parts of a layer's output (1: none, or unknown), and whether the recording shows them."""
     for row in rows:
         for layout in row.judged.layouts:
             if layout.row_stride == size and 1 < layout.row_size < size and size % layout.row_size == 0:
@@ -163,7 +164,7 @@ def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
 
 
 def _may_be_split(size: int, recording: MatmulRecording) -> bool:
-    """Return whether a size may have several equal parts: a layer's outputs that no other layer takes whole."""
+    """Return whether a size may have equal parts: it is a layer's output, and no other layer takes all of it as input."""
     forward = [matmul for matmul in recording.matmuls if matmul.role == "forward" and matmul.attention is None]
     made = any(matmul.n == size for matmul in forward)
     divisible = size >= _LEAST_BASE and (size % 2 == 0 or size % 3 == 0)
@@ -175,7 +176,7 @@ def _forward(rows: Sequence[ShapeRow]) -> list[Matmul]:
 
 
 def _follows(size: int, base: int, forward: Sequence[Matmul]) -> bool:
-    """Whether a layer maps ``base`` to ``size``, or makes ``size`` for layers that take ``base``; a classifier does neither."""
+    """Return whether a layer maps ``base`` to ``size``, or a layer's output is ``size`` and layers take only ``base``."""
     made = [matmul for matmul in forward if matmul.n == size]
     if any(matmul.k == base for matmul in made):
         return True

@@ -14,11 +14,11 @@ from mpinspect.shapes.records import Matmul
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """Estimates for ONE call, in microseconds.
+    """Estimated times of one call, in microseconds.
 
     Args:
-        best_us: the roofline of the call on Tensor Cores, once it is mended.
-        low_us, high_us: the bounds of today's time.
+        best_us: the roofline of the call on Tensor Cores, once the call is fixed.
+        low_us, high_us: the bounds of the call's current time.
         bound: "math" or "memory": what limits the call at ``best_us``.
     """
 
@@ -33,11 +33,11 @@ class ShapeRow:
     """One product of one module, with its verdict.
 
     Args:
-        matmul: the record; its fields are attributes of the row too.
-        judged: both verdicts.
+        matmul: the record; its fields are also attributes of the row.
+        judged: the verdicts of both rules.
         share: share of all recorded FLOPs, all its calls together; 0..1.
         time: estimates for one call; None where the GPU's rates are not known.
-        finding: id of the first finding about it; "" if there is none.
+        finding: id of the first finding that covers the product; "" if there is none.
     """
 
     matmul: Matmul
@@ -96,22 +96,22 @@ class ShapeRow:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of one call."""
+        """Return the floating-point operations of one call."""
         return self.matmul.flops
 
     @property
     def bytes(self) -> int:
-        """Least memory traffic of one call."""
+        """Return the least memory traffic of one call in bytes."""
         return self.matmul.bytes
 
     @property
     def multiples_of_8(self) -> bool | None:
-        """Whether it keeps the talk's rule; None where the rule does not apply."""
+        """Return whether the product keeps the talk's rule; None if the rule does not apply."""
         return self.judged.multiples_of_8
 
     @property
     def verdict(self) -> str:
-        """By today's rule: "native", "degraded", "off" or "unknown"."""
+        """Return the verdict by today's rule: "native", "degraded", "off" or "unknown"."""
         return self.judged.verdict
 
     @property
@@ -139,13 +139,13 @@ class Padding:
         finding: id of its finding.
         what: "vocabulary", "size", "channels", "head" or "input channels".
         names: names of the size in the model ("config.vocab_size"), or of the parameters that have it; may be empty.
-        size: today's.
+        size: the current size.
         to: the least size that restores full alignment (and the talk's multiples of 8).
-        to_preferred: the least that gives 128 bytes (a multiple of 64, 128 for 8-bit dtypes); ``to`` on GPUs that do not
-            prefer that.
+        to_preferred: the least size aligned to 128 bytes (a multiple of 64, 128 for 8-bit dtypes); equal to ``to`` on GPUs
+            without that preference.
         modules: the modules that compute with it.
         share: share of the model's FLOPs, 0..1.
-        is_worth_it: whether padding is expected to bring anything.
+        is_worth_it: whether padding is expected to save time.
     """
 
     finding: str
@@ -160,7 +160,7 @@ class Padding:
 
     @property
     def advised(self) -> int:
-        """``to_preferred`` where that costs no more than 2% of the size, else ``to``."""
+        """Return ``to_preferred`` if it is at most 2% larger than the current size, else ``to``."""
         return self.to_preferred if self.to_preferred <= 1.02 * self.size else self.to
 
 
@@ -171,23 +171,23 @@ class ShapeReport(RendersItself):
     Renders itself: ``str()``, ``_repr_html_()``, ``to_json()``, ``save(path)``.
 
     Args:
-        model: its class, "" where unknown.
-        gpu: the GPU asked about.
-        dtype: what most FLOPs are computed in; "" where nothing was recorded.
+        model: the model's class; "" if unknown.
+        gpu: the GPU that the shapes are judged for.
+        dtype: the dtype of most FLOPs; "" if nothing was recorded.
         autocast_dtype: dtype of the autocast around the model, or None.
         device: where the model ran: "meta", "cpu", "cuda".
         backward: whether a backward was recorded.
         matmuls: a row for each product of each module, in the order of their first call.
-        findings: one for each cause, the gravest first and then by share.
+        findings: one for each cause, the most severe first, then by share.
         padding: the sizes to pad, by share.
         flops: floating-point operations of everything recorded.
         flops_by_verdict: "native", "degraded", "off", "unknown" -> FLOPs.
         calls: number of products.
-        calls_by_talk: how many products keep the talk's rule (True), break it (False), or lie outside it (None).
-        estimated_us: least time of all products on the GPU, as they are; None where its rates are not known.
+        calls_by_talk: how many products keep the talk's rule (True), break it (False), or are outside its scope (None).
+        estimated_us: lower bound of all products' current time on the GPU; None if the GPU's rates are not known.
         layout_copy_bytes, dtype_copy_bytes: bytes moved by copies that only change layout or dtype.
         notes: sentences on what could not be recorded and what was assumed.
-        complete: whether the model ran to its end, so that the figures cover all of it.
+        complete: whether the model ran to its end, so that the figures cover the whole model.
     """
 
     kind: ClassVar[str] = "shapes"

@@ -1,8 +1,9 @@
-"""Estimates of how long a product takes at least, and of what a fix can bring at most.
+"""Estimate the least time of a product and the largest gain of a fix.
 
-The roofline: a call takes at least max(FLOPs / peak rate, bytes / peak bandwidth). A fix can at best bring the time of today's
-slowest plausible kernel down to that. Only the cost of misalignment is measured: on one H100, ``_align1`` kernels ran at 51
-TFLOP/s beside siblings of the same model at 520; an ``_align2`` kernel of another model stayed within the same factor.
+The roofline: a call takes at least max(FLOPs / peak rate, bytes / peak bandwidth). A fix can at best bring the time of
+today's slowest plausible kernel down to the roofline. Only the cost of misalignment is measured: on one H100, ``_align1``
+kernels ran at 51 TFLOP/s and aligned kernels of the same model at 520; an ``_align2`` kernel of another model stayed within
+the same factor.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from mpinspect.shapes.records import ITEM_SIZES, Matmul
 
 #: How many times slower a misaligned kernel computes than an aligned one: 520 / 51 TFLOP/s, as above.
 MISALIGNED_SLOWDOWN = 10.0
-#: Below this share of all products' estimated time nothing is promised.
+#: Gains below this share of all products' estimated time are reported as no change.
 NEGLIGIBLE = 0.01
 
 
 def call_time(matmul: Matmul, verdict: ShapeVerdict, gpu: Gpu) -> CallTime | None:
-    """Estimates the times of one call; None where the GPU's rates are not known, or the product is never computed."""
+    """Return the estimated times of one call; None if the GPU's rates are not known, or the product is never computed."""
     if gpu.bandwidth_gb_s is None or verdict.cause in ("raises", "empty"):
         return None
     memory = matmul.bytes / (gpu.bandwidth_gb_s * 1e3)
@@ -35,11 +36,11 @@ def call_time(matmul: Matmul, verdict: ShapeVerdict, gpu: Gpu) -> CallTime | Non
     cores = math_us(matmul.flops, gpu.cuda_core_tflops.get("float32"))
     best_memory = memory
     if verdict.cause in ("float32", "dtype"):
-        # No TF32, no BF16, ... there: the fix is FP16.
+        # The GPU lacks TF32, BF16, ...: the fix is FP16.
         math = math_us(matmul.flops, gpu.tensor_core_tflops.get("float16"))
         best_memory = memory * min(1.0, 2 / ITEM_SIZES.get(matmul.dtype, 2))
     if matmul.dtype == "float64" and math is None:
-        # On most cards FP64 runs at 1/32 or 1/64 of FP32 where it is not on Tensor Cores: no rate, no estimate.
+        # Most cards run FP64 at 1/32 or 1/64 of FP32's rate if not on Tensor Cores: no rate is known, so no estimate.
         return None
     if math is None:
         math = cores
@@ -57,10 +58,10 @@ def call_time(matmul: Matmul, verdict: ShapeVerdict, gpu: Gpu) -> CallTime | Non
 
 def _degraded_us(matmul: Matmul, verdict: ShapeVerdict, math: float, memory: float) -> float:
     if verdict.cause == "head-dim":
-        # Padded copies: the operands are read and written once more.
+        # torch makes padded copies: the operands are read and written once more.
         return max(math, memory) + 2 * memory
     if verdict.cause == "attention-bias" and matmul.attention is not None and matmul.attention.bias is not None:
-        # Only the mask is; it stays what it is in proportion to the operands.
+        # Only the mask is padded and copied; its share of the traffic is its size relative to the operands.
         bias = matmul.attention.bias
         size = prod(bias.shape) * ITEM_SIZES.get(bias.dtype, 2)
         return max(math, memory) + 2 * memory * size / max(matmul.bytes, 1)
@@ -68,30 +69,30 @@ def _degraded_us(matmul: Matmul, verdict: ShapeVerdict, math: float, memory: flo
 
 
 def math_us(flops: int, tflops: float | None) -> float | None:
-    """Returns microseconds at a peak rate in TFLOP/s; None where the rate is not known."""
+    """Return microseconds at a peak rate in TFLOP/s; None where the rate is not known."""
     return None if not tflops else flops / (tflops * 1e6)
 
 
 def nhwc_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
-    """Returns what a convolution's NCHW image costs: image and result are each read and written once more."""
+    """Return the times with the cost of a convolution's NCHW image: image and result are each read and written once more."""
     return replace(time, low_us=time.best_us, high_us=time.best_us + 2 * _memory_us(row.bytes, gpu))
 
 
 def lowered_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
-    """Returns what running in FP32 costs: at best the product takes its time in autocast's dtype."""
+    """Return the times with the cost of running in FP32: at best the product takes its time in autocast's dtype."""
     lowered = call_time(once_mended(row, autocast_dtype), ShapeVerdict("native", ""), gpu)
     return lowered and replace(time, best_us=min(lowered.best_us, time.low_us), bound=lowered.bound)
 
 
 def size_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
-    """Returns what a size costs: of a product in a slow dtype, what it will cost once that is mended."""
+    """Return the times with the cost of a size; for a product in a slow dtype, the size's cost once the dtype is fixed."""
     if not is_latent(row):
         return time
     return call_time(once_mended(row, autocast_dtype), ShapeVerdict("degraded", "", cause="alignment"), gpu)
 
 
 def fused_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
-    """Returns what separate products cost: in a fused kernel the scores (tokens x tokens, the largest matrix) stay on chip."""
+    """Return the times of separate products; a fused kernel keeps the scores (tokens x tokens, the largest matrix) on chip."""
     largest = sorted((row.m, row.n, row.k))[1:]
     scores = row.batch * largest[0] * largest[1]
     elements = row.batch * (row.m * row.n + row.n * row.k + row.m * row.k)
@@ -110,11 +111,11 @@ def _memory_us(size: float, gpu: Gpu) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a fix can bring, estimated.
+    """The estimated gain of a fix.
 
     Args:
         speedup_low, speedup_high: how many times faster the calls become; 1.0 is no change.
-        saved_fraction_high: the largest share of the time of all products that it saves, 0..1.
+        saved_fraction_high: the largest share of all products' time that the fix saves, 0..1.
         bound: "math" or "memory": what limits most of the calls' time after the fix.
     """
 
@@ -125,7 +126,7 @@ class Gain:
 
 
 def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -> Gain | None:
-    """Estimates what bringing calls from today's time to their roofline is worth; None where there are no estimates.
+    """Return the estimated gain of bringing calls from today's time to their roofline; None without estimates.
 
     Args:
         times: the estimates of each call, and how often it runs.
@@ -149,7 +150,7 @@ def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -
 
 
 def is_worth_it(gain: Gain | None, share: float) -> bool:
-    """Whether mending may bring something; where the gain is not known, whether the products are more than 1% of the FLOPs."""
+    """Return whether a fix may save time; if the gain is unknown, whether the products are at least 1% of the FLOPs."""
     return share >= NEGLIGIBLE if gain is None else not promises_nothing(gain)
 
 
@@ -159,7 +160,7 @@ def promises_nothing(gain: Gain) -> bool:
 
 
 def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
-    """Words what a fix brings, always called estimated: a range, or that no change is expected."""
+    """Return a fix's gain in words that say it is estimated: a range, or that no change is expected."""
     if gain is None:
         return "gain unknown: no rates of this GPU are known"
     if promises_nothing(gain):

@@ -1,7 +1,8 @@
-"""Every shape finding, as data: what it is about, when it holds, what it says and what mends it.
+"""Define every shape finding as data: its symptoms, its condition, its message and its fix.
 
-The first rule that takes a symptom's word (``causes``) and agrees explains it; all products that one rule explains with one
-size are one finding. Order: root causes first, which is that of equal severities. A new finding is a new rule here.
+A symptom (``causes``) is explained by the first rule that lists the symptom's word and whose condition holds; all products
+that one rule explains with one size form one finding. Rules are listed root causes first, which also orders findings of
+equal severity. To add a finding, add a rule here.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from mpinspect.shapes.analysis.whole_recording import layout_copies, nothing_rec
 from mpinspect.shapes.analysis.wording import count, some_modules
 from mpinspect.shapes.records import MatmulRecording
 
-#: A sentence with names of a group's attributes in braces, or what makes it of a group.
+#: A sentence with names of a group's attributes in braces, or a function that makes the sentence from a group.
 Sentence = str | Callable[[Group], str]
-#: Returns the time as far as a cause is to blame, from a product, its time, the GPU and autocast's dtype.
+#: A function from a product, its time, the GPU and autocast's dtype to the call's times with the cost of one cause.
 TimeOf = Callable[[ShapeRow, CallTime, Gpu, str | None], CallTime | None]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A finding about all products that share a cause.
+    """A finding about all products that share one cause.
 
     Args:
-        id: the finding's.
-        on: words of the symptoms that it explains.
-        message: what was found. Names in braces are attributes of Group.
-        fix: what to do, likewise.
-        when: whether it explains such a symptom; by default always.
-        severity: "info", "warning" or "error"; "" where it follows from the gain.
-        pads: what the size is, where padding mends it: "vocabulary", "size", "channels", "input channels" or "head".
-        time: today's time of a call and its time once mended; by default as the roofline has them.
-        evidence: figures beside those that every group has.
+        id: the finding's id.
+        on: words of the symptoms that the rule explains.
+        message: the problem found. Names in braces are attributes of Group.
+        fix: the fix; names in braces as in ``message``.
+        when: returns whether the rule explains a symptom with such a word; by default always True.
+        severity: "info", "warning" or "error"; "" derives it from the gain.
+        pads: the kind of size to pad, if padding helps: "vocabulary", "size", "channels", "input channels" or "head".
+        time: returns a call's current time and its time once fixed; by default the roofline's estimates.
+        evidence: figures in addition to those that every group has.
         least_share: the share of the FLOPs, 0..1, below which there is no finding.
     """
 
@@ -58,7 +59,7 @@ class Rule:
     least_share: float = 0.0
 
     def finding(self, group: Group) -> Finding:
-        """Returns the finding about these products."""
+        """Return the finding about a group of products."""
         severity = _said(self.severity, group) or ("warning" if group.is_worth_it else "info")
         evidence = group.evidence() | self.evidence(group)
         return Finding(self.id, severity, group.layer, _said(self.message, group), evidence, _said(self.fix, group))
@@ -84,7 +85,7 @@ class RecordingRule:
     """A finding about a whole recording.
 
     Args:
-        id: the finding's.
+        id: the finding's id.
         finding: returns the finding, or None, from the recording, its products, the GPU and the time of all products in
             microseconds (None where unknown).
     """
@@ -123,7 +124,7 @@ def _float64(group: Group) -> str:
     return f"{group.products} in {group.where} {group.are} FP64, {where}"
 
 
-#: Why scaled_dot_product_attention takes its math path, by the recording's word, and what mends that (torch's
+#: By the recording's word: why scaled_dot_product_attention takes its math path, and the fix (torch's
 #: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _MATH_PATH = {
     "dimensions": (
@@ -157,7 +158,7 @@ def _math_paths(group: Group) -> list[str]:
 
 def _unfused(group: Group) -> str:
     if not (paths := _math_paths(group)):
-        # The first product of attention has a head's size to sum over; its result are the scores.
+        # The first product of attention sums over a head's size; its result holds the scores.
         scores = sorted({(row.m, row.n) for row in group.rows if row.role == "forward" and row.k <= row.n})
         sizes = f" of {scores[-1][0]} x {scores[-1][1]}" if scores else ""
         return (
@@ -285,7 +286,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         fix="give the GPU's architecture: volta, turing, ampere, ada, hopper or blackwell",
         severity="info",
     ),
-    # -- dtypes and switches: to be mended before any padding
+    # -- dtypes and switches: to be fixed before any padding
     Rule(
         "float32-under-autocast",
         on=("tf32-off", "float32"),
@@ -432,7 +433,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         fix="channels_last and torch.compile (fusion with what surrounds them) are what helps them",
         severity="info",
     ),
-    # -- what no longer matters
+    # -- rules that no longer matter
     Rule(
         "multiples-of-8-only",
         on=("native", "clean"),
@@ -454,14 +455,14 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     ),
 )
 
-#: Every finding's id, root causes first: the order of equal severities.
+#: Every finding's id, root causes first: the order of findings with equal severity.
 FINDING_IDS = tuple(rule.id for rule in RULES)
 #: The rules about products, by id.
 BY_ID = {rule.id: rule for rule in RULES if isinstance(rule, Rule)}
 
 
 def cause_of(symptom: Symptom) -> Cause | None:
-    """Returns the cause that explains a symptom; None where no rule does."""
+    """Return the cause that explains a symptom; None if no rule explains it."""
     for rule in BY_ID.values():
         if symptom.word in rule.on and rule.when(symptom):
             return Cause(rule.id, symptom.size, rule.pads)

@@ -1,9 +1,9 @@
 """Today's rule for each kind of product: full speed needs base pointers, strides and channels in multiples of 16 bytes.
 
-Convolutions: NVIDIA's Convolutional Layers guide (channels in multiples of 8 for FP16, 4 for TF32; cuDNN pads others itself and
-transposes NCHW to NHWC by extra kernels, nchwToNhwc in traces). Attention: torch's
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and attention.cu (heads are padded to multiples of 8, a copy of query, key,
-value and output; flash attention ends at 256; an additive mask's rows are padded to 16 bytes).
+Convolutions: NVIDIA's Convolutional Layers guide (channels in multiples of 8 for FP16, 4 for TF32; cuDNN pads other numbers
+itself and transposes NCHW to NHWC with extra kernels, nchwToNhwc in traces). Attention: torch's
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and attention.cu (torch pads heads to multiples of 8 by copying query,
+key, value and output; flash attention supports heads up to 256; torch pads an additive mask's rows to 16 bytes).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpinspect.shapes.analysis.verdict import Reading
 from mpinspect.shapes.analysis.wording import count
 from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, Operand
 
-#: Input channels up to which cuDNN has kernels of its own for a network's first layer.
+#: Maximum number of input channels for which cuDNN has special first-layer kernels.
 STEM_CHANNELS = 4
 MAX_FLASH_HEAD_DIM = 256
 #: torch's flash attention is built for sm80 and later (check_sm_version in sdp_utils.cpp).
@@ -31,7 +31,7 @@ _FLASH, _EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product
 
 
 def gemm_reading(matmul: Matmul, gpu: Gpu) -> Reading:
-    """Whether A, B and output are aligned: base pointers, row strides and batch strides; the reason names the worst of them."""
+    """Return whether A, B and output are aligned (base pointers, row and batch strides); the reason names the worst one."""
     found = layouts(matmul)
     remarks = tuple(
         f"{layout.name} has no dimension of stride 1: torch copies it first" for layout in found if layout.is_copied
@@ -39,7 +39,7 @@ def gemm_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     alignment = min((layout.alignment_bytes for layout in found), default=None)
     reading = partial(Reading, alignment_bytes=alignment, layouts=found, remarks=remarks)
     if matmul.dtype == "float64":
-        # DMMA kernels load 8 bytes at a time anyway: their align1 is full speed.
+        # DMMA kernels load 8 bytes at a time in any case: their align1 variant runs at full speed.
         return reading("native", "FP64 Tensor Core kernels need no more than 8 bytes")
     bad = sorted((layout for layout in found if not layout.is_aligned), key=lambda layout: layout.alignment_bytes)
     if not bad:
@@ -69,7 +69,7 @@ def _what(layout: Layout) -> str:
 
 
 def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
-    """Return whether a group's input and output channels, in bytes, are multiples of 16."""
+    """Return whether the input and output channels of each group are multiples of 16 bytes."""
     convolution = matmul.convolution
     item = ITEM_SIZES.get(matmul.dtype)
     if convolution is None or item is None:
@@ -95,15 +95,15 @@ def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
 
 
 def is_nchw(matmul: Matmul) -> bool:
-    """Whether cuDNN gets NCHW tensors: neither image nor weight is channels-last. One of them is enough for torch to compute in
-    that layout (cudnn_conv_suggest_memory_format in aten/src/ATen/native/ConvUtils.h)."""
+    """Return whether cuDNN gets NCHW tensors. One channels-last tensor, image or weight, is enough for torch to use NHWC
+    (cudnn_conv_suggest_memory_format in aten/src/ATen/native/ConvUtils.h)."""
     if matmul.convolution is None or matmul.convolution.channels_last is not False:
         return False
     return not any(_is_channels_last(operand) for operand in (matmul.a, matmul.b, matmul.out))
 
 
 def _is_channels_last(operand: Operand | None) -> bool:
-    """Return whether channels have stride 1 and neighbouring positions are all channels apart."""
+    """Return whether channels have stride 1 and the last dimension's stride is the number of channels."""
     if (
         operand is None
         or operand.strides is None
@@ -115,7 +115,7 @@ def _is_channels_last(operand: Operand | None) -> bool:
 
 
 def is_stem(convolution: Convolution) -> bool:
-    """Return whether it reads an image: up to 4 input channels, one group."""
+    """Return whether a convolution reads an image: up to 4 input channels, one group, not transposed."""
     return convolution.groups == 1 and convolution.in_channels <= STEM_CHANNELS and not convolution.transposed
 
 
@@ -123,12 +123,12 @@ def is_stem(convolution: Convolution) -> bool:
 
 
 def has_flash_attention(gpu: Gpu) -> bool:
-    """Return whether torch's flash attention runs on a GPU; True where its architecture is not known."""
+    """Return whether torch's flash attention runs on a GPU; True if the GPU's architecture is not known."""
     return gpu.architecture not in _WITHOUT_FLASH
 
 
 def taken_on(matmul: Matmul, gpu: Gpu) -> Matmul:
-    """Returns fused attention as this GPU computes it: the recorder does not know the GPU and names flash attention for all."""
+    """Return fused attention as this GPU computes it: the recorder does not know the GPU and always names flash attention."""
     attention = matmul.attention
     if attention is None or attention.backend != "flash" or has_flash_attention(gpu):
         return matmul
@@ -136,7 +136,7 @@ def taken_on(matmul: Matmul, gpu: Gpu) -> Matmul:
 
 
 def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
-    """Return whether the fused kernels take the operands as they are."""
+    """Return whether the fused kernels accept the operands without a copy."""
     matmul = taken_on(matmul, gpu)
     attention = matmul.attention
     item = ITEM_SIZES.get(matmul.dtype)

@@ -1,7 +1,7 @@
-"""The two verdicts on one product, as data, and the rule of the GTC 2018 talk: multiples of 8 (16 for INT8).
+"""Hold the two verdicts on one product as data, and apply the rule of the GTC 2018 talk: multiples of 8 (16 for INT8).
 
-Libraries before cuBLAS 11 and cuDNN 7.6.3 required it on every GPU: without it they did not use Tensor Cores at all (NVIDIA's
-Matrix Multiplication Background guide, table 1). Later ones can always use them; there the strides decide.
+Before cuBLAS 11 and cuDNN 7.6.3, the libraries used Tensor Cores only if a product kept this rule, on every GPU (NVIDIA's
+Matrix Multiplication Background guide, table 1). Later versions can always use Tensor Cores; their speed depends on strides.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dataclasses import dataclass, field
 from mpinspect.shapes.analysis.alignment import Layout
 from mpinspect.shapes.records import Matmul
 
-#: native: at full speed as far as shapes tell; degraded: on Tensor Cores, slower; off: not on them; unknown: can't be told.
+#: native: full speed as far as shapes tell; degraded: on Tensor Cores, but slower; off: not on them; unknown: not known.
 VERDICTS = ("native", "degraded", "off", "unknown")
-#: What the talk's sizes are multiples of, by dtype; for FP32 as in the FP16 product that mixed precision would make of it.
+#: The talk's multiple for each dtype; FP32's is that of FP16, which mixed precision would use.
 MULTIPLES = {"float16": 8, "bfloat16": 8, "float32": 8, "int8": 16, "uint8": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeVerdict:
-    """Two verdicts on one product.
+    """The two verdicts on one product.
 
     Args:
-        verdict: one of VERDICTS, by today's rule (strides, dtypes) on the GPU asked about.
-        reason: one sentence: why.
-        multiples_of_8: whether it keeps the talk's rule (16 for INT8); None where the rule does not apply.
+        verdict: one of VERDICTS, by today's rule (strides, dtypes) on the GPU being judged for.
+        reason: the verdict's reason in one sentence.
+        multiples_of_8: whether the product keeps the talk's rule (16 for INT8); None if the rule does not apply.
         stride_bytes: row stride of each operand ("A", "B", "output"); None for a vector. Empty for convolutions.
-        alignment_bytes: the largest power of two, up to 128, that divides every base pointer and stride; None where no operand
+        alignment_bytes: the largest power of two, up to 128, that divides every base pointer and stride; None if no operand
             has any.
-        cause: a word for what limits it ("alignment", "tf32-off", ...); "" if nothing does.
-        remarks: sentences on what else is worth knowing.
-        layouts: the operands behind ``stride_bytes``.
+        cause: a word for what limits the product ("alignment", "tf32-off", ...); "" if nothing limits it.
+        remarks: further sentences on the product.
+        layouts: the layouts of the operands in ``stride_bytes``.
     """
 
     verdict: str
@@ -56,7 +56,7 @@ class Reading:
 
 
 def multiples_of_8(matmul: Matmul) -> bool | None:
-    """Return whether a product keeps the talk's rule; None where the rule does not apply (FP64, FP8, depthwise)."""
+    """Return whether a product keeps the talk's rule; None if the rule does not apply (FP64, FP8, depthwise)."""
     multiple = MULTIPLES.get(matmul.dtype)
     sizes = talk_sizes(matmul)
     if multiple is None or not sizes:
@@ -65,7 +65,7 @@ def multiples_of_8(matmul: Matmul) -> bool | None:
 
 
 def talk_sizes(matmul: Matmul) -> dict[str, int]:
-    """Return the sizes that the talk's rule names: M, N, K, or batch and a group's channels; none of depthwise convolutions."""
+    """Return the sizes that the talk's rule names: M, N, K, or batch and channels per group; none for depthwise convolutions."""
     convolution, attention = matmul.convolution, matmul.attention
     if convolution is not None:
         if convolution.is_depthwise:

@@ -1,6 +1,7 @@
-"""Findings about a whole recording: it stopped before its end, it has nothing to judge, or copies take much of the time.
+"""Report findings about a whole recording: it stopped early, it has nothing to judge, or copies take much of the time.
 
-What is not in a recording has not been judged, so the first two are errors: a report without them would look healthy.
+Products missing from a recording have not been judged, so the first two findings are errors: without them, the report would
+look healthy.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from mpinspect.shapes.analysis.report import ShapeRow
 from mpinspect.shapes.analysis.wording import count, some_modules
 from mpinspect.shapes.records import LayoutCopy, MatmulRecording
 
-#: Least share of the products' estimated time of copies that are mentioned, and of copies that are a warning.
+#: Least share of the products' estimated time at which copies are mentioned, and at which they are a warning.
 _WORTH_MENTIONING, _WORTH_MENDING = 0.05, 0.2
-#: Least share of the FLOPs for channels_last to be the fix, and least share of the copied bytes for any fix.
+#: Least share of FLOPs in convolutions to advise channels_last, and least share of the copied bytes to advise any fix.
 _OF_CONVOLUTIONS, _OF_BYTES = 0.2, 0.2
 
 
 def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
-    """Returns the finding that the model did not run to its end; None where it did."""
+    """Return a finding if the model stopped before its end, else None."""
     if not recording.stopped:
         return None
     then = "no matrix product had run until then, so nothing can be said of its shapes"
@@ -40,7 +41,7 @@ def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *
 
 
 def nothing_recorded(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
-    """Returns the finding that a model which ran to its end multiplied nothing; None where it did multiply."""
+    """Return a finding if the model ran to its end and multiplied nothing, else None."""
     if recording.stopped or any(row.flops for row in rows):
         return None
     if rows:
@@ -62,7 +63,7 @@ def _of_recording(id: str, message: str, rows: Sequence[ShapeRow], fix: str) -> 
 def layout_copies(
     recording: MatmulRecording, rows: Sequence[ShapeRow], gpu: Gpu, total_us: float | None
 ) -> Finding | None:
-    """Returns the finding that layout copies take at least 5% of the products' time, estimated from their bytes; else None."""
+    """Return a finding if layout copies take at least 5% of the products' time, estimated from their bytes; else None."""
     copies = [copy for copy in recording.copies if copy.kind == "layout"]
     moved = sum(copy.bytes for copy in copies)
     if not moved or gpu.bandwidth_gb_s is None or not total_us:
@@ -89,7 +90,7 @@ def layout_copies(
 
 
 def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> str:
-    """Returns what avoids the copies, by the modules that make them; "" where nothing simple does."""
+    """Return the fix that avoids the copies, depending on the modules that make them; "" if there is no simple fix."""
     unfused = {recording.matmuls[index].module for index in unfused_attention(recording)}
     attention = unfused | {matmul.module for matmul in recording.matmuls if matmul.kind == "attention"}
     flops = sum(matmul.flops * matmul.calls for matmul in recording.matmuls)
@@ -106,7 +107,7 @@ def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> st
 
 
 def _bytes_within(copies: list[LayoutCopy], modules: set[str]) -> int:
-    """Sums the copies of these modules and their children; the model itself, "", does not count as everyone's parent."""
+    """Sum the copied bytes of these modules and their children; the model itself, "", is not treated as a parent."""
     return sum(
         copy.bytes
         for copy in copies

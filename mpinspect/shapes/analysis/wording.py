@@ -1,4 +1,4 @@
-"""How dtypes, counts and the names of many modules are worded."""
+"""Word dtypes, counts and the names of many modules."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BRANDS = {
 
 
 def dtype_name(dtype: str) -> str:
-    """Returns "FP16" for "float16"; unknown names unchanged."""
+    """Return a dtype's usual name: "FP16" for "float16"; unknown names unchanged."""
     return _BRANDS.get(dtype, dtype)
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Joins dotted paths that differ in layer numbers only: "encoder.layer.{0..11}.query". Keeps the order of first mention."""
+    """Merge dotted paths that differ only in layer numbers: "encoder.layer.{0..11}.query". Keeps the order of first mention."""
     return list(members(names))
 
 
 def members(names: Iterable[str]) -> dict[str, list[str]]:
-    """Joins paths as ``grouped`` does. Returns the paths that each joined one stands for."""
+    """Merge paths as ``grouped`` does; return the original paths of each merged one."""
     patterns: dict[tuple[str | None, ...], list[str]] = {}
     for name in dict.fromkeys(names):
         patterns.setdefault(tuple(None if _is_number(part) else part for part in name.split(".")), []).append(name)
@@ -38,7 +38,7 @@ def _is_number(part: str) -> bool:
 
 
 def _filled(names: Sequence[str]) -> str:
-    """Writes paths that differ in numbers only as one, each number as the span of its values."""
+    """Merge paths that differ only in numbers into one, with each number replaced by the span of its values."""
     if len(names) == 1:
         return names[0]
     columns = zip(*(name.split(".") for name in names), strict=True)
@@ -57,11 +57,11 @@ def _span(values: list[int]) -> str:
 
 
 def some_modules(names: Iterable[str], limit: int = 3) -> str:
-    """Return names the first groups of modules and says how many more there are."""
+    """Name the first groups of modules and say how many more there are."""
     found = [name or "the model itself" for name in grouped(names)]
     return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 
 
 def count(number: int, noun: str) -> str:
-    """Returns "1 product" or "1,234 products"."""
+    """Return "1 product" or "1,234 products"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

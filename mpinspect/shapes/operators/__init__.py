@@ -1,6 +1,6 @@
-"""Finds the matrix products that an operator computes, from the shapes of its arguments alone; without torch.
+"""Find the matrix products that an operator computes, from the shapes of its arguments alone; without torch.
 
-A new operator is one line of a family's table; a new family is one file with a function from a ``Call`` to records.
+To add an operator, add a line to a family's table; to add a family, add a file with a function from a ``Call`` to records.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _GEMMS: dict[str, _Family] = {
     "_mixed_dtypes_linear": gemm.mixed_linear,
 }
 
-#: The most arguments that an operator takes, ``out`` included. TorchScript's interpreter (torch/csrc/jit) gives the profiler its
-#: whole stack instead, on which the operands are not first.
+#: The maximum number of an operator's arguments, ``out`` included. TorchScript's interpreter (torch/csrc/jit) passes its
+#: whole stack to the profiler instead, and the operands do not come first on that stack.
 _MOST_ARGUMENTS = {
     "mm": 3,
     "_int_mm": 3,
@@ -89,20 +89,21 @@ PRODUCT_OPS: frozenset[str] = frozenset(f"{_OTHER_NAMESPACES.get(name, 'aten')}:
 def matmuls_of(
     op: str, inputs: Sequence[Input], *, scalars: Sequence[object] = (), output: Operand | None = None
 ) -> tuple[Matmul, ...]:
-    """Returns the products that one call of an operator computes.
+    """Return the products that one call of an operator computes.
 
     Args:
-        op: "aten::mm"; "aten.mm.default", in-place and ``out=`` forms are accepted too.
-        inputs: one entry for each positional argument of the operator's schema: the operand, a sequence of them for a list of
-            tensors, None for what is no tensor.
-        scalars: one entry likewise for what is no tensor: Python values, or the profiler's strings ("[1, 1]", "True", "").
-        output: the first result, where it is known; else what torch would allocate.
+        op: the operator's name, "aten::mm"; "aten.mm.default", in-place and ``out=`` forms are accepted too.
+        inputs: one entry for each positional argument of the operator's schema: the operand, a sequence of operands for a list
+            of tensors, None for an argument that is not a tensor.
+        scalars: one entry for each positional argument too: Python values, or the profiler's strings ("[1, 1]", "True", "");
+            entries of tensors are ignored.
+        output: the first result if known; else the result that torch would allocate is assumed.
 
-    Returns:
-        No record if the operator is no product or its sizes are not known; several for a convolution's backward and for
-        recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Otherwise ``module`` and
-        ``parameter`` are "", and ``role`` is "forward" unless the operator is a backward.
-    """
+Returns:
+        No record if the operator is not a product or its sizes are not known; several records for a convolution's backward and
+        for recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Otherwise ``module``
+        and ``parameter`` are "", and ``role`` is "forward" unless the operator is a backward.
+"""
     name = product_name(op)
     bare = name.partition("::")[2]
     if not name or len(inputs) > _MOST_ARGUMENTS.get(bare, len(inputs)):
@@ -114,7 +115,7 @@ def matmuls_of(
 
 
 def product_name(op: str) -> str:
-    """Returns an operator's name in PRODUCT_OPS, whichever way it is written; "" if it is no product."""
+    """Return an operator's name in PRODUCT_OPS for any spelling of the name; "" if it is not a product."""
     if op in PRODUCT_OPS:
         return op
     space, _, rest = op.partition("::") if "::" in op else op.partition(".")

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention in one operator, and its backward.
+"""Describe scaled dot-product attention in one operator, and its backward, as one record.
 
-m, n and k are queries, keys and head_dim; ``batch`` is batch x heads. FLOPs are of both products (scores, and
-scores x values) over all scores, masked or not; the backward computes five, the scores once more among them
+m, n and k are queries, keys and head_dim; ``batch`` is batch x heads. FLOPs count both products (scores, and
+scores x values) over all scores, masked or not; the backward computes five products, recomputing the scores
 (FlashAttention-2, arXiv 2307.08691, section 2.3; torch/utils/flop_counter.py).
 """
 
@@ -17,13 +17,13 @@ from mpinspect.shapes.records import Attention, Matmul, Operand
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How an operator takes its arguments.
+    """The positions of an operator's arguments.
 
     Args:
-        backend: what Attention.backend is to say.
-        bias, is_causal: their places; None: the operator has none.
-        heads_last: (batch, length, heads, dim) instead of (batch, heads, length, dim).
-        lengths: places of the sequences' starts (packed sequences: no batch dimension) and of the longest query and key.
+        backend: the value of Attention.backend.
+        bias, is_causal: positions of these arguments; None if the operator has no such argument.
+        heads_last: whether tensors are (batch, length, heads, dim) instead of (batch, heads, length, dim).
+        lengths: positions of the sequences' starts (packed sequences: no batch dimension), the longest query and longest key.
         backward: the arguments begin with grad_out.
     """
 
@@ -58,7 +58,7 @@ _LAYOUTS: dict[str, _Layout] = {
 
 
 def attention(call: Call) -> tuple[Matmul, ...]:
-    """Returns the record of any attention operator, forward or backward."""
+    """Return the record of any attention operator, forward or backward."""
     layout = _LAYOUTS[call.op.partition("::")[2]]
     first = 1 if layout.backward else 0
     query, key, value = (call.tensor(first + place) for place in range(3))
@@ -100,7 +100,7 @@ def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: 
     heads, length = (-2, -3) if layout.heads_last else (-3, -2)
     starts = call.optional(layout.lengths[0]) if layout.lengths else None
     if layout.lengths and starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3:
-        # Sequences laid end to end, (tokens, heads, dim): each counts as the longest, an upper bound.
+        # Packed sequences, (tokens, heads, dim): each counts as long as the longest one, an upper bound.
         batch = max(starts.shape[0] - 1, 1) if starts.shape else 1
         queries, keys = call.integer(layout.lengths[1]), call.integer(layout.lengths[2])
     else:
@@ -129,5 +129,5 @@ def _bytes(
     read = traffic(*operands, bias)
     if not backward:
         return read + traffic(out)
-    # grad_out and the output are read (one size), three gradients written.
+    # grad_out and the output are read (both of the same size), and three gradients are written.
     return read + 2 * traffic(call.tensor(0)) + traffic(*(fresh(one.shape, one.dtype) for one in operands))

@@ -1,4 +1,4 @@
-"""One call of an operator: its tensors and scalars by position, and how shapes and strides of tensors change."""
+"""Read one call of an operator (tensors and scalars by position), and derive the shapes and strides of changed tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpinspect.shapes.records import ITEM_SIZES, Operand, contiguous_strides
 
-#: One argument of an operator: a tensor, a list of them, or neither.
+#: One argument of an operator: a tensor, a list of tensors, or None for anything else.
 Input = Operand | Sequence[Operand | None] | None
 
 
@@ -20,13 +20,13 @@ class UnknownSizesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator's call.
+    """One call of an operator.
 
     Args:
-        op: the operator, as "aten::mm".
+        op: the operator's name, "aten::mm".
         inputs: one entry for each positional argument, a sequence for a list of tensors.
-        scalars: likewise, Python values or the strings that the profiler writes.
-        output: the (first) result; None where unknown.
+        scalars: one entry for each positional argument: Python values or the strings that the profiler writes.
+        output: the (first) result; None if unknown.
     """
 
     op: str
@@ -35,10 +35,10 @@ class Call:
     output: Operand | None
 
     def tensor(self, place: int, dims: int | None = None) -> Operand:
-        """Returns the tensor at a position.
+        """Return the tensor at a position.
 
         Raises:
-            UnknownSizesError: there is none, or it has other than ``dims`` dimensions.
+            UnknownSizesError: there is no tensor, or its number of dimensions is not ``dims``.
         """
         found = self.optional(place)
         if found is None or (dims is not None and len(found.shape) != dims):
@@ -46,29 +46,29 @@ class Call:
         return found
 
     def optional(self, place: int) -> Operand | None:
-        """Returns the tensor at a position, or None."""
+        """Return the tensor at a position, or None."""
         found = self.inputs[place] if place < len(self.inputs) else None
         return _plain(found) if isinstance(found, Operand) else None
 
     def tensors(self, place: int) -> list[Operand]:
-        """Returns the list of tensors at a position; empty where unknown."""
+        """Return the list of tensors at a position; empty if unknown."""
         found = self.inputs[place] if place < len(self.inputs) else None
         if found is None or isinstance(found, Operand):
             return []
         return [_plain(one) for one in found if one is not None]
 
     def value(self, place: int, default: object = None) -> object:
-        """Returns the scalar at a position; the default where it was not passed or not recorded."""
+        """Return the scalar at a position; the default if the scalar was not passed or not recorded."""
         found = self.scalars[place] if place < len(self.scalars) else None
         if isinstance(found, str):
             found = _read(found)
         return default if found is None else found
 
     def integer(self, place: int, default: int | None = None) -> int:
-        """Returns the int at a position.
+        """Return the int at a position.
 
         Raises:
-            UnknownSizesError: it is no int.
+            UnknownSizesError: the value is not an int.
         """
         found = self.value(place, default)
         if not isinstance(found, int):
@@ -76,14 +76,14 @@ class Call:
         return int(found)
 
     def flag(self, place: int, default: bool = False) -> bool:
-        """Returns the bool at a position."""
+        """Return the bool at a position."""
         return bool(self.value(place, default))
 
     def sizes(self, place: int, dims: int, default: int | None = None) -> tuple[int, ...]:
-        """Returns the ints at a position, one for each of ``dims`` dimensions; a single int holds for all.
+        """Return the ints at a position, one for each of ``dims`` dimensions; a single int applies to all dimensions.
 
         Raises:
-            UnknownSizesError: there are no ints, or neither 1 nor ``dims`` of them.
+            UnknownSizesError: there are no ints, or their number is neither 1 nor ``dims``.
         """
         found = self.value(place, default)
         if isinstance(found, int):
@@ -97,7 +97,7 @@ class Call:
         return tuple(found)
 
     def result(self, after: int) -> Operand | None:
-        """Returns the result if known, else the tensor passed as ``out=``, which the profiler writes after the arguments."""
+        """Return the result if known, else the tensor passed as ``out=``, which the profiler writes after the arguments."""
         if self.output is not None:
             return self.output
         behind = [one for one in self.inputs[after:] if isinstance(one, Operand)]
@@ -105,7 +105,7 @@ class Call:
 
 
 def _plain(found: Operand) -> Operand:
-    """Drops strides that are not as many as the sizes."""
+    """Drop strides if their number differs from the number of sizes."""
     if found.strides is None or len(found.strides) == len(found.shape):
         return found
     return Operand(found.shape, None, found.dtype, found.offset)
@@ -122,7 +122,7 @@ def _read(text: str) -> object:
 
 
 def item_size(dtype: str) -> int:
-    """Returns the bytes of one element; names that the table lacks contain their bits ("uint16", "quint8")."""
+    """Return the bytes of one element; dtypes missing from the table contain their bits in the name ("uint16", "quint8")."""
     known = ITEM_SIZES.get(dtype)
     if known is not None:
         return known
@@ -131,7 +131,7 @@ def item_size(dtype: str) -> int:
 
 
 def memory(operand: Operand | None) -> int:
-    """Returns the bytes that a tensor occupies: expanded elements (stride 0) count once."""
+    """Return the bytes that a tensor occupies: expanded elements (stride 0) count once."""
     if operand is None:
         return 0
     sizes = operand.shape
@@ -141,17 +141,17 @@ def memory(operand: Operand | None) -> int:
 
 
 def traffic(*operands: Operand | None) -> int:
-    """Returns the least memory traffic in bytes: every operand read or written once."""
+    """Return the least memory traffic in bytes: every operand read or written once."""
     return sum(memory(operand) for operand in operands)
 
 
 def fresh(shape: Sequence[int], dtype: str) -> Operand:
-    """Returns a result as torch allocates it: row-major, at the start of its storage."""
+    """Return a result tensor as torch allocates it: row-major, at the start of its storage."""
     return Operand(tuple(shape), contiguous_strides(shape), dtype)
 
 
 def transposed(operand: Operand) -> Operand:
-    """Exchanges the last two dimensions; the memory stays."""
+    """Exchange the last two dimensions without moving memory."""
     shape, strides = operand.shape, operand.strides
     return Operand(
         (*shape[:-2], shape[-1], shape[-2]),
@@ -162,21 +162,21 @@ def transposed(operand: Operand) -> Operand:
 
 
 def column(operand: Operand) -> Operand:
-    """Views a vector as a matrix of one column."""
+    """View a vector as a matrix of one column."""
     return _with(operand, (*operand.shape, 1), None if operand.strides is None else (*operand.strides, 1))
 
 
 def row(operand: Operand) -> Operand:
-    """Views a vector as a matrix of one row."""
+    """View a vector as a matrix of one row."""
     strides = None if operand.strides is None else (operand.shape[0] * operand.strides[0], *operand.strides)
     return _with(operand, (1, *operand.shape), strides)
 
 
 def folded(operand: Operand, kept: int = 1) -> Operand:
-    """Merges all dimensions but the last ``kept`` into one, as torch.reshape would: a view if the strides allow it, else a copy.
+    """Merge all dimensions except the last ``kept`` into one, like torch.reshape: a view if the strides allow it, else a copy.
 
     Raises:
-        UnknownSizesError: it has fewer dimensions than that.
+        UnknownSizesError: the operand has fewer than ``kept`` dimensions.
     """
     cut = len(operand.shape) - kept
     if cut < 0:
@@ -188,13 +188,13 @@ def folded(operand: Operand, kept: int = 1) -> Operand:
     stride = _merged(lead, operand.strides[:cut])
     if stride is None:
         return Operand(shape, contiguous_strides(shape), operand.dtype)
-    # A single row: no stride leads to a next one, so torch's view takes that of contiguous memory.
+    # With a single row, no stride leads to a next row: torch's view uses the stride of contiguous memory.
     lone = shape[1] if len(shape) > 1 else 1
     return _with(operand, shape, (stride or lone, *operand.strides[cut:]))
 
 
 def expanded(operand: Operand, batch: Sequence[int]) -> Operand:
-    """Broadcasts to other leading dimensions, those before the last two."""
+    """Broadcast an operand to other leading dimensions (all before the last two)."""
     missing = len(batch) + 2 - len(operand.shape)
     shape = (*batch, *operand.shape[-2:])
     if operand.strides is None:
@@ -207,7 +207,7 @@ def expanded(operand: Operand, batch: Sequence[int]) -> Operand:
 
 
 def is_channels_last(operand: Operand) -> bool | None:
-    """Return whether an image tensor is stored NHWC or NDHWC; None where strides are unknown or both layouts are the same."""
+    """Return whether an image is stored NHWC or NDHWC; None if strides are unknown or NCHW and NHWC strides coincide."""
     strides = operand.strides
     if strides is None or len(operand.shape) < 3 or len(strides) != len(operand.shape):
         return None
@@ -220,13 +220,13 @@ def is_channels_last(operand: Operand) -> bool | None:
 
 
 def channels_last(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a tensor (batch, channels, *positions) that is stored (batch, *positions, channels)."""
+    """Return the strides of a tensor (batch, channels, *positions) that is stored (batch, *positions, channels)."""
     stored = contiguous_strides((shape[0], *shape[2:], shape[1]))
     return (stored[0], stored[-1], *stored[1:-1])
 
 
 def _merged(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Returns the stride of merged dimensions; 0 where they hold one element in all; None where no stride fits."""
+    """Return the stride of merged dimensions; 0 if they hold one element in total; None if no single stride fits."""
     merged, wanted = 0, 0
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size == 1:

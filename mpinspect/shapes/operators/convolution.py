@@ -1,14 +1,14 @@
-"""Convolutions as implicit GEMMs, and their gradients.
+"""Describe convolutions as implicit GEMMs, and their gradients.
 
-M, N and K are those of "Convolutional Layers User's Guide" (NVIDIA, table "Translation of convolution parameters to
-corresponding GEMM parameters"), of one group:
+M, N and K describe one group, as in "Convolutional Layers User's Guide" (NVIDIA, table "Translation of convolution
+parameters to corresponding GEMM parameters"):
 
     forward  m = batch x output positions            n = out_channels    k = in_channels x kernel positions
     dgrad    m = batch x input positions             n = in_channels     k = out_channels x kernel positions
     wgrad    m = in_channels x kernel positions      n = out_channels    k = batch x output positions
 
-A transposed convolution is the dgrad of the convolution that leads from its output to its input. FLOPs are those of the
-elements that are multiplied: the same for all three; with a stride, a dgrad's implicit GEMM multiplies zeros besides.
+A transposed convolution is the dgrad of the convolution from its output to its input. FLOPs count the elements that are
+multiplied, the same number for all three; with a stride, a dgrad's implicit GEMM also multiplies zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpinspect.shapes.records import Convolution, Matmul, Operand
 
 @dataclass(frozen=True, slots=True)
 class _Scalars:
-    """The places of an operator's scalars among its positional arguments; None where it has none, and torch's default holds."""
+    """The positions of an operator's scalars among its arguments; None if there is no such argument: torch's default applies."""
 
     stride: int | None = None
     padding: int | None = None
@@ -74,7 +74,7 @@ _FORWARD: dict[str, _Scalars] = {
     "slow_conv_transpose3d": _Scalars(bias=3, stride=4, padding=5, output_padding=6, dilation=7, transposed=True),
 }
 
-#: By operator: (scalars, place of the mask of wanted gradients). Arguments begin with grad_output, input, weight.
+#: By operator: (scalars, position of the mask of requested gradients). Arguments begin with grad_output, input, weight.
 _BACKWARD: dict[str, tuple[_Scalars, int]] = {
     "convolution_backward": (_Scalars(stride=4, padding=5, dilation=6, transposed=7, output_padding=8, groups=9), 10),
     "convolution_backward_overrideable": (
@@ -101,10 +101,10 @@ FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = {
 
 
 def convolution(call: Call, scalars: _Scalars) -> tuple[Matmul, ...]:
-    """Returns the record of any convolution operator's forward."""
+    """Return the record of any convolution operator's forward."""
     image, weight = call.tensor(0), call.tensor(1)
     batched = image
-    if len(image.shape) == len(weight.shape) - 1:  # conv1d to 3d take an image without a batch
+    if len(image.shape) == len(weight.shape) - 1:  # conv1d to 3d accept an image without a batch
         strides = None if image.strides is None else (math.prod(image.shape), *image.strides)
         batched = Operand((1, *image.shape), strides, image.dtype, image.offset)
     output = call.output if call.output is not None and len(call.output.shape) == len(weight.shape) else None
@@ -122,7 +122,7 @@ def convolution(call: Call, scalars: _Scalars) -> tuple[Matmul, ...]:
 
 
 def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matmul, ...]:
-    """Returns the records of the gradients that a backward was asked for; both where the mask is unknown."""
+    """Return the records of the gradients that a backward must compute; of both gradients if the mask is unknown."""
     grad, image, weight = call.tensor(0), call.tensor(1), call.tensor(2)
     geometry = _geometry(call, scalars, image, weight, grad)
     wanted = call.value(mask, (True, True, True))
@@ -136,7 +136,7 @@ def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matm
         operands = (grad, weight, _image(image.shape, image.dtype, grad, weight))
         records.append(_record(call, "dgrad", (in_rows, ins, outs * positions), geometry, operands))
     if wants[1]:
-        # The image with more positions is the one whose patches are gathered: the input, or a transposed one's output.
+        # Patches are gathered from the image with more positions: the input, or a transposed convolution's output.
         sizes = (outs * positions, ins, in_rows) if geometry.transposed else (ins * positions, outs, out_rows)
         gathered, other = (grad, image) if geometry.transposed else (image, grad)
         out = Operand(weight.shape, weight.strides, weight.dtype)
@@ -145,7 +145,7 @@ def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matm
 
 
 def time_convolution(call: Call) -> tuple[Matmul, ...]:
-    """conv_tbc(self, weight, bias, pad): an image (time, batch, channels), a weight (kernel, in, out)."""
+    """Return the record of conv_tbc(self, weight, bias, pad): image (time, batch, channels), weight (kernel, in, out)."""
     image, weight, pad = call.tensor(0, 3), call.tensor(1, 3), call.integer(3, 0)
     time, batch, ins = image.shape
     kernel, weight_ins, outs = weight.shape
@@ -195,7 +195,7 @@ def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, ou
 
 
 def _groups(call: Call, scalars: _Scalars, in_channels: int, weight: Operand, transposed: bool) -> int:
-    """Returns the groups: as passed, else from the weight, which holds one group's channels unless it is transposed."""
+    """Return the groups as passed, else derived from the weight, which has one group's input channels unless transposed."""
     told = None if scalars.groups is None else call.value(scalars.groups)
     if isinstance(told, int):
         groups = int(told)
@@ -209,7 +209,7 @@ def _groups(call: Call, scalars: _Scalars, in_channels: int, weight: Operand, tr
 
 
 def _spatial(call: Call, place: int | None, dims: int, default: int, output: Operand | None) -> tuple[int, ...]:
-    """Returns the sizes as passed, or the default where they were left out; () where they are unknown and not needed."""
+    """Return the sizes as passed, the default if they were left out, or () if they are unknown and not needed."""
     if place is None or 0 < len(call.scalars) <= place:
         return (default,) * dims
     if output is not None and call.value(place) is None:
@@ -236,7 +236,7 @@ def _output_size(
     dilation: tuple[int, ...],
     output_padding: tuple[int, ...] | None,
 ) -> tuple[int, ...]:
-    """Returns the result's positions, as in torch.nn.Conv2d and, with ``output_padding``, torch.nn.ConvTranspose2d."""
+    """Return the result's positions, as torch.nn.Conv2d or, with ``output_padding``, torch.nn.ConvTranspose2d computes them."""
     if 0 in stride:
         raise UnknownSizesError
     axes = zip(size, kernel, stride, padding, dilation, strict=True)
@@ -247,7 +247,7 @@ def _output_size(
 
 
 def _image(shape: tuple[int, ...], dtype: str, *deciding: Operand) -> Operand:
-    """Returns a result as cuDNN allocates it: NHWC if any operand is (cudnn_conv_suggest_memory_format, ConvUtils.h)."""
+    """Return a result as cuDNN allocates it: NHWC if any operand is NHWC (cudnn_conv_suggest_memory_format, ConvUtils.h)."""
     strides = channels_last(shape) if any(is_channels_last(one) for one in deciding) else None
     return Operand(shape, strides, dtype) if strides else fresh(shape, dtype)
 

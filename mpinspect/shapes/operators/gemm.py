@@ -1,4 +1,4 @@
-"""General matrix products: mm and its kin, batched, with a vector, quantised, grouped and sparse."""
+"""Describe general matrix products: mm and its variants, batched, with a vector, quantised, grouped and sparse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpinspect.shapes.operators.call import (
 )
 from mpinspect.shapes.records import Matmul, Operand
 
-#: Two of it lie in one byte, along the dimension that is summed over (torch/_meta_registrations.py, meta_scaled_mm).
+#: Two of these values share one byte, along the summed dimension (torch/_meta_registrations.py, meta_scaled_mm).
 _PACKED = "float4_e2m1fn_x2"
 
 
@@ -31,15 +31,15 @@ def gemm(
     dtype: str = "",
     sizes: tuple[int, int, int, int] | None = None,
 ) -> tuple[Matmul, ...]:
-    """Returns the record of a @ b, both of 2 or both of 3 dimensions.
+    """Return the record of a @ b, both of 2 or both of 3 dimensions.
 
     Args:
         call: the operator's call.
-        a, b: as the product reads them.
-        out: the result; None: what torch would allocate.
-        addend: what is added to the product.
-        dtype: of the result, where it is not a's.
-        sizes: m, n, k and batch, where the operands' shapes don't tell them.
+        a, b: the operands as the product reads them.
+        out: the result; None assumes the result that torch would allocate.
+        addend: the tensor that is added to the product.
+        dtype: the result's dtype, if it differs from a's.
+        sizes: m, n, k and batch, if they do not follow from the operands' shapes.
     """
     if sizes is None:
         if len(a.shape) != len(b.shape) or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
@@ -67,59 +67,59 @@ def gemm(
 
 
 def mm(call: Call) -> tuple[Matmul, ...]:
-    """mm(self, mat2), _int_mm."""
+    """Return the record of mm(self, mat2) or _int_mm."""
     return gemm(call, call.tensor(0, 2), call.tensor(1, 2), call.result(2))
 
 
 def addmm(call: Call) -> tuple[Matmul, ...]:
-    """addmm(self, mat1, mat2), _addmm_activation."""
+    """Return the record of addmm(self, mat1, mat2) or _addmm_activation."""
     return gemm(call, call.tensor(1, 2), call.tensor(2, 2), call.result(3), addend=call.optional(0))
 
 
 def bmm(call: Call) -> tuple[Matmul, ...]:
-    """bmm(self, mat2)."""
+    """Return the record of bmm(self, mat2)."""
     return gemm(call, call.tensor(0, 3), call.tensor(1, 3), call.result(2))
 
 
 def baddbmm(call: Call) -> tuple[Matmul, ...]:
-    """baddbmm(self, batch1, batch2)."""
+    """Return the record of baddbmm(self, batch1, batch2)."""
     return gemm(call, call.tensor(1, 3), call.tensor(2, 3), call.result(3), addend=call.optional(0))
 
 
 def addbmm(call: Call) -> tuple[Matmul, ...]:
-    """addbmm(self, batch1, batch2): the products of the batch are added up, so ``out`` is one matrix."""
+    """Return the record of addbmm(self, batch1, batch2), which sums the batch's products, so that ``out`` is one matrix."""
     a, b = call.tensor(1, 3), call.tensor(2, 3)
     out = call.result(3) or fresh((a.shape[1], b.shape[2]), a.dtype)
     return gemm(call, a, b, out, addend=call.optional(0))
 
 
 def mv(call: Call) -> tuple[Matmul, ...]:
-    """mv(self, vec): n is 1."""
+    """Return the record of mv(self, vec), with n = 1."""
     return _matrix_vector(call, call.tensor(0, 2), call.tensor(1, 1), call.result(2), None)
 
 
 def addmv(call: Call) -> tuple[Matmul, ...]:
-    """addmv(self, mat, vec): n is 1."""
+    """Return the record of addmv(self, mat, vec), with n = 1."""
     return _matrix_vector(call, call.tensor(1, 2), call.tensor(2, 1), call.result(3), call.optional(0))
 
 
 def dot(call: Call) -> tuple[Matmul, ...]:
-    """dot(self, tensor), vdot: m and n are 1."""
+    """Return the record of dot(self, tensor) or vdot, with m = n = 1."""
     return gemm(call, row(call.tensor(0, 1)), column(call.tensor(1, 1)))
 
 
 def linear(call: Call) -> tuple[Matmul, ...]:
-    """linear(input, weight, bias), mkldnn_linear: all leading dimensions of the input make m."""
+    """Return the record of linear(input, weight, bias) or mkldnn_linear; m is the product of the input's leading dimensions."""
     return _linear(call, call.tensor(0), call.tensor(1), call.optional(2))
 
 
 def linear_of_mkl(call: Call) -> tuple[Matmul, ...]:
-    """mkl::_mkl_linear(X, packed weight, weight, bias)."""
+    """Return the record of mkl::_mkl_linear(X, packed weight, weight, bias)."""
     return _linear(call, call.tensor(0), call.tensor(2), call.optional(3))
 
 
 def matmul(call: Call) -> tuple[Matmul, ...]:
-    """matmul(self, other) by numbers of dimensions, as torch.matmul documents it."""
+    """Return the record of matmul(self, other), by the numbers of dimensions, as torch.matmul documents."""
     a, b = call.tensor(0), call.tensor(1)
     if not a.shape or not b.shape:
         raise UnknownSizesError
@@ -136,7 +136,7 @@ def matmul(call: Call) -> tuple[Matmul, ...]:
 
 
 def scaled_mm(call: Call) -> tuple[Matmul, ...]:
-    """_scaled_mm(self, mat2, scale_a, scale_b, ...): FP8 and FP4."""
+    """Return the record of _scaled_mm(self, mat2, scale_a, scale_b, ...): FP8 and FP4."""
     a, b = call.tensor(0, 2), call.tensor(1, 2)
     dtype = _dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
     k = a.shape[1] * (2 if a.dtype == _PACKED else 1)
@@ -146,10 +146,10 @@ def scaled_mm(call: Call) -> tuple[Matmul, ...]:
 
 
 def grouped_mm(call: Call) -> tuple[Matmul, ...]:
-    """_grouped_mm(self, mat2, offs), _scaled_grouped_mm: experts' products, whose sizes are values on the device.
+    """Return the record of _grouped_mm(self, mat2, offs) or _scaled_grouped_mm: experts' products with sizes on the device.
 
-    The rows (or the sum) of two-dimensional operands are shared out among the groups: all groups are one record with the
-    total of the rows and ``batch`` 1, or, where the sum is shared out, with that sum.
+    The groups divide the rows (or the summed dimension) of two-dimensional operands among them: one record covers all groups,
+    with the total number of rows (or the total summed dimension) and ``batch`` 1.
     """
     a, b = call.tensor(0), call.tensor(1)
     packed = 2 if a.dtype == _PACKED else 1
@@ -168,26 +168,26 @@ def grouped_mm(call: Call) -> tuple[Matmul, ...]:
 
 
 def sparse_linear(call: Call) -> tuple[Matmul, ...]:
-    """_sparse_semi_structured_linear(input, weight, meta): 2:4 sparse, stored at half its width. FLOPs of the dense."""
+    """Return the record of _sparse_semi_structured_linear(input, weight, meta), with dense FLOPs; weight at half its width."""
     x, weight = folded(call.tensor(0)), call.tensor(1, 2)
     return gemm(call, x, transposed(weight), None, sizes=(x.shape[0], weight.shape[0], x.shape[1], 1))
 
 
 def sparse_mm(call: Call) -> tuple[Matmul, ...]:
-    """_sparse_semi_structured_mm(mat1, meta, mat2): mat1 stored at half its width. FLOPs of the dense."""
+    """Return the record of _sparse_semi_structured_mm(mat1, meta, mat2), with dense FLOPs; mat1 is stored at half its width."""
     a, b = call.tensor(0, 2), call.tensor(2, 2)
     return gemm(call, a, b, call.output, sizes=(a.shape[0], b.shape[1], b.shape[0], 1))
 
 
 def sparse_addmm(call: Call) -> tuple[Matmul, ...]:
-    """_sparse_semi_structured_addmm(input, mat1, meta, mat2)."""
+    """Return the record of _sparse_semi_structured_addmm(input, mat1, meta, mat2), with dense FLOPs."""
     a, b = call.tensor(1, 2), call.tensor(3, 2)
     sizes = (a.shape[0], b.shape[1], b.shape[0], 1)
     return gemm(call, a, b, call.output, addend=call.optional(0), sizes=sizes)
 
 
 def packed_weight(call: Call) -> tuple[Matmul, ...]:
-    """_weight_int8pack_mm(self, mat2) with an (n, k) weight, _weight_int4pack_mm with (n / 8, ...): weights only are small."""
+    """Return the record of _weight_int8pack_mm(self, mat2), weight (n, k), or _weight_int4pack_mm, weight (n / 8, ...)."""
     a, weight = call.tensor(0, 2), call.tensor(1)
     if not weight.shape:
         raise UnknownSizesError
@@ -196,7 +196,7 @@ def packed_weight(call: Call) -> tuple[Matmul, ...]:
 
 
 def mixed_linear(call: Call) -> tuple[Matmul, ...]:
-    """_mixed_dtypes_linear(input, weight, scale): an INT8 or packed INT4 weight of (k, n or n / 2)."""
+    """Return the record of _mixed_dtypes_linear(input, weight, scale), with an INT8 or packed INT4 weight (k, n or n / 2)."""
     x, weight = folded(call.tensor(0)), call.tensor(1, 2)
     n = call.output.shape[-1] if call.output and call.output.shape else weight.shape[1]
     return gemm(call, x, weight, None, sizes=(x.shape[0], n, x.shape[1], 1))
@@ -232,6 +232,6 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
 
 
 def _dtype_name(value: object) -> str:
-    """Return a dtype of torch, by its name; "" for the numbers that the profiler writes, which differ by version."""
+    """Return the name of a torch dtype; "" for the numbers that the profiler writes, which differ between versions."""
     name = str(value).removeprefix("torch.")
     return name if name[:1].isalpha() and any(char.isdigit() for char in name) else ""

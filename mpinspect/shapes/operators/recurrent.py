@@ -1,8 +1,8 @@
-"""Recurrent layers, as cuDNN computes them: for each layer and direction one product of all steps' inputs with the input
-weights, and one a step of the hidden state with the hidden weights.
+"""Describe recurrent layers as cuDNN computes them, by layer and direction: one product of all steps' inputs with the input
+weights, and at each step one product of the hidden state with the hidden weights.
 
-"Optimizing Performance of Recurrent Neural Networks on GPUs" (arXiv 1604.01946, section 3) is the source of that order. Of a
-backward only the gradients that are asked for are counted: none of an input or of a first state that requires none.
+"Optimizing Performance of Recurrent Neural Networks on GPUs" (arXiv 1604.01946, section 3) is the source of that order. For
+a backward, only the requested gradients are counted, not those of an input or initial state that requires none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """A recurrent network's sizes; ``rows`` is the batch of each step, which shrinks in packed sequences."""
+    """A recurrent network's sizes; ``rows`` is the batch size of each step, which shrinks in packed sequences."""
 
     gates: int
     hidden: int
@@ -34,7 +34,7 @@ class _Network:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The gradients that a backward is asked for."""
+    """The gradients that a backward must compute."""
 
     input: bool
     state: bool
@@ -42,25 +42,25 @@ class _Wanted:
 
     @classmethod
     def from_mask(cls, mask: object) -> _Wanted:
-        """Reads cuDNN's output_mask (input, hx, cx, weights); all gradients where it was not recorded."""
+        """Read cuDNN's output_mask (input, hx, cx, weights); all gradients if the mask was not recorded."""
         if not isinstance(mask, (list, tuple)) or len(mask) < 4:
             return cls(True, True, True)
-        # cx meets no product.
+        # cx is an operand of no product.
         return cls(bool(mask[0]), bool(mask[1]), bool(mask[3]))
 
 
 def cudnn_rnn(call: Call) -> tuple[Matmul, ...]:
-    """_cudnn_rnn(input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, ...)."""
+    """Return the records of _cudnn_rnn(input, weight, weight_stride0, weight_buf, hx, cx, mode, hidden_size, proj_size, ...)."""
     return tuple(_forward(call.op, _of_cudnn(call, first=6)))
 
 
 def cudnn_rnn_backward(call: Call) -> tuple[Matmul, ...]:
-    """_cudnn_rnn_backward(input, weight, ..., mode at 10, ..., output_mask at 21): dgrad of all steps, then wgrad."""
+    """Return the records of _cudnn_rnn_backward(input, weight, ..., mode at 10, ..., output_mask at 21): dgrads and wgrads."""
     return tuple(_backward(call.op, _of_cudnn(call, first=10), _Wanted.from_mask(call.value(21))))
 
 
 def miopen_rnn(call: Call) -> tuple[Matmul, ...]:
-    """miopen_rnn(input, weight, weight_stride0, hx, cx, mode, hidden_size, num_layers, batch_first, ...): no projections."""
+    """Return the records of miopen_rnn(input, weight, weight_stride0, hx, cx, mode, hidden_size, ...): no projections."""
     batch_first, bidirectional = call.flag(8), call.flag(11)
     network = _network(
         call, call.integer(5), call.integer(6), 0, call.integer(7), batch_first, bidirectional, call.value(12)
@@ -69,20 +69,21 @@ def miopen_rnn(call: Call) -> tuple[Matmul, ...]:
 
 
 def mkldnn_layer(call: Call) -> tuple[Matmul, ...]:
-    """mkldnn_rnn_layer(input, weight0, weight1, ...): one layer in one direction, by its two weights."""
+    """Return the records of mkldnn_rnn_layer(input, weight0, weight1, ...): one layer in one direction with two weights."""
     return tuple(_forward(call.op, _of_mkldnn(call)))
 
 
 def mkldnn_layer_backward(call: Call) -> tuple[Matmul, ...]:
-    """mkldnn_rnn_layer_backward(input, weight1, weight2, ..., reverse at 13, ...), without a mask of its own: a recorder that
-    knows what requires a gradient puts one of cuDNN's kind behind the arguments."""
+    """Return the records of mkldnn_rnn_layer_backward(input, weight1, weight2, ..., reverse at 13, ...). The operator has no
+    mask; a recorder that knows which tensors require gradients appends a mask like cuDNN's to the arguments."""
     wanted = _Wanted.from_mask(call.value(23))
     return tuple(_backward(call.op, _of_mkldnn(call), wanted, reverse=call.flag(13)))
 
 
 def layers(call: Call) -> tuple[Matmul, ...]:
-    """lstm, gru, rnn_tanh, rnn_relu (input, hx, params, has_biases, num_layers, ..., bidirectional, batch_first), and those
-    of packed sequences (data, batch_sizes, hx, params, ...), whose steps' batches are values: every step as the largest.
+    """Return the records of lstm, gru, rnn_tanh or rnn_relu (input, hx, params, has_biases, num_layers, ..., bidirectional,
+    batch_first), or of their forms for packed sequences (data, batch_sizes, hx, params, ...). The batch sizes of packed
+    sequences are values, so every step is assumed to have the largest batch.
     """
     packed = len(call.tensor(0).shape) == 2 and call.optional(1) is not None and len(call.tensor(1).shape) == 1
     shift = 1 if packed else 0
@@ -185,14 +186,14 @@ def _forward(op: str, net: _Network) -> Iterator[Matmul]:
 
 
 def _backward(op: str, net: _Network, wanted: _Wanted, reverse: bool = False) -> Iterator[Matmul]:
-    """Yields the gradients of each step's state one by one, those of the inputs and of the weights over all steps at once.
+    """Yield the state gradients one step at a time, and the gradients of inputs and weights over all steps at once.
 
     Args:
-        reverse: whether the only direction begins with the last step.
+        reverse: whether the only direction starts at the last step.
     """
     width, state, total = net.gates * net.hidden, net.projection or net.hidden, sum(net.rows)
     for inputs, place in _layers(net, state):
-        # The first step's state is hx; the reverse direction begins with the last step.
+        # The first step's state is hx; the reverse direction starts at the last step.
         begins = len(net.rows) - 1 if reverse or place.endswith("_reverse") else 0
         rest = Counter(net.rows)
         if not wanted.state and net.rows:
@@ -212,14 +213,14 @@ def _backward(op: str, net: _Network, wanted: _Wanted, reverse: bool = False) ->
 
 
 def _layers(net: _Network, state: int) -> Iterator[tuple[int, str]]:
-    """Yields the input's width and the end of the weights' names, as in torch.nn.LSTM, for each layer and direction."""
+    """Yield the input's width and the suffix of the weights' names, as in torch.nn.LSTM, for each layer and direction."""
     for layer in range(net.layers):
         for ending in ("", "_reverse")[: net.directions]:
             yield net.inputs if layer == 0 else state * net.directions, f"l{layer}{ending}"
 
 
 def _product(op: str, net: _Network, role: str, sizes: tuple[int, int, int], weight: str, calls: int = 1) -> Matmul:
-    """Returns a product on cuDNN's own memory: weights stored (outputs, inputs), everything else row-major, all aligned."""
+    """Return a product in cuDNN's own memory: weights stored (outputs, inputs), all else row-major, everything aligned."""
     m, n, k = sizes
     a, out = fresh((m, k), net.dtype), fresh((m, n), net.dtype)
     b = transposed(fresh((n, k), net.dtype)) if role == "forward" else fresh((k, n), net.dtype)

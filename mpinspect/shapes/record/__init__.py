@@ -1,1 +1,1 @@
-"""Every matrix product that a model computes in one forward and backward, recorded below autograd, mostly without its weights."""
+"""Record every matrix product of a model's forward and backward, below autograd and mostly without the weights' values."""

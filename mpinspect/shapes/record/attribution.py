@@ -1,10 +1,11 @@
-"""Which module a product belongs to, which parameter it multiplies, and which gradient it computes.
+"""Determine a product's module, the parameter it multiplies, and the gradient it computes.
 
-Module: in the forward the innermost running call, in the backward the one whose forward made the autograd node. Parameter: the
-one whose storage the product reads. Gradient: of out = a @ b that of a is grad @ b.T and that of b is a.T @ grad
-(torch/csrc/autograd/FunctionsManual.cpp), so the sizes tell them apart; where those are equal, the parameter that the backward
-reads is not the one whose gradient it makes. Memory addresses cannot tell: checkpointing frees activations, and others take
-their place. The gradient of a parameter is a wgrad, that of an activation a dgrad.
+Module: in the forward, the innermost running call; in the backward, the call whose forward made the autograd node.
+Parameter: the one whose storage the product reads. Gradient: for out = a @ b, the gradient of a is grad @ b.T and the
+gradient of b is a.T @ grad (torch/csrc/autograd/FunctionsManual.cpp), so the sizes distinguish them. If the sizes are equal,
+a parameter that the backward reads is not the one whose gradient the product computes. Memory addresses cannot distinguish
+them: checkpointing frees activations, and other tensors reuse their memory. A parameter's gradient is a wgrad, an
+activation's gradient is a dgrad.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from mpinspect.shapes.records import Matmul
 
 
 def plain_path(path: str) -> str:
-    """Removes the steps that torch.compile's wrappers add to a dotted path."""
+    """Remove the parts that torch.compile's wrappers add to a dotted path."""
     return path if "_orig_mod" not in path else ".".join(step for step in path.split(".") if step != "_orig_mod")
 
 
 class ModuleCalls:
-    """Follows the calls of a model's modules.
+    """Follow the calls of a model's modules.
 
-    Autograd numbers its nodes in the order in which they are made (sequence numbers, counted by thread). The numbers at which
-    each call began and ended give, for any node, the innermost module whose forward made it.
+    Autograd numbers its nodes in the order of their creation (sequence numbers, counted per thread). The sequence numbers at the
+    start and end of each call give, for any node, the innermost module whose forward made the node.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -49,10 +50,10 @@ class ModuleCalls:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Puts hooks on every module within the block, around the user's own."""
+        """Register hooks on every module within the block, around the user's own hooks."""
         handles = []
         for module in self._modules.values():
-            # What torch.compile's wrapper holds has hooks too; TorchScript's modules take none.
+            # The module inside torch.compile's wrapper has hooks too; TorchScript's modules accept none.
             if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
                 continue
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
@@ -65,25 +66,25 @@ class ModuleCalls:
 
     @property
     def current(self) -> int:
-        """The id of the innermost running module; the model's if none runs."""
+        """Return the id of the innermost running module; the model's id if none is running."""
         return self._running[-1] if self._running else self._root
 
     @property
     def any_running(self) -> bool:
-        """Whether a module's forward is running."""
+        """Return whether a module's forward is running."""
         return bool(self._running)
 
     def of_node(self, number: int) -> int:
-        """Returns the id of the module whose forward made the autograd node of this sequence number."""
+        """Return the id of the module whose forward made the autograd node with this sequence number."""
         place = bisect_right(self._numbers, number) - 1
         return self._owners[place] if place >= 0 else self._root
 
     def module(self, key: int) -> torch.nn.Module:
-        """Returns the module of an id."""
+        """Return the module with this id."""
         return self._modules[key]
 
     def where_failed(self, error: BaseException) -> str | None:
-        """Returns the dotted path of the innermost module that an exception left; None where it left none."""
+        """Return the dotted path of the innermost module that raised an exception; None if no module raised it."""
         seen: BaseException | None = error
         while seen is not None:
             if self._failed is not None and self._failed[0] is seen:
@@ -112,11 +113,11 @@ class ModuleCalls:
 
 
 class Parameters:
-    """Recognises the parameters of a model that runs on stand-ins: as they are, viewed, cast or copied.
+    """Recognise a model's parameters, also as views, casts or copies, while the model runs on stand-in tensors.
 
     Args:
-        model: the model itself; its parameters may be tied, so one has several names.
-        stand_ins: the tensors that the model runs on, by the id of the parameter they stand for.
+        model: the model itself; tied parameters have several names.
+        stand_ins: the tensors that the model runs on, by the id of the parameter that each replaces.
     """
 
     def __init__(self, model: torch.nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> None:
@@ -124,7 +125,7 @@ class Parameters:
         self._owned: dict[tuple[int, int], str] = {}
         self._local: dict[tuple[int, str], str] = {}
         self._storages: dict[int, int] = {}
-        #: Keeps the addresses of storages, by which they are known, from being used again.
+        #: Weak references that keep the storages' addresses, which serve as keys, from being reused.
         self._held: list[StorageWeakRef] = []
         by_id = {id(tensor): tensor for tensor in stand_ins.values()}
         for path, module in model.named_modules(remove_duplicate=True):
@@ -138,7 +139,7 @@ class Parameters:
                 self._hold(parameter, id(parameter))
 
     def name(self, tensor: Any, module: int) -> str:
-        """Returns the name of the parameter whose memory a tensor shows, that of this module if it is tied; "" if none."""
+        """Return the name of the parameter that shares a tensor's memory (for a tied one, its name in ``module``); "" if none."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return ""
         key = self._storages.get(tensor.untyped_storage()._cdata)
@@ -147,11 +148,11 @@ class Parameters:
         return self._owned.get((key, module)) or self._names[key][0]
 
     def local(self, module: int, name: str) -> str:
-        """Returns the dotted name of a module's own parameter; "" if it has none of that name."""
+        """Return the dotted name of a module's own parameter; "" if the module has no parameter of this name."""
         return self._local.get((module, name), "")
 
     def derive(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Notes that a result is a cast or copy of the source, so that it counts as the same parameter."""
+        """Record that a result is a cast or copy of the source, so that both count as the same parameter."""
         if source.layout is not torch.strided:
             return
         key = self._storages.get(source.untyped_storage()._cdata)
@@ -162,19 +163,19 @@ class Parameters:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        # A weak reference keeps the address without the memory.
+        # A weak reference keeps the address reserved without keeping the memory.
         self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._storages[storage._cdata] = key
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What the backward needs to know about a product of the forward.
+    """The facts about a product of the forward that the backward needs.
 
     Args:
         module: id of its module.
         sizes: m, n and k.
-        a_parameter, b_parameter: names of the parameters that a and b are; "" for activations.
+        a_parameter, b_parameter: names of the parameters passed as a and b; "" for activations.
         autocast, math_path: as in Matmul.
     """
 
@@ -187,14 +188,14 @@ class Forward:
 
 
 class Forwards:
-    """Finds products of the forward by the autograd node that they made, or by module and sizes."""
+    """Find products of the forward by their autograd node, or by module and sizes."""
 
     def __init__(self) -> None:
         self._by_node: dict[int, Forward] = {}
         self._by_module: dict[int, dict[tuple[Any, ...], Forward]] = {}
 
     def add(self, forward: Forward, node: int | None) -> None:
-        """Adds a product; ``node`` is the number of its autograd node, None if it has none of its own."""
+        """Add a product; ``node`` is the sequence number of its autograd node, None if it has no node of its own."""
         if node is not None:
             self._by_node.setdefault(node, forward)
         self._by_module.setdefault(forward.module, {})[forward.sizes, forward.a_parameter, forward.b_parameter] = (
@@ -202,11 +203,11 @@ class Forwards:
         )
 
     def of_node(self, number: int) -> Forward | None:
-        """Returns the product that made a node; None if none did."""
+        """Return the product that made a node; None if no product made it."""
         return self._by_node.get(number)
 
     def likeliest(self, module: int, record: Matmul, weight: str) -> Forward | None:
-        """Finds the product of a custom Function, which has no node, by the parameter that is read and by the sizes."""
+        """Return the best match for a custom Function's product, which has no node, by the parameter read and by the sizes."""
         wanted = sorted((record.m, record.n, record.k))
         fitting = [one for one in self._by_module.get(module, {}).values() if sorted(one.sizes) == wanted]
         reading = [one for one in fitting if weight and weight in (one.a_parameter, one.b_parameter)]
@@ -214,12 +215,12 @@ class Forwards:
 
 
 def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> tuple[str, str]:
-    """Returns the role and the parameter of a product of the backward.
+    """Return the role and the parameter of a product of the backward.
 
     Args:
-        forward: the product of the forward that it belongs to; None where it is not known.
+        forward: the corresponding product of the forward; None if not known.
         record: the product of the backward.
-        weight: the parameter that one of its factors is; "" if none.
+        weight: the parameter among the product's operands; "" if there is none.
     """
     if forward is None:
         return "dgrad", weight
@@ -228,7 +229,7 @@ def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> 
 
 
 def _is_gradient_of_a(forward: Forward, record: Matmul, weight: str) -> bool:
-    # The gradient of a sums over n and is m by k, that of b sums over m and is k by n.
+    # The gradient of a sums over n and has the shape (m, k); the gradient of b sums over m and has the shape (k, n).
     m, n, k = forward.sizes
     could_be_a = record.k == n and {record.m, record.n} == {m, k}
     could_be_b = record.k == m and {record.m, record.n} == {k, n}

@@ -1,4 +1,4 @@
-"""CUDA's autocast for tensors on other devices: operators run in the dtypes that they would have on a GPU.
+"""Apply CUDA's autocast to tensors on other devices, so that operators run in the dtypes that they would have on a GPU.
 
 Autocast acts in the dispatcher by each tensor's device, so CUDA's kernels skip meta tensors. This module registers kernels with
 the same lists ("Autocast Op Reference" in torch's documentation, ``ATen/autocast_mode.h``) under a dispatch key that no device
@@ -33,13 +33,13 @@ from mpinspect.shapes.record.fused import FUSED
 _KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _THIS = torch._C.DispatchKeySet(_KEY)
 _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
-#: Operators that are not cast: CUDA's autocast refuses this one, and a recording must not.
+#: Operators that are not cast: CUDA's autocast raises an error for this one, and a recording must not.
 _NOT_CAST = ("aten::binary_cross_entropy",)
 
-#: torch's own functions, which tell devices apart even while contexts for another device count as CUDA's.
+#: torch's own functions, which distinguish devices even while contexts for another device count as CUDA's.
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
-#: Functions by which libraries ask about a device's autocast; checkpointing does, to run its recomputation alike.
+#: Functions that libraries call to query a device's autocast; checkpointing does so to repeat it in the recomputation.
 _ASKED = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
 _AVAILABLE = "is_autocast_available"
 
@@ -48,7 +48,7 @@ _registering = threading.Lock()
 
 @contextmanager
 def as_on_cuda(also: str) -> Iterator[None]:
-    """Casts and fuses this thread's operators within the block as on a GPU.
+    """Cast and fuse this thread's operators within the block as on a GPU.
 
     Args:
         also: type of the device that the model runs on ("meta"); autocast contexts for it count as CUDA's.
@@ -69,11 +69,11 @@ def as_on_cuda(also: str) -> Iterator[None]:
 
 @contextmanager
 def autocast_around(dtype: torch.dtype | None, *others: str) -> Iterator[None]:
-    """Sets CUDA's autocast within the block as ``torch.autocast("cuda", dtype)`` does, on any machine.
+    """Set CUDA's autocast within the block as ``torch.autocast("cuda", dtype)`` does, on any machine.
 
     Args:
         dtype: float16 or bfloat16; None switches autocast off.
-        others: types of other devices whose autocast is switched off.
+        others: types of other devices whose autocast is switched off within the block.
     """
     before = {device: _is_enabled(device) for device in ("cuda", *others)}
     before_dtype, before_cache = torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
@@ -101,11 +101,11 @@ def autocast_around(dtype: torch.dtype | None, *others: str) -> Iterator[None]:
 
 
 class _Region(threading.local):
-    """A thread's state of autocast.
+    """A thread's autocast state.
 
     Args:
-        casts: the weights' casts by the weight's id, each made once in a region, as autocast does; None outside a region.
-        lowering: how many of the running operators were cast to 16 bits.
+        casts: the casts of weights by the weight's id, made once per region as in autocast; None outside a region.
+        lowering: number of operators now running with their arguments cast to 16 bits.
     """
 
     casts: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -116,7 +116,7 @@ _region = _Region()
 
 
 def lowering() -> bool:
-    """Return whether a running operator was cast to 16 bits. Autocast's own flag does not tell: it is off below autograd."""
+    """Return whether a running operator was cast to 16 bits; autocast's own flag is always off below autograd."""
     return _region.lowering > 0
 
 
@@ -158,7 +158,7 @@ def _is_eligible(value: Any) -> bool:
 
 @cache
 def _register() -> tuple[torch.library.Library, torch.library.Library]:
-    """Registers the kernels, once in a process, at the first use. The cache keeps the libraries alive."""
+    """Register the kernels once in a process, at the first call. The cache keeps the libraries alive."""
     rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
     for name, policy in _policies().items():
@@ -171,7 +171,7 @@ def _register() -> tuple[torch.library.Library, torch.library.Library]:
 
 
 def _policies() -> dict[str, Policy]:
-    """Returns the policy of each operator that this version of torch autocasts on CUDA; 16 bits for those on no other list."""
+    """Return the policy of each operator that this torch version autocasts on CUDA; 16 bits for operators on no other list."""
     listed: dict[str, Policy] = {}
     for names, policy in (
         (FLOAT32, float32(_cast_one)),
@@ -183,7 +183,7 @@ def _policies() -> dict[str, Policy]:
     policies = {
         name: listed.get(name, _lower) for name in registered if name.startswith("aten::") and name not in _NOT_CAST
     }
-    # On a GPU it is cuDNN's operation, inside these, that casts.
+    # On a GPU, cuDNN's operator inside these operators does the cast.
     return {**policies, **dict.fromkeys((f"aten::{name}" for name in FUSED), _lower)}
 
 
@@ -198,7 +198,7 @@ def _casting(operation: Any, policy: Policy) -> Callable[..., Any]:
 
 
 def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the kernel of an operator that a GPU computes whole and other devices take apart."""
+    """Return the kernel of an operator that a GPU computes as a whole and other devices decompose."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_THIS):
@@ -214,7 +214,7 @@ def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callab
 
 @contextmanager
 def _contexts_for(also: str) -> Iterator[None]:
-    """Makes ``torch.autocast`` work without a GPU and without a warning; contexts for ``also`` count as CUDA's."""
+    """Make ``torch.autocast`` work without a GPU and without a warning; contexts for ``also`` count as CUDA's."""
     original = autocast_mode.autocast.__init__
 
     def make(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""What stopped a recording, and products that torch refuses for their operands: the sentence, and a result to go on with."""
+"""Describe what stopped a recording, and provide a result for products that torch refuses, so that the run can continue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpinspect.shapes.record.values import Lack
 from mpinspect.shapes.records import Matmul
 
 _NO_KERNEL = "the operator has no meta kernel, as custom C++ and CUDA operators often do not"
-#: Parts of torch's messages, in lower case, and what they mean on meta tensors.
+#: Parts of torch's messages, in lower case, and their causes on meta tensors.
 _CAUSES = (
     (
         (
@@ -41,15 +41,15 @@ _CAUSES = (
 
 
 class RecordingError(ValueError):
-    """Nothing could be recorded, most often because of wrong arguments; missing values are never the reason."""
+    """Raised if nothing could be recorded, most often because of wrong arguments, and never because of missing values."""
 
 
 def meta_cause(error: BaseException, operator: str = "") -> str:
-    """Returns why meta tensors caused an exception; "" if they did not.
+    """Return why meta tensors caused an exception; "" if they did not cause it.
 
     Args:
-        error: what was raised.
-        operator: the operator that raised it, if one did.
+        error: the exception.
+        operator: the operator that raised the exception; "" if no operator did.
     """
     text = f"{type(error).__name__} {error} {operator}".lower()
     return next((cause for parts, cause in _CAUSES if any(part in text for part in parts)), "")
@@ -58,10 +58,10 @@ def meta_cause(error: BaseException, operator: str = "") -> str:
 def reason(
     error: BaseException, phase: str, where: str | None, operator: str, device: str, lack: Lack | None = None
 ) -> str:
-    """Says where a run stopped and why, without a full stop.
+    """Return where a run stopped and why, without a full stop.
 
     Args:
-        lack: why the tensor has no values that the operator needs; None where that is not known.
+        lack: why the tensor lacks the values that the operator needs; None if not known.
     """
     cause = meta_cause(error, operator) if device == "meta" else ""
     if cause and cause is not _NO_KERNEL:
@@ -73,21 +73,21 @@ def reason(
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an exception's type and the first line of its message, at most 200 characters, without a full stop."""
+    """Return an exception's type and the first line of its message, at most 200 characters, without a full stop."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}".rstrip(". :") if lines else type(error).__name__
     return text if len(text) <= 200 else text[:197].rstrip(". ") + " [...]"
 
 
-#: Operators that, where their sizes fit each other, fail only for a rule of their own; by name without the namespace. Those that
-#: add something can also fail for what they add, which is a mistake on any device.
+#: Operators that, with matching sizes, fail only because of a rule of their own; by name without the namespace. Operators with
+#: an addend are excluded: they can also fail because of the addend, which is a mistake on any device.
 _OWN_RULES = ("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2")
-#: Operators whose factors must have one dtype: TORCH_CHECKs of ATen/native/cuda/Blas.cpp that meta kernels lack.
+#: Operators whose operands must share one dtype: TORCH_CHECKs of ATen/native/cuda/Blas.cpp that meta kernels lack.
 _ONE_DTYPE = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot")
 
 
 def mixed_dtypes(record: Matmul) -> str:
-    """Returns torch's message for two factors of different dtypes; "" where the operator takes them."""
+    """Return torch's message for two operands of different dtypes; "" if the operator accepts them."""
     a, b = record.a, record.b
     if a is None or b is None or a.dtype == b.dtype:
         return ""
@@ -99,10 +99,10 @@ def mixed_dtypes(record: Matmul) -> str:
 
 
 def result_of_refused(func: Any, records: Sequence[Matmul], error: Exception) -> torch.Tensor | None:
-    """Makes the result, on the meta device, of a product that torch refused for its operands.
+    """Return the result, on the meta device, of a product that torch refused because of its operands.
 
     Returns:
-        None where the result is not known, or where missing values were the cause.
+        The empty result tensor; None if its form is not known, or if missing values were the cause.
     """
     name = func._schema.name
     if len(records) != 1 or func._overloadname != "default":

@@ -1,7 +1,7 @@
-"""Attention and recurrent layers as a GPU computes them, in one operator, where the meta device would take them apart.
+"""Run attention and recurrent layers as one operator, as a GPU does, where the meta device would decompose them.
 
-Which attention kernel CUDA takes follows ``_fused_sdp_choice_cuda`` in ``ATen/native/transformers/cuda/sdp_utils.cpp``: flash
-before memory-efficient before math, each if its conditions hold and its flag in ``torch.backends.cuda`` is set, as
+The choice of CUDA's attention kernel follows ``_fused_sdp_choice_cuda`` in ``ATen/native/transformers/cuda/sdp_utils.cpp``:
+flash before memory-efficient before math, each if its conditions hold and its flag in ``torch.backends.cuda`` is set, as
 ``torch.nn.attention.sdpa_kernel`` sets it. The conditions here are those of Ampere and later.
 """
 
@@ -34,7 +34,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Runs scaled_dot_product_attention: on meta tensors by the operator that CUDA would take, on others as it is."""
+    """Run scaled_dot_product_attention: on meta tensors with the operator that CUDA would choose, on others unchanged."""
     backend = sdpa_backend(query, key, value, attn_mask, enable_gqa)
     why = why_math(query, key, value, attn_mask, enable_gqa) if backend == "math" else ""
     if not query.is_meta:
@@ -59,7 +59,7 @@ def attention(
 def sdpa_backend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
 ) -> str:
-    """Returns the backend that CUDA takes for these operands: "flash", "efficient", "cudnn" or "math"."""
+    """Return the backend that CUDA chooses for these operands: "flash", "efficient", "cudnn" or "math"."""
     if not _fusible(query, key, value, grouped):
         return "math"
     allowed: Any = torch.backends.cuda
@@ -81,7 +81,7 @@ def sdpa_backend(
 def why_math(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
 ) -> str:
-    """Returns why CUDA computes these operands by the math path, one of MATH_PATHS."""
+    """Return why CUDA computes attention on these operands by the math path: one of MATH_PATHS."""
     if not (query.dim() == key.dim() == value.dim() == 4):
         return "dimensions"
     if any(one.stride(-1) != 1 for one in (query, key, value)):
@@ -90,7 +90,7 @@ def why_math(
         return "shapes"
     if query.dtype not in (*_HALF, torch.float32):
         return "dtype"
-    # With every switch on, another head size would be fused, or keys with as many heads.
+    # With every switch on, operands with another head size, or with as many key heads as query heads, would be fused.
     alignment = 8 if query.dtype in _HALF else 4
     heads_fit = query.shape[1] == key.shape[1]
     if heads_fit and (query.shape[-1] % alignment or value.shape[-1] % alignment):
@@ -102,7 +102,7 @@ def why_math(
 
 
 class _MathPath(threading.local):
-    """Why this thread computes attention by the math path; "" while it does not."""
+    """The reason why this thread is computing attention by the math path; "" while it is not."""
 
     why: str = ""
 
@@ -111,7 +111,7 @@ _math_path = _MathPath()
 
 
 def math_path() -> str:
-    """Returns why the running operator is part of torch's unfused attention, one of MATH_PATHS; "" if it is not."""
+    """Return why the running operator is part of torch's unfused attention: one of MATH_PATHS; "" if it is not part of it."""
     return _math_path.why
 
 
@@ -134,7 +134,7 @@ def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groupe
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Returns the mask as it is added to the scores: a bool mask in the query's dtype."""
+    """Return the mask as it is added to the scores: a bool mask is cast to the query's dtype."""
     added = mask.to(query.dtype) if mask.dtype == torch.bool else mask
     return added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
@@ -179,7 +179,7 @@ def _cudnn_rnn(
     return (output, hy) if cx is None else (output, hy, cy)
 
 
-#: The functions that replace an operator, by overload; called with the operator itself and its arguments.
+#: The functions that replace an operator, by overload; each is called with the operator itself and its arguments.
 FUSED: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     **{

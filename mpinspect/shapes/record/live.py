@@ -1,7 +1,7 @@
-"""Records the matrix products of a running script's step, on the script's own tensors.
+"""Record the matrix products of a running script's step, on the script's own tensors.
 
-The recorder's mode stands below autograd and passes every operator on unchanged, so results are bit-identical. It is entered
-between two steps and left between two others, not around a block, so the script can enter modes of its own meanwhile.
+The recorder's dispatch mode runs below autograd and passes every operator on unchanged, so results are bit-identical. The mode
+is entered and exited between steps, not around a block, so the script can enter modes of its own meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpinspect.shapes.record.mode import MatmulMode
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.shapes.records import Matmul, MatmulRecording
 
-#: Modules whose frames stand between an operator's caller and the mode.
+#: Modules whose stack frames lie between an operator's caller and the mode.
 _ON_THE_WAY = (
     *own_code.RECORDING_PRODUCTS,
     "torch.utils._python_dispatch",
@@ -32,12 +32,12 @@ _ON_THE_WAY = (
     "torch._compile",
     "torch._dynamo",
 )
-#: How many frames up the stack the code that copies a tensor is searched.
+#: How many stack frames are searched upwards for the code that copies a tensor.
 _FRAMES = 12
 
 
 def obstacle(models: Iterable[torch.nn.Module]) -> str:
-    """Returns why a step can't be recorded now; "" where it can."""
+    """Return why a step cannot be recorded now; "" if it can."""
     if torch._C._len_torch_dispatch_stack():
         return "the script has entered a torch dispatch mode of its own"
     dynamo = sys.modules.get("torch._dynamo.utils")
@@ -50,10 +50,10 @@ def obstacle(models: Iterable[torch.nn.Module]) -> str:
 
 
 class LiveMatmuls:
-    """Records from ``begin`` to ``end``, on the calling thread and on autograd's.
+    """Record from ``begin`` to ``end``, on the calling thread and on autograd's threads.
 
     Args:
-        models: the models by name; where there are several, the names begin the modules' paths.
+        models: the models by name; if there are several, each module's path begins with its model's name.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
@@ -66,7 +66,7 @@ class LiveMatmuls:
 
     @property
     def in_optimizer(self) -> bool:
-        """Whether an optimizer is stepping: its products outside of modules are not recorded."""
+        """Return whether an optimizer is stepping; its products outside of modules are not recorded."""
         return self._mode.in_optimizer
 
     @in_optimizer.setter
@@ -74,17 +74,17 @@ class LiveMatmuls:
         self._mode.in_optimizer = value
 
     def begin(self) -> None:
-        """Enters the mode and hooks the modules."""
+        """Enter the mode and register hooks on the modules."""
         self._thread = threading.get_ident()
         self._calls.follow()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._mode.recording = True
 
     def end(self, stopped: str = "") -> MatmulRecording | None:
-        """Leaves the mode, removes the hooks and returns the recording; None where no product ran.
+        """Exit the mode, remove the hooks and return the recording; None if no product ran and the step was not stopped.
 
         Args:
-            stopped: why the step did not come to its end, "" if it did.
+            stopped: why the step did not finish; "" if it finished.
         """
         mode, model = self._mode, self._model
         self.abandon()
@@ -106,17 +106,17 @@ class LiveMatmuls:
         )
 
     def abandon(self) -> None:
-        """Stops recording, and leaves the mode if that is possible now."""
+        """Stop recording, and exit the mode if that is possible now."""
         self._mode.recording = False
         self._calls.unfollow()
-        # Modes belong to a thread and end with it.
+        # Modes belong to a thread and end with the thread.
         if not self.leave() and self._thread == threading.get_ident():
             self._mode.notes.append(
                 "the script entered a torch dispatch mode of its own while its step was recorded: some of it may be missing"
             )
 
     def leave(self) -> bool:
-        """Leaves the mode. Returns False while a mode of the script's stands above it; this one then passes everything on."""
+        """Exit the mode. Return False while a mode of the script is above it on the stack; it then passes everything on."""
         if not self._left and _get_current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._left = True
@@ -124,13 +124,13 @@ class LiveMatmuls:
 
 
 class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
-    """Passes every operator on; a fault of its own ends the recording and nothing else."""
+    """Pass every operator on; an error in the recording ends the recording and nothing else."""
 
-    #: Without it torch refuses higher-order operators while the mode is on.
+    #: If False, torch refuses higher-order operators while the mode is active.
     supports_higher_order_operators = True
 
     def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
-        # A device's own autocast does not show in a single call: 16-bit products count as cast.
+        # A single call does not show the device's own autocast: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
         self.in_optimizer = False
@@ -139,14 +139,14 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets compiled code run as compiled, unseen, instead of falling back to other kernels."""
+        """Let compiled code run as compiled, without recording it, instead of falling back to other kernels."""
         return True
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward runs Python code, so that a forward within it is a recomputation.
+        """Return whether a backward is running Python code, in which case a forward within it is a recomputation.
 
-        Calls made by the autograd engine are none, even with gradients enabled (create_graph).
+        Calls made by the autograd engine itself do not count, even with gradients enabled (create_graph).
         """
         return torch._C._current_graph_task_id() != -1 and not _called_by_the_engine()
 
@@ -154,7 +154,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     def in_backward(self, value: bool) -> None: ...
 
     def sentences(self) -> list[str]:
-        """Says what could not be recorded, and why."""
+        """Return sentences on what could not be recorded, and why."""
         unreadable = [
             f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes"
             for op, times in self.unreadable.items()
@@ -204,29 +204,29 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveCalls(ModuleCalls):
-    """Follows module calls by hooks that copies and pickles of the model, made meanwhile, do not inherit."""
+    """Follow module calls with hooks that are not inherited by copies and pickles of the model made meanwhile."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self._handles = HandleList()
         self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._dtypes: Counter[torch.dtype | None] = Counter()
-        #: Depth of the module at which an evaluation's forward began; 0 while none runs.
+        #: Depth of the module at which an evaluation's forward began; 0 while no evaluation is running.
         self._evaluates_from = 0
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of the autocast around most module calls; None where there was none."""
+        """Return the dtype of the autocast around most module calls; None if no call ran under autocast."""
         known = [(times, str(dtype), dtype) for dtype, times in self._dtypes.items() if dtype is not None]
         return max(known)[2] if known else None
 
     @property
     def evaluates(self) -> bool:
-        """Whether the model runs for evaluation: in eval mode without gradients."""
+        """Return whether the model runs for evaluation: in eval mode without gradients."""
         return self._evaluates_from > 0
 
     def follow(self) -> None:
-        """Puts the hooks on, around the script's own."""
+        """Register the hooks, around the script's own hooks."""
         for module in self._modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -236,7 +236,7 @@ class _LiveCalls(ModuleCalls):
             self._handles.add(module.register_forward_hook(leave, always_call=True))
 
     def unfollow(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         self._handles.remove_all()
 
     def _enter_live(self, module: torch.nn.Module, args: Any) -> None:
@@ -254,23 +254,23 @@ class _LiveCalls(ModuleCalls):
 
 
 def _called_by_the_engine() -> bool:
-    """Return whether no Python function stands between autograd's engine and the operator."""
+    """Return whether the autograd engine called the operator, without a Python function in between."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_ON_THE_WAY):
         frame = frame.f_back
-    # On a GPU the engine has threads of its own.
+    # On a GPU, the engine has threads of its own.
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """Returns a module, never called, that holds several models, so that their paths begin with their names."""
+    """Return a module, never called, that contains several models, so that module paths begin with the models' names."""
     holder = torch.nn.Module()
     holder._modules.update(models)
     return holder
 
 
 def _copied_by_us() -> bool:
-    """Return whether mpinspect's own counting makes a copy."""
+    """Return whether mpinspect's own counting makes the copy."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame.f_back is None:

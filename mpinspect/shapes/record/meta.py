@@ -1,4 +1,4 @@
-"""Runs operators on meta tensors where torch can't, or where it is slow: missing kernels, mixed devices, pointwise operators."""
+"""Run operators on meta tensors where torch cannot or is slow: missing kernels, mixed devices, pointwise operators."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ aten = torch.ops.aten
 
 
 class Pointwise:
-    """Caches the results of pointwise operators on meta tensors by shapes, strides and dtypes.
+    """Cache the results of pointwise operators on meta tensors by shapes, strides and dtypes.
 
-    Many of torch's meta kernels are Python code that takes 100 us and more, and a transformer calls the same ones in each layer.
+    Many of torch's meta kernels are Python code that takes at least 100 us, and a transformer calls the same ones in each
+    layer.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what ``func`` returns, or raises what it raises."""
+        """Return the result of ``func``, from the cache if it is known; exceptions of ``func`` pass through."""
         key = None if kwargs else _key(func, args)
         if key is None:
             return func(*args, **kwargs)
@@ -37,14 +38,15 @@ class Pointwise:
 
 
 def is_pointwise(func: Any) -> bool:
-    """Return whether an operator returns one new tensor, whose shape, strides and dtype follow from those of its arguments."""
+    """Return whether an operator returns one new tensor whose shape, strides and dtype follow from its arguments'."""
     schema = func._schema
     one = len(schema.returns) == 1 and schema.returns[0].alias_info is None
     return one and torch.Tag.pointwise in func.tags and not schema.is_mutable
 
 
 def _key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Returns all that decides the result; None where more may. Numbers are keyed with their type, since 1 == 1.0 == True."""
+    """Return the key of everything that determines the result; None if an argument cannot be keyed. Numbers are keyed with
+    their type, since 1 == 1.0 == True."""
     key: list[Any] = [func]
     for value in args:
         kind = type(value)
@@ -60,7 +62,7 @@ def _key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def all_on_meta(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """Replaces tensors of other devices among the arguments by meta tensors; None where devices are not mixed."""
+    """Replace tensors on other devices among the arguments by meta tensors; return None if devices are not mixed."""
     args = list(args)
     tensors = list(_flat([*args, *kwargs.values()]))
     if not any(one.is_meta for one in tensors) or all(one.is_meta for one in tensors):
@@ -85,7 +87,7 @@ def _moved(value: Any) -> Any:
 
 
 def _rnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the results of _cudnn_rnn_backward: gradients of the input, hx, cx and the weights."""
+    """Return the results of _cudnn_rnn_backward: gradients of the input, hx, cx and the weights."""
     x, weights, hx, cx = args[0], args[1], args[4], args[5]
     mask = args[21]
     like = torch.empty_like
@@ -98,7 +100,7 @@ def _rnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
-    """Returns the result of _grouped_mm, whose meta kernel takes only BF16, unlike its CUDA kernel."""
+    """Return the result of _grouped_mm, whose meta kernel accepts only BF16, unlike its CUDA kernel."""
     a, b = args[0], args[1]
     groups = args[2].shape[0] if len(args) > 2 and args[2] is not None else a.shape[0]
     shapes = {
@@ -110,7 +112,7 @@ def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty(shapes[a.dim(), b.dim()], dtype=a.dtype, device=a.device)
 
 
-#: What makes the results of an operator that fails on meta tensors.
+#: The functions that make the results of operators that fail on meta tensors.
 MISSING_META: dict[Any, Callable[[tuple[Any, ...]], Any]] = {aten._cudnn_rnn_backward.default: _rnn_gradients}
 if hasattr(aten, "_grouped_mm"):  # since torch 2.8
     MISSING_META[aten._grouped_mm.default] = _grouped_product

@@ -24,23 +24,23 @@ aten = torch.ops.aten
 
 _PLAIN_TENSOR = torch.Tensor.__torch_dispatch__
 _COPIES = (aten._to_copy.default, aten.clone.default, aten.copy_.default)
-#: What the mode does with an operator: run it, record the product, record the copy, decompose it, or cache its result.
+#: How the mode handles an operator: run it, record the product, record the copy, decompose it, or cache its result.
 _PLAIN, _PRODUCT, _COPY, _COMPOSITE, _POINTWISE = range(5)
-#: Bytes: the alignment of base pointers that decides between kernels (NVIDIA, "Matrix Multiplication Background").
+#: The alignment of base pointers, in bytes, that decides between kernels (NVIDIA, "Matrix Multiplication Background").
 _LINE = 16
 _SIXTEEN_BIT = ("float16", "bfloat16")
 
 
 class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records products and copies while it is entered.
+    """Record products and copies while the mode is active.
 
     Args:
-        calls: tells the running module.
-        parameters: tells the parameter behind a storage.
-        autocast: whether autocast is around the model.
+        calls: gives the running module.
+        parameters: gives the parameter that owns a storage.
+        autocast: whether the model runs under autocast.
         lowers: returns whether autocast applies to the running operator.
-        meta: whether the model runs on meta tensors, so that tensors of other devices are replaced by meta tensors.
-        values: the values kept beside meta tensors; None where none are kept.
+        meta: whether the model runs on meta tensors, in which case tensors on other devices are replaced by meta tensors.
+        values: the values kept beside meta tensors; None if no values are kept.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lowers = lowers
         self.meta = meta
         self.values = values
-        #: Set while the backward runs: a forward within it is a recomputation.
+        #: True while the backward runs: a forward within it is a recomputation.
         self.in_backward = False
         self.unreadable: Counter[str] = Counter()
         #: The last operator that failed, and its exception.
@@ -71,10 +71,10 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pointwise = Pointwise()
         self._forwards = Forwards()
 
-    # -- what was recorded -------------------------------------------------------------------------------------------
+    # -- the recording -----------------------------------------------------------------------------------------------
 
     def matmuls(self) -> tuple[Matmul, ...]:
-        """Returns the products, in the order of their first call."""
+        """Return the products, in the order of their first call."""
         return tuple(
             replace(
                 record,
@@ -86,7 +86,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def copies(self) -> tuple[LayoutCopy, ...]:
-        """Returns the copies, in the order of their first call; bytes are those of all calls, read and written."""
+        """Return the copies, in the order of their first call; ``bytes`` sums the reads and writes of all calls."""
         return tuple(
             LayoutCopy(self.calls.paths[module], kind, moved, times)
             for (module, kind), (moved, times) in self._copies.items()
@@ -98,7 +98,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(one.__torch_dispatch__ is not _PLAIN_TENSOR for one in types):
-            # A subclass (nested, sharded, quantised) calls again, with the operators that it is made of.
+            # A subclass (nested, sharded, quantised) calls the mode again with its inner operators.
             return NotImplemented
         kind = self._kinds.get(func)
         if kind is None:
@@ -110,7 +110,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = self._run(func, args, kwargs or {}, kind)
         except Exception as error:
-            # Where the result is known without the operator the run goes on, and later products are recorded too.
+            # If the result is known without the operator, the run continues, so that later products are recorded too.
             result = result_of_refused(func, self._records(func, args, None), error) if kind == _PRODUCT else None
             if result is None or not self.meta:
                 raise
@@ -134,7 +134,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
 
     def _run_bare(self, kind: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator without values; where it fails on meta tensors, replaces the result or the other devices' tensors."""
+        """Run an operator without values; if it fails on meta tensors, replace its result or the tensors on other devices."""
         try:
             if kind == _POINTWISE and self.meta:
                 return self._pointwise.run(func, args, kwargs)
@@ -172,7 +172,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if raises:
             records = tuple(replace(record, raises=raises) for record in records)
         node = torch._C._current_autograd_node()
-        # The engine's own operators run without grad mode; a forward within the backward has it on.
+        # The engine's own operators run with grad mode off; a forward within the backward runs with grad mode on.
         if node is None or (self.in_backward and torch.is_grad_enabled()):
             self._of_forward(args, records)
         else:
@@ -189,7 +189,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unfused = math_path() if record.kind == "gemm" else ""
         forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied, unfused)
         differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
-        # Autograd has made, and numbered, the operator's node by now.
+        # Autograd has already made and numbered the operator's node.
         self._forwards.add(forward, _get_sequence_nr() - 1 if differentiable else None)
         if record.kind == "recurrent":
             self._add_recurrent(module, args, records, applied)
@@ -237,16 +237,16 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return record.dtype in _SIXTEEN_BIT and (forward is None or bool(forward.autocast))
 
     def _in_cell(self, module: int, record: Matmul) -> Matmul:
-        """Marks products of recurrent cells, and of recurrent layers that a CPU takes apart, as recurrent."""
+        """Mark products of recurrent cells, and of recurrent layers that a CPU decomposes, as recurrent."""
         recurrent = isinstance(self.calls.module(module), (torch.nn.RNNBase, torch.nn.RNNCellBase))
         return replace(record, kind="recurrent") if recurrent and record.kind == "gemm" else record
 
     def _add_recurrent(
         self, module: int, args: tuple[Any, ...], records: tuple[Matmul, ...], applied: bool | None
     ) -> None:
-        """Adds the products of a recurrent layer, under the weights' full names; frozen weights have no wgrad."""
+        """Add the products of a recurrent layer under the weights' full names; frozen weights have no wgrad."""
         for record in records:
-            if record.op.startswith("aten::mkldnn"):  # of one layer and direction, which its weights tell
+            if record.op.startswith("aten::mkldnn"):  # a single layer and direction, identified by its weights
                 weight = args[1 if record.parameter.startswith("weight_ih") else 2]
                 name = self.parameters.name(weight, module)
             else:
@@ -283,7 +283,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def operand(tensor: torch.Tensor) -> Operand | None:
-    """Returns a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested)."""
+    """Return a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested)."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return Operand(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype], int(tensor.storage_offset()))
@@ -312,14 +312,14 @@ def _kind(func: Any) -> int:
 
 
 def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a meta tensor is written to a tensor with values, which would later be read as if nothing had been written."""
+    """Return whether an operator would write meta data to a tensor with values, whose old values would then be read later."""
     if all(one.is_meta for one in targets(func, args, kwargs)):
         return False
     return any(isinstance(one, torch.Tensor) and one.is_meta for one in (*args, *kwargs.values()))
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether an operator is made of others; such operators reach a mode only in inference mode."""
+    """Return whether an operator is composed of others; such operators reach a mode only in inference mode."""
     keys = torch._C.DispatchKey
     return bool(func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd))
 
@@ -343,7 +343,7 @@ def _scalar(value: Any) -> object:
 
 
 def _factors(record: Matmul, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Returns the two tensors that are multiplied; operators named add... take what they add first."""
+    """Return the two tensors that are multiplied; operators named add... have their addend as first argument."""
     start = 1 if "add" in record.op else 0
     tensors = [value for value in args[start:] if isinstance(value, torch.Tensor)]
     return (*tensors[:2], None, None)[:2]  # type: ignore[return-value]
@@ -356,7 +356,7 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _aligned(record: Matmul) -> Matmul:
-    """Reduces offsets to their place within 16 bytes, all that kernels distinguish, so that slices of a loop are equal calls."""
+    """Reduce offsets modulo 16 bytes, which is all that kernels distinguish, so that slices in a loop count as equal calls."""
     a, b, out = record.a, record.b, record.out
     if not ((a and a.offset) or (b and b.offset) or (out and out.offset)):
         return record
@@ -370,7 +370,7 @@ def _within_line(one: Operand | None) -> Operand | None:
 
 
 def _with_backend(record: Matmul, args: tuple[Any, ...]) -> Matmul:
-    """Return names the backend that a GPU would take, in the record of a CPU's attention kernel."""
+    """Return the record with the backend that a GPU would choose, if the record is of a CPU attention kernel."""
     if record.attention is None or not record.op.partition("::")[2].startswith(
         "_scaled_dot_product_flash_attention_for_cpu"
     ):

@@ -1,4 +1,4 @@
-"""``record_matmuls``: runs a model once and records every matrix product of its forward and backward."""
+"""``record_matmuls``: run a model once and record every matrix product of its forward and backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mpinspect.shapes.record.values import (
 from mpinspect.shapes.records import MatmulRecording
 
 DEVICES = ("meta", "real")
-#: The formats that ``dtype`` may name; float32 is no autocast.
+#: The formats that ``dtype`` may name; float32 means no autocast.
 _AUTOCAST = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT32: None}
 
 
@@ -46,26 +46,26 @@ def record_matmuls(
     backward: bool = True,
     device: str = "meta",
 ) -> MatmulRecording:
-    """Runs a model once and records its matrix products; restores the model, its gradients and the random states.
+    """Run a model once and record its matrix products; restore the model, its gradients and the random states.
 
     Args:
-        model: any module, in the train or eval mode to be judged. Compiled modules run eagerly; of a DataParallel or
-            DistributedDataParallel wrapper the module inside runs.
-        args: positional arguments of its forward, or the only one; tensors may be nested in tuples, lists, mappings and
-            dataclasses.
-        kwargs: named arguments likewise.
-        dtype: the dtype of a ``torch.autocast("cuda", dtype)`` around the forward: float16 or bfloat16. None or float32: none,
-            products have the dtypes of the model's tensors.
+        model: any module, in the train or eval mode to be judged. Compiled modules run eagerly; for a DataParallel or
+            DistributedDataParallel wrapper, the module inside runs.
+        args: positional arguments of the model's forward, or its only argument; tensors may be nested in tuples, lists,
+            mappings and dataclasses.
+        kwargs: keyword arguments of the model's forward, nested in the same way.
+        dtype: the dtype of a ``torch.autocast("cuda", dtype)`` around the forward: float16 or bfloat16. With None or float32
+            there is no autocast, and products have the dtypes of the model's tensors.
         backward: also run the backward, from the output's ``loss`` or else from all its tensors that require a gradient.
-        device: "meta": on meta tensors, which need neither memory nor a GPU, with values beside them if the model asks for one;
-            "real": on the tensors as they are, wherever they are, for models whose shapes depend on what they compute.
+        device: "meta": on meta tensors, which need neither memory nor a GPU, with values beside them if the model reads any;
+            "real": on the tensors and devices as they are, for models whose shapes depend on computed values.
 
     Returns:
-        The recording. Where the model could not be run to its end ``stopped`` says where and why; what had run
-        is there.
+        The recording. If the model stopped before its end, ``stopped`` says where and why, and the recording has the products
+        that ran before.
 
     Raises:
-        RecordingError: (a ValueError) nothing at all could be recorded, because the arguments don't fit the model, an option is
+        RecordingError: (a ValueError) nothing could be recorded, because the arguments do not fit the model, an option is
             unknown or the model is lazy and has no shapes yet.
     """
     lower = _autocast_dtype(dtype)
@@ -81,7 +81,7 @@ def record_matmuls(
     try:
         attempt = run.attempt()
         if attempt.lacks_values and run.device == "meta":
-            # Keeping values takes time, and few models read any: only where the first attempt lacked one.
+            # Keeping values takes time, and few models read any: values are kept only if the first attempt lacked one.
             second = run.attempt(Values())
             attempt = second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
     except LazyModelError as error:
@@ -111,12 +111,12 @@ class _Attempt:
     """The outcome of one run.
 
     Args:
-        mode: what it recorded.
+        mode: the mode with the run's recording.
         notes: sentences on what could not be recorded.
-        error: what stopped it, None if nothing did.
-        lacks_values: whether it stopped for the value of a meta tensor.
-        backward: whether a backward was begun.
-        stopped: where and why it stopped, "" if it did not.
+        error: the exception that stopped the run; None if the run finished.
+        lacks_values: whether the run stopped because it needed a value of a meta tensor.
+        backward: whether a backward was started.
+        stopped: where and why the run stopped; "" if it finished.
     """
 
     mode: MatmulMode
@@ -137,10 +137,10 @@ class _Run:
     device: str
 
     def attempt(self, values: Values | None = None) -> _Attempt:
-        """Runs the model on stand-ins of its parameters, buffers and arguments.
+        """Run the model on stand-ins for its parameters, buffers and arguments.
 
         Args:
-            values: keeps values beside meta tensors; None keeps none.
+            values: keeps values beside meta tensors; None keeps no values.
         """
         calls = ModuleCalls(self.model)
 
@@ -168,7 +168,7 @@ class _Run:
                 calls,
                 parameters,
                 autocast=self.dtype is not None,
-                # A GPU's own autocast does not show in a single call: 16-bit products count as cast.
+                # A single call does not show the GPU's own autocast: 16-bit products count as cast.
                 lowers=_always if self.device == "cuda" else lowering,
                 meta=self.device == "meta",
                 values=values,
@@ -182,7 +182,7 @@ class _Run:
         return attempt
 
     def _given(self, change: Callable[[torch.Tensor, Lack], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the forward's arguments with their tensors changed."""
+        """Return the forward's arguments with ``change`` applied to their tensors."""
         names = _names(self.model, len(self.args))
 
         def changed(name: str, value: Any) -> Any:
@@ -194,7 +194,7 @@ class _Run:
     @contextmanager
     def _surroundings(self, calls: ModuleCalls, mode: MatmulMode) -> Iterator[None]:
         with ExitStack() as stack:
-            # The backward stays on this thread, whose modes and calls are followed.
+            # The backward must stay on this thread, where modules and calls are followed.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(calls.followed())
             if self.device != "cuda":
@@ -261,7 +261,7 @@ def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, 
 
 
 def _names(model: torch.nn.Module, count: int) -> list[str]:
-    """Returns the names of a forward's first positional arguments, or their places, from 1, where they have no names."""
+    """Return the names of a forward's first positional arguments; an argument without a name gets its position, from 1."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -323,7 +323,7 @@ def _parameter_on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _grad_mode(wanted: bool) -> Iterator[None]:
-    """Switches gradients on or off within the block, whatever the caller's mode."""
+    """Switch gradients on or off within the block, regardless of the caller's mode."""
     with torch.inference_mode(False), torch.set_grad_enabled(wanted):
         yield
 

@@ -1,4 +1,4 @@
-"""The sizes of a model that a user can change, under the user's names; tied embeddings; and torch's TF32 switches."""
+"""Collect the sizes of a model that a user can change, with the user's names; tied embeddings; and torch's TF32 switches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from mpinspect.shapes.record.attribution import plain_path
 
-#: The most names that are kept for one value.
+#: The maximum number of names kept for one value.
 _MOST_NAMES = 6
-#: A module's sizes, as torch's layers and Transformers' models call them.
+#: Names of sizes in torch's layers and Transformers' models.
 _ATTRIBUTES = (
     "in_features",
     "out_features",
@@ -35,7 +35,7 @@ _ATTRIBUTES = (
 
 
 def named_sizes(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
-    """Returns the names of a model's sizes above 1 by value, the configuration's first: {30522: ("config.vocab_size",)}."""
+    """Return the names of a model's sizes above 1 by value, the configuration's first: {30522: ("config.vocab_size",)}."""
     names: dict[int, list[str]] = {}
     for name, value in (*_of_config(model), *_of_modules(model)):
         known = names.setdefault(value, [])
@@ -45,7 +45,7 @@ def named_sizes(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
-    """Returns the weights of other modules that are an embedding's too: {"lm_head.weight": "wte.weight"}."""
+    """Return the weights of other modules that are tied to an embedding's weight: {"lm_head.weight": "wte.weight"}."""
     tables: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding):
@@ -60,7 +60,7 @@ def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
 
 
 def allowed_tf32() -> dict[str, bool]:
-    """Returns whether torch may compute FP32 products in TF32, by its switches: "matmul" (cuBLAS) and "convolution" (cuDNN)."""
+    """Return whether torch's switches allow TF32 for FP32 products: "matmul" (cuBLAS) and "convolution" (cuDNN)."""
     backends: Any = torch.backends
     if hasattr(backends.cudnn, "conv"):  # torch.backends.cudnn.conv.fp32_precision, since torch 2.9
         matmul, convolution = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
@@ -75,7 +75,7 @@ def _of_config(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def _integers(config: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    """Yields a configuration's sizes, then those of configurations within it (text_config, vision_config)."""
+    """Yield a configuration's sizes, then those of nested configurations (text_config, vision_config)."""
     entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     public = [(name, value) for name, value in entries.items() if isinstance(name, str) and not name.startswith("_")]
     yield from ((f"{path}.{name}", value) for name, value in public if _is_size(value) and not name.endswith("_id"))

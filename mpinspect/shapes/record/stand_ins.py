@@ -1,7 +1,7 @@
-"""Runs a model on stand-ins of its tensors and arguments, meta tensors or leaves of the same memory, and restores it afterwards.
+"""Run a model on stand-ins (meta tensors, or leaves on the same memory) for its tensors and arguments, then restore it.
 
-Everything that a forward may change in a module is an entry of its ``__dict__``: parameters, buffers, hooks, train/eval flag,
-what it keeps for later. A shallow copy of these entries and of the containers among them is put back.
+Everything that a forward may change in a module is an entry of the module's ``__dict__``: parameters, buffers, hooks,
+train/eval flag, cached state. Shallow copies of the ``__dict__`` and of the containers in it are restored afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from mpinspect.runtime.outputs import tensors_in
 from mpinspect.runtime.untouched import RandomState
 
-#: Modules whose hooks are taken off because stand-ins would mislead them: mpinspect's own, and those of sharding.
+#: Packages whose hooks are removed because stand-ins would mislead them: mpinspect's own and the sharding hooks.
 _INERT = ("mpinspect.", "torch.distributed.")
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -31,18 +31,18 @@ class LazyModelError(ValueError):
 
 @contextmanager
 def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTensor) -> Iterator[dict[int, torch.Tensor]]:
-    """Replaces parameters and buffers within the block (tied ones once), and restores everything afterwards.
+    """Replace parameters and buffers within the block (tied ones once), and restore everything afterwards.
 
     Args:
         model: any module.
-        parameter: makes the tensor of a stand-in from a detached parameter.
-        buffer: likewise from a buffer.
+        parameter: makes the stand-in's tensor from a detached parameter.
+        buffer: makes the stand-in's tensor from a detached buffer.
 
-    Yields:
-        The stand-ins, by the id of the tensor that they stand for.
+Yields:
+        The stand-ins, by the id of the tensor that each replaces.
 
     Raises:
-        LazyModelError: a lazy module that has not run yet.
+        LazyModelError: the model has a lazy module that has not run yet.
     """
     modules = list(model.modules())
     owned = [tensor for module in modules for tensor in _tensors(module)]
@@ -62,7 +62,7 @@ def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTenso
         for module in modules:
             _replace(module.__dict__, stand_ins)
             _silence(module)
-        # The model may hold a parameter outside its modules: its gradient must not be added to the user's.
+        # The model may refer to a parameter outside its modules: its gradient must not be added to the user's.
         for tensor, _ in gradients:
             tensor.grad = None
         yield stand_ins
@@ -78,7 +78,7 @@ def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTenso
 
 
 class _Entries:
-    """Remembers a ``__dict__`` and the containers in it."""
+    """A copy of a ``__dict__`` and of the containers in it."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         self.entries = entries
@@ -132,7 +132,7 @@ def _stand_in(tensor: torch.Tensor, parameter: MakeTensor, buffer: MakeTensor) -
 
 
 def _replace(entries: dict[str, Any], stand_ins: dict[int, torch.Tensor]) -> None:
-    """Replaces tensors in a ``__dict__`` and in its containers: ``_parameters``, ``_buffers``, the list of an RNN's weights."""
+    """Replace tensors in a ``__dict__`` and in its containers: ``_parameters``, ``_buffers``, the list of an RNN's weights."""
     for name, value in entries.items():
         if isinstance(value, torch.Tensor):
             entries[name] = stand_ins.get(id(value), value)
@@ -163,20 +163,20 @@ def _origin(hook: Any) -> str:
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
-#: Deeper nesting belongs to some object's internals.
+#: Values nested deeper than this are assumed to belong to an object's internals.
 _MAX_DEPTH = 8
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def replaced(value: Any, change: Change, depth: int = 0) -> Any:
-    """Returns a copy of nested tuples, lists, mappings and dataclasses with every tensor changed."""
+    """Return a copy of nested tuples, lists, mappings and dataclasses with ``change`` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if depth > _MAX_DEPTH or value is None or isinstance(value, (str, bytes, int, float)):
         return value
     if isinstance(value, PackedSequence):
-        # The host reads the batch sizes, on whatever device the data is.
+        # The host reads the batch sizes, whatever device the data is on.
         order = [None if one is None else change(one) for one in (value.sorted_indices, value.unsorted_indices)]
         made: Any = PackedSequence
         return made(change(value.data), value.batch_sizes, *order)
@@ -215,7 +215,7 @@ def _dataclass(value: Any, change: Change, depth: int) -> Any:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes a meta tensor of the same shape, strides, offset and dtype, a leaf that requires a gradient if this one does."""
+    """Return a meta tensor of the same shape, strides, offset, dtype and requires_grad; as a leaf."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -228,13 +228,13 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies an argument on its device, since a model may change its input in place."""
+    """Return a copy of an argument on its device, since a model may change its input in place."""
     made = tensor.detach().clone()
     return made.requires_grad_() if tensor.requires_grad and _differentiable(made) else made
 
 
 def losses(output: Any) -> list[torch.Tensor]:
-    """Returns what a backward starts from: the output's loss, or else all its tensors that require a gradient."""
+    """Return the tensors that a backward starts from: the output's loss, or else all its tensors that require a gradient."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]

@@ -1,9 +1,10 @@
-"""Keeps values beside meta tensors, for models whose forward reads a value of a tensor.
+"""Keep values beside meta tensors, for models whose forward reads a value of a tensor.
 
-A meta tensor has a storage without memory. Where its values follow from what is given (arguments, buffers, ``ones``, ``arange``,
-...) this module keeps real memory beside that storage, so that all views show the same values and see changes in place. An
-operator whose operands all have values is computed on the CPU too; the result of any other has none. What a model computes from
-its weights, by a matrix product or at random, has no values and is assumed to be finite.
+A meta tensor has a storage without memory. If a tensor's values follow from the inputs (arguments, buffers, ``ones``,
+``arange``, ...), this module attaches real memory to the storage, so that all views share the values and see in-place
+changes. An operator whose operands all have values is also computed on the CPU; the results of other operators have no
+values. Tensors that a model computes from its weights, by a matrix product or at random, have no values and are assumed to
+be finite.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from mpinspect.shapes.record.stand_ins import on_meta
 
 aten = torch.ops.aten
 
-#: Size of the largest tensor whose values are kept: 2^21 elements of int64, 2^24 of bool, some 5 ms of a pointwise operator.
+#: Size in bytes of the largest tensor with values: 2^21 elements of int64, 2^24 of bool, some 5 ms per pointwise operator.
 MOST_BYTES = 1 << 24
-#: Attribute of a meta tensor's storage that holds its values, or why it has none. Storages keep attributes while they live.
+#: Attribute of a meta tensor's storage with the values, or the reason why there are none. It lives as long as the storage.
 _BESIDE = "_mpinspect_values"
-#: Operators that leave memory uninitialised, which no model may read: zeros will do.
+#: Operators that leave memory uninitialised; no model may read it, so zeros serve as values.
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-#: How the value of each operator's result, which depends on a shape alone, is found among the arguments.
+#: For operators whose result depends on a shape alone: a function that gets the fill value from the arguments.
 _FILLED: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("zeros_like", "new_zeros", *_EMPTY), lambda args: 0),
     **dict.fromkeys(("ones_like", "new_ones"), lambda args: 1),
     "full_like": lambda args: args[1],
     "new_full": lambda args: args[2],
 }
-#: Operators with results on the CPU, wherever the operands are.
+#: Operators with results on the CPU, regardless of the operands' device.
 _PARTLY_ON_HOST = (aten._pack_padded_sequence.default,)
 #: Functions that build a tensor from numbers on the meta device without a dispatched operator.
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
-#: Functions that make an index from a list of numbers likewise.
+#: Functions that make an index tensor from a list of numbers without a dispatched operator.
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 #: Functions that read a tensor on the CPU without a dispatched operator.
 _HOST_ONLY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
-#: Functions that test for finite numbers, and their answer for one.
+#: Functions that test whether numbers are finite, and their result for a finite number.
 _FINITE: dict[Any, bool] = {
     **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
     **dict.fromkeys((torch.isinf, torch.Tensor.isinf, torch.isnan, torch.Tensor.isnan), False),
@@ -56,15 +57,15 @@ class Lack:
     """Why a tensor has no values.
 
     Args:
-        why: completes "that tensor ...", as "follows from ...".
-        give: what to do about it.
+        why: the end of the sentence "that tensor ...", such as "follows from ...".
+        give: how the user can supply the values.
     """
 
     why: str
     give: str
 
 
-#: Why a tensor has no values that the model computes.
+#: The lack of a tensor that the model computes.
 COMPUTED = Lack(
     "is computed by the model from its weights, by a matrix product or at random",
     "record a real run, with device='real', mpinspect lint --real or mpinspect run --lint",
@@ -73,7 +74,7 @@ TOO_LARGE = Lack(f"is larger than {MOST_BYTES >> 20} MiB, the most whose values 
 
 
 def argument_without_values(name: str) -> Lack:
-    """Explains the missing values of an argument of the forward that was given on the meta device."""
+    """Return the reason why an argument of the forward that was passed on the meta device has no values."""
     return Lack(
         f"follows from the argument {name!r}, which was given without values",
         f"give {name!r} as a tensor with values, on the CPU",
@@ -81,7 +82,7 @@ def argument_without_values(name: str) -> Lack:
 
 
 def buffer_without_values(name: str) -> Lack:
-    """Explains the missing values of a buffer of a model that was built on the meta device."""
+    """Return the reason why a buffer of a model that was built on the meta device has no values."""
     return Lack(
         f"follows from the buffer {name!r}, which has no values on the meta device",
         "build the model on the CPU (mpinspect lint --real does)",
@@ -92,14 +93,14 @@ def buffer_without_values(name: str) -> Lack:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the values of a tensor, in memory shared with its views' values; None where they are not known."""
+    """Return the values of a tensor, sharing memory with its views' values; None if the values are not known."""
     if _lack(tensor) is not None:
         return None
     return _shown(_beside(tensor), tensor) if tensor.is_meta else tensor
 
 
 def keep(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Keeps the values of a new meta tensor, unless it is too large."""
+    """Store the values of a new meta tensor, unless the tensor is too large."""
     storage = tensor.untyped_storage()
     if storage.nbytes() > MOST_BYTES:
         forget(tensor, TOO_LARGE)
@@ -110,13 +111,13 @@ def keep(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def forget(tensor: torch.Tensor, lack: Lack = COMPUTED) -> None:
-    """Notes that the values of a tensor's storage, and so of all its views, are not known (any more)."""
+    """Mark the values of a tensor's storage, and thereby of all its views, as unknown."""
     if _is_plain(tensor):
         setattr(tensor.untyped_storage(), _BESIDE, lack)
 
 
 def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
-    """Makes a meta tensor with the tensor's values, or with the reason why it has none."""
+    """Return a meta tensor with the values of ``tensor``, or with the reason why it has none."""
     made = on_meta(tensor)
     if made is tensor or not _is_plain(tensor):
         return made
@@ -127,7 +128,7 @@ def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
     elif length > MOST_BYTES:
         forget(made, TOO_LARGE)
     elif beside.nbytes() >= length:
-        # Includes what lies between the elements of a slice: a view can reach it.
+        # Copies the memory between the elements of a slice too, which a view can reach.
         stored = torch.empty(0, dtype=torch.uint8, device=beside.device).set_(beside, 0, (length,), (1,))
         setattr(made.untyped_storage(), _BESIDE, stored.cpu().clone().untyped_storage())
     return made
@@ -144,7 +145,7 @@ def _beside(tensor: torch.Tensor) -> Any:
 
 
 def _lack(tensor: torch.Tensor) -> Lack | None:
-    """Returns why a tensor has no values; None where it has."""
+    """Return why a tensor has no values; None if it has values."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return COMPUTED
     storage = tensor.untyped_storage()
@@ -153,7 +154,7 @@ def _lack(tensor: torch.Tensor) -> Lack | None:
         return COMPUTED if tensor.is_meta else None
     if isinstance(beside, Lack):
         return beside
-    # A storage that was resized holds more than is known.
+    # A storage that was enlarged has more memory than there are known values.
     return None if beside.nbytes() >= storage.nbytes() and _is_plain(tensor) else COMPUTED
 
 
@@ -167,14 +168,14 @@ def _shown(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How an operator treats values.
+    """How an operator uses and changes values.
 
     Args:
-        name: without the namespace.
-        lack: why its results never have values; None where they follow from its operands.
-        writes: whether it changes values in place, and not only sizes and strides as squeeze_ does.
+        name: the operator's name without the namespace.
+        lack: why its results never have values; None if their values follow from its operands.
+        writes: whether it changes values in place (``squeeze_``, for one, only changes sizes and strides).
         shows: whether its results are views of its operands.
-        asks: whether the host learns values from its results or their shapes.
+        asks: whether the host gets values from its results or their shapes.
     """
 
     name: str
@@ -199,7 +200,7 @@ class _Rule:
 
 
 def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the tensors that an operator writes to."""
+    """Return the tensors that an operator writes to."""
     found = [
         args[place] if place < len(args) else kwargs.get(one.name)
         for place, one in enumerate(func._schema.arguments)
@@ -209,20 +210,20 @@ def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
 
 
 class Values:
-    """Computes the values of each operator's results from those of its operands."""
+    """Compute the values of each operator's results from the values of its operands."""
 
     def __init__(self) -> None:
-        #: The last error caused by a missing value, and why that is missing.
+        #: The last error caused by a missing value, and the reason why the value is missing.
         self.lacked: tuple[BaseException, Lack] | None = None
         self._rules: dict[Any, _Rule] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
-        """Returns the result of ``run(func, args, kwargs)``, with values where they are known.
+        """Return the result of ``run(func, args, kwargs)``, with values if they are known.
 
-        Where ``run`` fails and all values are known, they alone give the result.
+        If ``run`` fails and all values are known, the result is computed from the values alone.
 
         Raises:
-            Exception: what ``run`` raises, where a value that it needs is not known.
+            Exception: the exception of ``run``, if a value that ``run`` needs is not known.
         """
         rule = self._rules.get(func)
         if rule is None:
@@ -256,7 +257,7 @@ class Values:
         return result
 
     def _run_on_cpu(self, rule: _Rule, func: Any, args: Any, kwargs: Any, lack: Lack | None) -> Any:
-        """Runs an operator on CPU tensors, whose memory is their values unless unknown ones were to be written to it."""
+        """Run an operator on CPU tensors; their memory is their values, unless unknown values were to be written to it."""
         if lack is not None and rule.asks:
             error = RuntimeError("the tensor holds a result of meta tensors, which have no data")
             self.lacked = (error, lack)
@@ -269,12 +270,12 @@ class Values:
 
 
 def _in_engine() -> bool:
-    """Return whether the autograd engine runs, whose values no model reads. A recomputation within it has grad mode on."""
+    """Return whether the autograd engine itself runs, whose values no model reads. Recomputations have grad mode on."""
     return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
 def _deciding_lack(tensors: Iterable[torch.Tensor]) -> Lack | None:
-    """Returns the lack that decides for a result: a computed operand before a too large one before others; None without any."""
+    """Return the lack that a result inherits: COMPUTED before TOO_LARGE before any other; None if all have values."""
     worst = None
     for one in tensors:
         lack = _lack(one)
@@ -288,7 +289,7 @@ def _deciding_lack(tensors: Iterable[torch.Tensor]) -> Lack | None:
 def _write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor], lack: Lack | None
 ) -> None:
-    """Updates the values of the tensors that an operator writes to; forgets them where what is written is not known."""
+    """Update the values of the tensors that an operator writes to; mark them as unknown if the written values are not known."""
     if lack is None:
         try:
             _computed(func, args, kwargs)
@@ -302,7 +303,7 @@ def _write(
 def _keep_results(
     rule: _Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lack: Lack | None
 ) -> None:
-    """Keeps the values of new tensors, or why they have none."""
+    """Store the values of new tensors, or the reason why they have none."""
     if rule.name in _FILLED:
         lack = None
     if lack is COMPUTED:
@@ -316,7 +317,7 @@ def _keep_results(
         except Exception:
             return
         for one, value in zip(made, values, strict=False):
-            # The result of _unsafe_view is a view, and has its operand's values already.
+            # The result of _unsafe_view is a view and already has its operand's values.
             if one.is_meta and _beside(one) is None and (one.shape, one.dtype) == (value.shape, value.dtype):
                 keep(one, value)
     if lack is not None:
@@ -325,13 +326,13 @@ def _keep_results(
 
 
 def _filled(rule: _Rule, like: torch.Tensor, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Returns the result of an operator that depends on a shape alone, in a list; an empty list for any other."""
+    """Return the result of an operator that depends on a shape alone, in a list; an empty list for any other operator."""
     fill = _FILLED.get(rule.name)
     return [] if fill is None else [torch.full(like.shape, fill(args), dtype=like.dtype)]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on the values of its operands."""
+    """Run an operator on the values of its operands."""
     named = {name: _valued(one) for name, one in kwargs.items()}
     if _on_meta(kwargs):
         named["device"] = torch.device("cpu")
@@ -345,7 +346,7 @@ def _valued(value: Any) -> Any:
 
 
 def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
-    """Runs an operator with indices, masks and lengths replaced by their values, where these are known."""
+    """Run an operator with indices, masks and lengths replaced by their values, if these are known."""
     if func is aten.masked_select.default:
         source, mask = args
         shape = torch.broadcast_shapes(source.shape, mask.shape)  # type: ignore[no-untyped-call]
@@ -361,7 +362,7 @@ def _as_index(value: Any) -> Any:
 
 
 def _placed(result: Any, kwargs: dict[str, Any]) -> Any:
-    """Moves results from the CPU to the meta device, unless the operator itself moves to the CPU."""
+    """Move results from the CPU to the meta device, unless the operator itself moves data to the CPU."""
     device = kwargs.get("device")
     if device is not None and device.type == "cpu":
         return result
@@ -388,9 +389,9 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class FunctionValues(TorchFunctionMode):
-    """Keeps or answers with values in functions that dispatch no operator: tensors from numbers, indexing, ``numpy()``.
+    """Supply values in functions that dispatch no operator: tensors from numbers, indexing, ``numpy()``.
 
-    Tensors without values count as finite: models check that (``torch.isfinite(x).all()``) before they clamp in FP16.
+    Tensors without values count as finite: models check ``torch.isfinite(x).all()`` before they clamp in FP16.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -410,7 +411,7 @@ class FunctionValues(TorchFunctionMode):
 
 
 def _with_tensors(index: Any) -> Any:
-    """Replaces lists of numbers in an index by tensors on the CPU, whose values are known."""
+    """Replace lists of numbers in an index by tensors on the CPU, whose values are known."""
     if isinstance(index, tuple):
         return tuple(map(_with_tensors, index))
     return torch.tensor(index) if isinstance(index, list) and index and _is_numbers(index) else index
@@ -426,7 +427,7 @@ def _is_computed(args: tuple[Any, ...]) -> bool:
 
 
 def _from_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Makes a tensor of numbers on the CPU and moves it to the meta device; None for other data, or where that fails."""
+    """Return a meta tensor made from numbers, by way of the CPU; None for other data or if this fails."""
     data = args[1:] if func is torch.Tensor.new_tensor else args
     owner = args[0] if func is torch.Tensor.new_tensor else None
     device = kwargs.get("device")

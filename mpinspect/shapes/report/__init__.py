@@ -1,1 +1,1 @@
-"""What a ShapeReport says, in every form."""
+"""Render a ShapeReport in every form."""

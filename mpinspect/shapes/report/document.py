@@ -1,4 +1,4 @@
-"""What the lint says: the headline, FLOPs by verdict, findings, the sizes to pad, the products worst first, notes."""
+"""Compose the lint's text: headline, FLOPs by verdict, findings, sizes to pad, products from worst to best, notes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
 from mpinspect.shapes.analysis.verdict import VERDICTS
 from mpinspect.shapes.analysis.wording import count, dtype_name, members
 
-#: Kinds of products; GitHub cuts a comment at 65,536 characters.
+#: Maximum numbers of product rows shown in a terminal and on a page; GitHub cuts a comment at 65,536 characters.
 _TERMINAL, _PAGE = 20, 60
 NOTES = Limit(10, 30)
 
-#: Worst first.
+#: Sort order of the verdicts, worst first.
 _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
 _TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
-#: Share of the FLOPs that is nearly all of them: a ResNet's stem is 3%.
+#: Share of the FLOPs that counts as nearly all: a ResNet's stem is 3%.
 _NEARLY_ALL = 0.95
 _SHORT_OF_NATIVE = {
     "off": "are not on Tensor Cores",
@@ -58,7 +58,7 @@ def document(report: ShapeReport) -> Document:
 
 
 def padding_document(report: ShapeReport) -> Document:
-    """Return the table of padded sizes alone; a sentence where there are none."""
+    """Return the table of sizes to pad on its own, or a sentence if there are none."""
     return Document("", (_padding(report.padding),) if report.padding else lines(["No size needs padding."]))
 
 
@@ -66,7 +66,7 @@ def padding_document(report: ShapeReport) -> Document:
 
 
 def headline(report: ShapeReport) -> str:
-    """Model, GPU and dtype in a line."""
+    """Return the model, GPU and dtype in one line."""
     dtype = dtype_name(report.dtype) or "no dtype"
     cast = f" under {dtype_name(report.autocast_dtype)} autocast" if report.autocast_dtype else ""
     what = "forward and backward" if report.backward else "forward only"
@@ -75,7 +75,7 @@ def headline(report: ShapeReport) -> str:
 
 
 def totals(report: ShapeReport) -> list[str]:
-    """FLOPs by verdict, the talk's rule, and the roofline's time."""
+    """Return sentences on the FLOPs by verdict, the talk's rule, and the roofline's time."""
     if not report.matmuls:
         return ["No matrix product was recorded."]
     kept, broken = report.calls_by_talk.get(True, 0), report.calls_by_talk.get(False, 0)
@@ -96,7 +96,7 @@ def totals(report: ShapeReport) -> list[str]:
 
 
 def _with_verb(kept: int, total: int) -> str:
-    """ "3 of 5 products have", "1 of 1 product has"."""
+    """Return the count with its verb: "3 of 5 products have", "1 of 1 product has"."""
     return f"{kept:,} of {count(total, 'product')} {'has' if kept == 1 else 'have'}"
 
 
@@ -107,7 +107,7 @@ def _clean(report: ShapeReport) -> Iterator[Line]:
 
 
 def clean_sentence(report: ShapeReport) -> str:
-    """Return what is said where no finding is more than a remark; "" where one is, or nothing was recorded."""
+    """Return the sentence for a report without findings above "info"; "" if there are any, or nothing was recorded."""
     if not report.flops or any(finding.severity != "info" for finding in report.findings):
         return ""
     if report.gpu.has_tensor_cores is not True:
@@ -125,7 +125,7 @@ def clean_sentence(report: ShapeReport) -> str:
 
 
 def is_clean(report: ShapeReport) -> bool:
-    """Return whether no finding is more than a remark, and nearly all that is computed can take the fastest kernels."""
+    """Return whether no finding is above "info" and nearly all FLOPs can use the fastest kernels."""
     if not report.flops or any(finding.severity != "info" for finding in report.findings):
         return False
     return report.flops_by_verdict.get("native", 0) >= _NEARLY_ALL * report.flops
@@ -204,7 +204,7 @@ def _product_cells(row: ProductRow) -> list[str | Cell]:
 
 @dataclass(frozen=True)
 class ProductRow:
-    """Equal products of one or more modules in words; ``share`` is that of all of them together, 0..1."""
+    """Equal products of one or more modules in words; ``share`` is their combined share of the FLOPs, 0..1."""
 
     module: str
     role: str
@@ -218,7 +218,7 @@ class ProductRow:
 
 
 def product_rows(report: ShapeReport) -> list[ProductRow]:
-    """One row for each kind of product, layers that differ in their number only merged; worst verdict first, then by share."""
+    """Return one row per kind of product, merging layers that differ only in number; worst verdict first, then by share."""
     merged: dict[tuple[object, ...], list[ShapeRow]] = {}
     for row in report.matmuls:
         key = (row.role, sizes(row), row.dtype, row.verdict, row.multiples_of_8, row.reason)
@@ -228,7 +228,7 @@ def product_rows(report: ShapeReport) -> list[ProductRow]:
 
 
 def _by_pattern(rows: list[ShapeRow]) -> Iterable[ProductRow]:
-    """Rows with equal figures, by the patterns of their paths."""
+    """Yield one row for each pattern of module paths among rows with equal figures."""
     by_name: dict[str, list[ShapeRow]] = {}
     for row in rows:
         by_name.setdefault(row.module, []).append(row)
@@ -252,7 +252,7 @@ def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
 
 
 def sizes(row: ShapeRow) -> str:
-    """ "1024 x 512 x 2048" (M x N x K), with the number of products in a batch before it; a convolution's geometry instead."""
+    """Return "1024 x 512 x 2048" (M x N x K), preceded by the batch size if above 1; for a convolution its geometry."""
     convolution, attention = row.matmul.convolution, row.matmul.attention
     if convolution is not None:
         kernel = "x".join(map(str, convolution.kernel_size))
@@ -267,7 +267,7 @@ def sizes(row: ShapeRow) -> str:
 
 
 def flops_words(flops: int) -> str:
-    """ "1.2 TFLOP"."""
+    """Return a number of FLOPs in words: "1.2 TFLOP"."""
     for name, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
         if flops >= size:
             return f"{flops / size:.3g} {name}"

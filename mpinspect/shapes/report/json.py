@@ -1,4 +1,4 @@
-"""The lint's report as JSON. The schema: docs/shape-lint.md."""
+"""Convert the lint's report to JSON. The schema is in docs/shape-lint.md."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from mpinspect.reporting.json_text import Layout, headed, plain
 from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
 
-#: Products, findings and paddings have a line each.
+#: Each product, finding and padding has its own line.
 LAYOUT = Layout(2)
 
 
 def to_plain(report: ShapeReport) -> dict[str, Any]:
-    """The report as plain dicts, lists, strings, numbers, booleans and None; floats are estimates and shares, with six digits."""
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None; floats are rounded to six digits."""
     gpu = report.gpu
     body = {
         "model": report.model,

@@ -1,1 +1,1 @@
-"""What a recorder makes of arrays that it is handed: no torch, no hooks."""
+"""Record arrays that the caller passes to a recorder, without torch and hooks."""

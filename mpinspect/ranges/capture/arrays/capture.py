@@ -1,4 +1,4 @@
-"""The capture of a recorder: arrays in, step by step; windows, events and notes out to a Recording."""
+"""The capture of a recorder: counts arrays step by step, and passes windows, events and notes to a Recording."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from mpinspect.ranges.session import (
 
 @dataclass
 class OpenStep:
-    """A step's samples, merged when it ends."""
+    """The samples of the open step, which are merged when it ends."""
 
     number: int
     sampled: bool
     parts: dict[TensorKey, list[TensorWindow]] = field(default_factory=dict)
-    #: The loss scales of its gradients, in the order seen.
+    #: The loss scales of the step's gradients, in the order seen.
     scales: dict[float | None, None] = field(default_factory=dict)
     peak: int | None = None
 
     def add(self, sample: ArraySample) -> None:
-        """Add an array."""
+        """Add the sample of one array."""
         self.parts.setdefault(sample.key, []).append(sample.window)
         if sample.key.kind in GRADIENT_KINDS:
             self.scales[sample.scale] = None
@@ -56,9 +56,9 @@ class OpenStep:
 
 
 class StepNumbers:
-    """Keeps step numbers that only grow, whatever numbers are given: a loop that counts from 0 in each epoch goes on.
+    """Assigns step numbers that always increase, even if the given numbers restart at 0 in each epoch.
 
-    ``number`` is that of the open step, or of the last one; ``count`` how many have begun.
+    ``number`` is the number of the open step, or of the last one; ``count`` is how many steps have begun.
     """
 
     def __init__(self) -> None:
@@ -66,29 +66,29 @@ class StepNumbers:
         self.first = 0
         self.count = 0
         self.is_open = False
-        #: What was given for ``number``; None if nothing was.
+        #: The number that the caller gave for this step; None if none.
         self.given: int | None = None
 
     @property
     def span(self) -> int:
-        """Steps from the first to this one, those in which nothing was observed included."""
+        """The number of steps from the first to this one, including steps without observations."""
         return self.number - self.first + 1 if self.count else 0
 
     def belongs(self, given: int | None) -> bool:
-        """Return whether something observed with this number belongs to the step that is open."""
+        """Return whether an observation with this number belongs to the open step."""
         return self.is_open and (given is None or self.given is None or given == self.given)
 
     def went_back(self, given: int | None) -> bool:
-        """Return whether this number is smaller than the one before."""
+        """Return whether this number is smaller than the previous given one."""
         return given is not None and self.given is not None and given < self.given
 
     def stay(self, given: int | None) -> None:
-        """Take the number of something more that belongs to the open step."""
+        """Record the number given with another observation of the open step, if the step has none yet."""
         if self.given is None:
             self.given = given
 
     def begin(self, given: int | None) -> None:
-        """Begin another step."""
+        """Begin the next step, ``given`` being the caller's number for it, if any."""
         if not self.count:
             self.number = self.first = max(given or 0, 0)
         elif given is None or self.given is None:
@@ -105,11 +105,11 @@ class StepNumbers:
 
 
 class ArrayCapture:
-    """Counts the arrays it is given. No method raises an Exception for anything that a training loop may hand over.
+    """Counts the arrays passed to it. No method raises an Exception, whatever arguments a training loop passes.
 
     Args:
-        recording: takes what is captured.
-        schedule: which steps are sampled, of those that are seen.
+        recording: receives the captured records.
+        schedule: decides which of the steps that have begun are sampled.
     """
 
     def __init__(self, recording: Recording, schedule: Schedule) -> None:
@@ -118,7 +118,7 @@ class ArrayCapture:
         self._numbers = StepNumbers()
         self._step: OpenStep | None = None
         self._watch = NonFiniteWatch()
-        #: Sampled steps that make up no window yet.
+        #: Sampled steps not yet merged into a window.
         self._windows: list[Window] = []
         self._infos: dict[TensorKey, TensorInfo] = {}
         self._announced: tuple[TensorInfo, ...] = ()
@@ -133,7 +133,7 @@ class ArrayCapture:
     # -- arrays -------------------------------------------------------------------------------------------------------
 
     def observe(self, name: str, array: Any, kind: str, step: Any, loss_scale: Any, passed_through: str | None) -> None:
-        """Count an array, or every array of a nested one; see ``Recorder.observe``."""
+        """Count an array, or every array in a nested structure; see ``Recorder.observe``."""
         with self._guarded(name):
             if self._enter(step).sampled:
                 self._check_name(name)
@@ -144,13 +144,13 @@ class ArrayCapture:
                         self._take(sample(TensorKey(leaf, kind), part, given))
 
     def _check_name(self, name: Any) -> None:
-        """Note what becomes of a name that is no text; numbers of layers are names too."""
+        """Record a note if the name is neither a string nor an integer (such as a layer's number)."""
         if not isinstance(name, (str, int)):
             kind = f"name of type {type(name).__name__}"
             self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
 
     def _check_scale(self, given: Given) -> None:
-        """Note each way in which a scale can be unknown, not only the first."""
+        """Record a note if the loss scale is unknown, once for each reason."""
         if given.unknown and self._recording.progress.scale_known:
             self._faults.add(f"scale {given.unknown_kind}")
             self._recording.scale_unknown(given.unknown)
@@ -181,20 +181,20 @@ class ArrayCapture:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def next_step(self, skipped: bool | None) -> None:
-        """End the step, even one in which nothing was observed."""
+        """End the open step, or an empty step if none is open."""
         with self._guarded("next_step"):
             if self._step is None:
                 self._begin_step(None)
             self._end_step(skipped)
 
     def finish(self) -> None:
-        """End the open step and pass on what is left: no more arrays arrive."""
+        """End the open step and pass the last window to the recording; no more arrays follow."""
         with self._guarded("close"):
             self._end_step(None)
             self._close_window()
 
     def _enter(self, step: Any) -> OpenStep:
-        """Return the step that something observed with this number belongs to."""
+        """Return the step to which an observation with this number belongs, beginning a new step if needed."""
         given = step_number(step)
         if self._step is not None and self._numbers.belongs(given):
             self._numbers.stay(given)
@@ -244,7 +244,7 @@ class ArrayCapture:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
-        """Return all that was recorded, the open step included, which goes on."""
+        """Return everything recorded so far, including the open step, which stays open."""
         session = self._recording.session()
         windows = [*session.windows, *([merge_windows(*self._windows)] if self._windows else [])]
         events, progress = list(session.events), session.progress
@@ -265,7 +265,7 @@ class ArrayCapture:
 
     @contextlib.contextmanager
     def _guarded(self, name: str, kind: str = "") -> Iterator[None]:
-        """Let no Exception pass: note it once for each reason, and beside the tensor it concerns."""
+        """Suppress any Exception, recording a note once per reason, and one with the tensor it concerns."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What a recorder is given, understood: nested arrays taken apart, and what is said of an array beside its values."""
+"""Interpret the arguments of a recorder: flatten nested arrays, and check what the caller states about an array."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS
 
 #: Step numbers are 64 bits wide in a session's file.
 _STEPS_END = 2**63
-#: Characters of an argument's value that are quoted.
+#: Most characters quoted of an argument's value.
 _LONGEST = 60
 
 
 class ArgumentError(ValueError):
-    """Raised for an argument beside the array that is nonsense. ``kind``: which one and in which way, noted once each."""
+    """Raised for an invalid argument other than the array; ``kind`` identifies the problem, so that it is noted once."""
 
     def __init__(self, argument: str, given: Any, why: str) -> None:
         super().__init__(f"{argument}={quoted(given)} {why}")
@@ -29,13 +29,13 @@ class ArgumentError(ValueError):
 
 @dataclass(frozen=True)
 class Given:
-    """How an array came to be what it is.
+    """The caller's statements about an array.
 
     Args:
-        scale: what it is still multiplied by; None if that is not known.
-        passed_through: name of a format that its values were rounded to on their way; "float32" for none.
-        unknown: why the scale is not known; "" where it is.
-        unknown_kind: the same without the number: what is told once.
+        scale: the loss scale by which the array is still multiplied; None if unknown.
+        passed_through: name of a format to which its values were rounded; "float32" for none.
+        unknown: why the scale is unknown; "" if it is known.
+        unknown_kind: the same without the scale's value, so that each reason is noted once.
     """
 
     scale: float | None = 1.0
@@ -45,10 +45,10 @@ class Given:
 
 
 def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
-    """Return the arguments of ``Recorder.observe``. Only gradients are multiplied by the loss scale.
+    """Return the checked arguments of ``Recorder.observe``; the loss scale is ignored unless ``kind`` is a gradient.
 
     Raises:
-        ArgumentError: an unknown kind or format, or a loss scale that is no number.
+        ArgumentError: an unknown kind or format, or a loss scale that is not a number.
     """
     if not isinstance(kind, str) or kind not in KINDS:
         raise ArgumentError("kind", kind, f"is none of {', '.join(KINDS)}")
@@ -70,10 +70,10 @@ def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
 
 
 def step_number(given: Any) -> int | None:
-    """Return the number of a step, exactly; None where none was given. Waits for the device that it lies on, if any.
+    """Return a step number as an exact integer, or None if none was given; waits for the device that holds it, if any.
 
     Raises:
-        ArgumentError: it is no whole number of 64 bits.
+        ArgumentError: the given value is not a whole number that fits in 64 bits.
     """
     if given is None:
         return None
@@ -87,7 +87,7 @@ def step_number(given: Any) -> int | None:
 
 
 def quoted(given: Any) -> str:
-    """Return what was given, in a few characters; its type where it can't say."""
+    """Return the value's repr, shortened, or its type's name if repr fails."""
     try:
         text = " ".join(repr(given).split())
     except Exception:
@@ -96,11 +96,11 @@ def quoted(given: Any) -> str:
 
 
 def _whole(given: Any) -> int:
-    """Return a whole number; raises an Exception of any kind if it is none."""
+    """Convert a value to int; raise an Exception of any kind if the value is not a whole number."""
     try:
         return operator.index(given)
     except TypeError:
-        # An array or variable that holds one, or a float that is one.
+        # An array or variable that holds an integer, or a float with an integer value.
         value = given.item() if hasattr(given, "item") else given
     if isinstance(value, int):
         return value
@@ -111,22 +111,23 @@ def _whole(given: Any) -> int:
 
 
 def _number(given: Any) -> float:
-    """Return a number, or the one that an array or variable holds; waits for the device that it lies on."""
+    """Convert a number, or an array or variable that holds one, to float; waits for the device that holds it."""
     try:
-        # item(), where there is one: float() of an array with a dimension, or of a torch tensor in a graph, warns.
+        # Prefer item(): float() warns for an array with dimensions and for a torch tensor that requires a gradient.
         return float(given.item() if hasattr(given, "item") else given)
     except (TypeError, ValueError):
         return float(on_host(given).values.reshape(()))
 
 
 def leaves(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Return every array in ``thing`` with its name: keys, indices and fields are joined to ``name`` by dots.
+    """Yield every array in ``thing`` with its name: keys, indices and fields are appended to ``name`` with dots.
 
-    None (a variable without a gradient) is left out. A list of numbers is an array, a list of arrays is not.
+    None (a variable without a gradient) is left out. A list of numbers counts as one array.
 
     Args:
-        name: of the whole; "" for none.
-        thing: an array; a mapping, list, tuple or named tuple of such; where JAX is loaded, any of its pytrees.
+        name: name of the whole structure; "" for none.
+        thing: an array; a mapping, list, tuple or named tuple of arrays, also nested; if JAX is loaded, any of its
+            pytrees.
     """
     if thing is None:
         return
@@ -152,7 +153,7 @@ def _of_jax(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _step_name(step: Any) -> str:
-    """Return the key, index or field of one step of a pytree's path."""
+    """Return the key, index or field name of one entry in a pytree's path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(step, attribute):
             return str(getattr(step, attribute))

@@ -1,7 +1,7 @@
-"""Infinities and NaNs among a step's arrays: the first in the order in which they were observed becomes an event.
+"""Detect infinities and NaNs in a step's arrays: the first non-finite array observed becomes an event.
 
-A recorder sees no execution order, only the order in which it is handed arrays; the event says so. Which kinds belong to the
-forward and which to the backward is known.
+A recorder knows only the order in which arrays are passed to it, not the execution order; the event says so. The kind
+of an array tells whether it belongs to the forward or the backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Look(NamedTuple):
 
 
 class NonFiniteWatch:
-    """Judges the samples of one step after the other."""
+    """Finds the non-finite event of each step in its samples."""
 
     def __init__(self) -> None:
         self._looks: list[_Look] = []
@@ -34,13 +34,13 @@ class NonFiniteWatch:
         self._history = History()
 
     def look(self, sample: ArraySample) -> None:
-        """Take an array of the open step. One that is seen again in it is taken for the next micro-batch's."""
+        """Add a sample of the open step; a repeated key is assumed to be from the next micro-batch."""
         micro_batch = self._times.get(sample.key, 0)
         self._times[sample.key] = micro_batch + 1
         self._looks.append(_Look(sample.key, sample.largest, micro_batch, sample.scale))
 
     def judge(self, step: int, skipped: bool | None) -> Event | None:
-        """Return the event of the open step, if there is one; changes nothing."""
+        """Return the event of the open step, or None if there is none; changes no state."""
         bad = (look for look in self._looks if not math.isfinite(look.largest))
         first = next((look for look in bad if not self._history.excuses(look.key, look.largest)), None)
         if first is None:
@@ -63,10 +63,10 @@ class NonFiniteWatch:
         )
 
     def end_step(self, step: int, skipped: bool | None) -> Event | None:
-        """End the step; returns its event, if there is one."""
+        """End the step; return its event, or None if there is none."""
         event = self.judge(step, skipped)
         if event is not None and event.phase == FORWARD and event.gradients_finite:
-            # Infinite on purpose, perhaps (a mask), and every gradient is fine: said once, and no suspect from now on.
+            # All gradients are finite, so these values may be non-finite on purpose (a mask): report them only once.
             for look in self._looks:
                 if look.key.kind in _FORWARD_KINDS and not math.isfinite(look.largest):
                     self._history.excuse(look.key, look.largest)
@@ -77,18 +77,18 @@ class NonFiniteWatch:
         return event
 
     def _finite(self, kinds: tuple[str, ...]) -> bool | None:
-        """Return whether everything seen of these kinds is finite; None if nothing was seen."""
+        """Return whether all samples of these kinds are finite; None if there are none."""
         seen = [math.isfinite(look.largest) for look in self._looks if look.key.kind in kinds]
         return all(seen) if seen else None
 
     def _scale(self) -> float | None:
-        """Return the loss scale of the step's gradients; None where there is none, or no single one."""
+        """Return the loss scale of the step's gradients; None if there is none, or more than one."""
         scales = {look.scale for look in self._looks if look.key.kind in GRADIENT_KINDS}
         return scales.pop() if len(scales) == 1 else None
 
 
 def owner(key: TensorKey) -> str:
-    """Return the module that a tensor belongs to: for parameters the name without its last part, behind a dot or a slash."""
+    """Return the module to which a tensor belongs; for parameters, the name up to its last dot or slash."""
     if key.kind in (ACTIVATION, ACTIVATION_GRADIENT):
         return key.name
     cut = max(key.name.rfind("."), key.name.rfind("/"))

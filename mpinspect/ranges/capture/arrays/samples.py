@@ -1,4 +1,4 @@
-"""One array, counted: the window of a single sample, unscaled, and what the watch for infinities needs of it."""
+"""Count one array: make its unscaled window of one sample, and the largest magnitude for the non-finite watch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, na
 
 IntArray = npt.NDArray[np.int64]
 
-#: The format that values of a narrow dtype were rounded to; for dtypes without one the nearest that flushes no less.
+#: The known format for each narrow dtype; for others the closest format that flushes at least as many values to zero.
 _FORMAT_OF = {
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -39,15 +39,15 @@ _FORMAT_OF = {
 
 @dataclass(frozen=True)
 class ArraySample:
-    """An array counted.
+    """The counts of one array.
 
     Args:
-        key: which tensor it is.
-        window: its unscaled counts, as one sample.
-        peak: its peak exponent, unscaled; None if it has none.
-        largest: largest magnitude as it came; inf or NaN if there is one.
-        scale: as in Given.
-        shape, dtype: of the whole array.
+        key: the tensor's key.
+        window: the unscaled counts, as one sample.
+        peak: the unscaled peak exponent; None if there is none.
+        largest: the largest magnitude, still scaled; inf or NaN if the array contains one.
+        scale: the loss scale, as in Given.
+        shape, dtype: shape and dtype of the whole array.
     """
 
     key: TensorKey
@@ -60,10 +60,10 @@ class ArraySample:
 
 
 def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
-    """Count an array. Waits for the device that it lies on.
+    """Count an array and return its sample; waits for the device that holds it.
 
     Raises:
-        TypeError: no array, or one without exponents.
+        TypeError: the value is not an array, or its dtype has no exponents.
     """
     power_of_two = given.scale is None or _is_power_of_two(given.scale)
     row, shape, dtype = _counted(array, None if power_of_two else given.scale)
@@ -86,7 +86,7 @@ def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
 
 
 def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ...], str]:
-    """Return row of counts, shape and dtype; torch's tensors are counted on their device."""
+    """Return an array's row of counts, shape and dtype; torch tensors are counted on their device."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         from mpinspect.counting.fastest import count
@@ -95,13 +95,13 @@ def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ..
         return row, tuple(array.shape), str(array.dtype).removeprefix("torch.")
     host = on_host(array)
     row = count_array(host.values, divisor, dtype=host.encoding)
-    # Both parts of a complex number are counted.
+    # Real and imaginary parts are counted separately.
     row[layout.ZEROS] += host.implicit_zeros * (2 if host.values.dtype.kind == "c" else 1)
     return row, host.shape, host.dtype
 
 
 def _peak(key: TensorKey, histogram: ExponentHistogram, narrow: str, scale: float | None) -> int | None:
-    """Return the exponent of the largest magnitude rounded to 11 bits."""
+    """Return the exponent of the largest magnitude rounded to 11 bits; a gradient's overflow raises it to the format's."""
     peak = histogram.peak_exponent if len(histogram.counts) else None
     if histogram.infs and narrow != "float32" and key.kind in GRADIENT_KINDS:
         least = overflow_exponent(narrow, scale)
@@ -120,5 +120,5 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _log2(scale: float | None) -> int:
-    """Return the exponent of a power of two; 0 for a scale that is not known."""
+    """Return log2 of a scale that is a power of two; 0 for an unknown scale."""
     return 0 if scale is None else math.frexp(scale)[1] - 1

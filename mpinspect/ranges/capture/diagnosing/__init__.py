@@ -1,1 +1,1 @@
-"""Observers that measure what no histogram tells, each for the diagnoses of one file in ``ranges/analysis/diagnoses``."""
+"""Observers that measure what histograms do not show, each for the diagnoses of one file in ``ranges/analysis/diagnoses``."""

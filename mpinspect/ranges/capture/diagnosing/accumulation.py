@@ -1,4 +1,4 @@
-"""What adding up 16-bit gradients over micro-batches loses, an observer."""
+"""An observer that measures the loss from accumulating 16-bit gradients over micro-batches."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
 
 _DTYPES = (torch.float16, torch.bfloat16)
-#: Elements of the gradients that are copied for the time of one backward.
+#: The most gradient elements that are copied, from one backward to the next.
 _MOST_COPIED = 1 << 24
-#: Measured steps that are told, and parameters of each: those that lose most.
+#: The most steps that are recorded, and the most parameters of each step, those that lose most.
 _MOST_STEPS, _MOST_PARAMETERS = 3, 3
 
 
 class Accumulation(Observer):
-    """Compares .grad before and after the micro-batches of measured steps: an element that a non-zero gradient left as it was
-    lost that. Of a step the last micro-batch counts, whose gradient is added to the largest sum.
+    """Compares .grad before and after each micro-batch of measured steps: an element that adding a non-zero gradient did not
+    change has lost that gradient. Only a step's last micro-batch is recorded, whose gradient is added to the largest sum.
 
     Args:
         clock: the run's.
-        recording: takes the measurements.
+        recording: receives the measurements.
     """
 
     def __init__(self, clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
         self._steps = 0
-        #: Copies of the sums so far, by parameter: from the end of one backward to that of the next.
+        #: Copies of the accumulated gradients, by the parameter's id, kept from the end of one backward to the end of the next.
         self._before: dict[int, torch.Tensor] = {}
-        #: Lost and non-zero elements on their device, by name; and the micro-batch they are of.
+        #: Numbers of lost and of non-zero elements, still on the device, with the dtype, by name; and their micro-batch.
         self._lost: dict[str, tuple[torch.Tensor, str]] = {}
         self._micro_batch = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in measured steps."""
+        """Activate this observer in measured steps."""
         self.at_work = self._clock.measured and self._steps < _MOST_STEPS
         self._before.clear()
 
     @torch.no_grad()
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Compare the sums with what they were before this backward, and copy them for the next."""
+        """Compare the accumulated gradients with their copies from before this backward, and copy them for the next."""
         before, self._before = self._before, {}
         room = _MOST_COPIED
         for each in gradients:
@@ -62,7 +62,7 @@ class Accumulation(Observer):
                 self._before[id(parameter)] = total.clone()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Tell of the parameters that lost most."""
+        """Record the parameters that lost most."""
         lost, self._lost = self._lost, {}
         self._before.clear()
         if not self.at_work or not lost:

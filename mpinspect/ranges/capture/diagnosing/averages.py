@@ -1,4 +1,4 @@
-"""16-bit copies of the weights (moving averages, shadow weights) that are written and do not follow, an observer."""
+"""An observer that finds 16-bit copies of the weights (moving averages, shadow weights) whose updates do not change them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
 
-#: Steps at whose end copies are looked for, a walk over all objects of some 100 ms each. A shorter run has no average to lose.
+#: Steps at whose end copies are searched for among all Python objects, some 100 ms each time. Shorter runs are not searched.
 _LOOKED_FOR = (8, 64)
-#: The copy was written so often, at least, and most of its elements that differ from the weight's stayed the same.
+#: A copy is reported if it was written at least so often and at least this share of its elements that differ from the weight's
+#: stayed the same.
 _FEWEST_WRITES, _MOST_UNMOVED = 3, 0.5
-#: Elements of a tensor that are compared, evenly drawn: a copy of these is all that is held.
+#: The number of elements that are compared, evenly spaced in a tensor: only a copy of these is kept.
 _ELEMENTS = 4096
-#: What is farther from every weight of its shape, in mean magnitudes of that, is a network of its own.
+#: A tensor farther than this from every weight of its shape, in mean magnitudes of the weight, belongs to another network.
 _FARTHEST = 0.5
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NAMES = 20
@@ -41,13 +42,13 @@ class _Copy(NamedTuple):
 
 
 class Averages(Observer):
-    """Finds tensors that look like copies of the model's weights, and compares their bits later. Holds none of them.
+    """Finds tensors that look like copies of the model's weights, and compares their values later. Holds none of the tensors.
 
     Args:
         parameters: the model's.
-        optimizers: those that step them, whose states are no copies.
+        optimizers: those that step the parameters; their states do not count as copies.
         clock: the run's.
-        recording: takes the measurement.
+        recording: receives the measurement.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class Averages(Observer):
         self._first_step = 0
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Look for copies in the steps for that."""
+        """Search for copies of the weights at the end of certain measured steps."""
         if self._clock.measured and step in _LOOKED_FOR and self._optimizers.any_stepped:
             self._find(step)
 
     @torch.no_grad()
     def run_ends(self) -> None:
-        """Tell of the copies that were written while most of what they hold stayed the same, unlike the weights."""
+        """Record the copies if most of their elements that differ from the weights stayed the same although they were written."""
         counts: list[torch.Tensor] = []
         names: dict[str, None] = {}
         writes, dtype = 0, ""
@@ -79,7 +80,7 @@ class Averages(Observer):
             if not is_plain(copy.weight.parameter):
                 continue
             now, weight = _drawn(tensor), _drawn(copy.weight.parameter.detach()).to(tensor.dtype)
-            # Where it equals the weight there is nothing to follow.
+            # An element that equals the weight has no difference to follow.
             lags = now != weight
             counts.append(torch.stack([(lags & (now == copy.values)).sum(), lags.sum()]).cpu())
             writes = max(writes, tensor._version - copy.version)
@@ -96,7 +97,7 @@ class Averages(Observer):
 
     @torch.no_grad()
     def _find(self, step: int) -> None:
-        """Take note of the 16-bit tensors that have a weight's shape and are neither weights, gradients nor states."""
+        """Remember the 16-bit tensors that have a weight's shape and are neither weights, gradients nor optimizer states."""
         shapes: dict[tuple[int, ...], list[WatchedParameter]] = {}
         ours: set[int] = set()
         for watched in self._parameters:
@@ -105,7 +106,7 @@ class Averages(Observer):
             ours |= {id(watched.parameter), id(watched.parameter.grad)}
         ours |= self._optimizers.states()
         objects = gc.get_objects()
-        # Only the type is looked at: an attribute of a lazy proxy would wake it. Without a loop in Python: there may be millions.
+        # Only types are checked: reading an attribute of a lazy proxy would trigger it. No Python loop: there may be millions.
         tensors = compress(objects, map(_TYPES.__contains__, map(type, objects)))
         found = [each for each in tensors if id(each) not in ours and id(each) not in self._copies]
         del objects
@@ -124,13 +125,13 @@ class Averages(Observer):
 
 
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
-    """Return elements evenly drawn from the whole tensor."""
+    """Return evenly spaced elements of the whole tensor."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _ELEMENTS)]
 
 
 def _distance(values: torch.Tensor, watched: WatchedParameter) -> float:
-    """Return how far a copy is from a weight of its shape, in mean magnitudes of the weight; inf where that is zero."""
+    """Return the mean distance of a copy from a weight of its shape, in mean magnitudes of the weight; inf for a zero weight."""
     weight = _drawn(watched.parameter).to(values.device).float()
     size = float(weight.abs().mean())
     return float((values.float() - weight).abs().mean()) / size if size > 0 else math.inf

@@ -1,4 +1,4 @@
-"""Buffers of the model that are no longer finite, and running statistics that are written and do not move, an observer."""
+"""An observer that finds normalisation layers' non-finite buffers, and running statistics whose updates do not change them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import Measurement
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase,)
-#: Writes of a running statistic from which on it should have moved.
+#: The number of updates after which a running statistic should have changed.
 _FEWEST_WRITES = 4
 _MOST_RECORDS = 5
 
 
 class Buffers(Observer):
-    """Reads the floating buffers in measured steps, and in those in which the watch found something. Comes after the watch.
+    """Reads the normalisation layers' buffers in measured steps and in steps with a new event. Must run after the watch.
 
     Args:
         layers: the model's modules.
         clock: the run's.
-        recording: takes the measurements, and has the events.
+        recording: receives the measurements, and holds the events.
     """
 
     def __init__(self, layers: Sequence[Layer], clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
         self._norms = [layer for layer in layers if isinstance(layer.module, _NORMS)]
         self._events = self._told = 0
-        #: Buffers that were not finite already, and those that have been told of.
+        #: Buffers that were not finite before the first step, and those already recorded.
         self._known: set[str] | None = None
-        #: Running statistics as they began: how often they had been written, and their values' sums.
+        #: Running statistics before the first step: their number of updates and a checksum of their values.
         self._began: dict[str, tuple[float, float]] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -45,13 +45,13 @@ class Buffers(Observer):
             self._began = {name: (writes, _sum(buffer)) for name, buffer, writes in self._statistics()}
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Read them in measured steps, and where something was not finite in this one."""
+        """Read the buffers if the step is measured or has a new event."""
         events, self._events = self._events, len(self._recording.events)
         if self._clock.measured or self._events > events:
             self._tell_broken(step)
 
     def run_ends(self) -> None:
-        """Read them once more, and tell of statistics that have not moved."""
+        """Read the buffers once more, and record the running statistics that have not changed."""
         self._tell_broken(max(self._clock.step - 1, 0))
         if not self._clock.step:
             return
@@ -84,14 +84,14 @@ class Buffers(Observer):
         return broken
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the buffers that a module's forward writes: those of normalisations. A mask of infinities is none of them."""
+        """Yield the buffers of normalisation layers, which the forward writes; other buffers may hold infinities, as masks do."""
         for layer in self._norms:
             for name, buffer in layer.module._buffers.items():
                 if is_plain(buffer):
                     yield _path(layer, name), buffer
 
     def _statistics(self) -> Iterator[tuple[str, torch.Tensor, float]]:
-        """Return the running statistics, and how often each module says that it has written its own."""
+        """Yield each running statistic with its name and its module's count of updates (``num_batches_tracked``)."""
         for layer in self._norms:
             written = layer.module._buffers.get("num_batches_tracked")
             for name in ("running_mean", "running_var"):
@@ -106,7 +106,7 @@ def _path(layer: Layer, name: str) -> str:
 
 @torch.no_grad()
 def _sum(buffer: torch.Tensor) -> float:
-    """Return a sum that tells whether the values have changed."""
+    """Return a checksum of the values, to detect whether they have changed."""
     wide = buffer.detach().double().reshape(-1)
     return float((wide * torch.arange(1, wide.numel() + 1, device=wide.device)).sum())
 

@@ -1,4 +1,4 @@
-"""What rounding to 16 bits made equal: neighbouring positions, and scores at the edge of a router's top k; an observer."""
+"""An observer that finds values made equal by rounding to 16 bits: neighbouring positions, and scores at the edge of a top k."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
 
-#: The 16-bit formats and the first whole number that they do not hold.
+#: The 16-bit formats and the first whole number that each can't represent.
 _FIRST_LOST = ((torch.bfloat16, 257), (torch.float16, 2049))
 _DTYPES = tuple(dtype for dtype, _ in _FIRST_LOST)
-#: So many neighbours beyond that number must be equal, each where rounding makes them so, for it to be no accident.
+#: The number of neighbours above that number that rounding must make equal, to rule out coincidence.
 _FEWEST_PAIRS = 4
-#: Elements of a tensor that is compared, and of scores that are kept until backward.
+#: The most elements of a tensor that is compared, and of scores that are kept until backward.
 _MOST_ELEMENTS, _MOST_SCORES = 1 << 24, 1 << 20
-#: Nodes of the graph that are searched for a top k.
+#: The most nodes of the graph that are searched for a top k.
 _MOST_NODES = 20_000
-#: Records of one kind.
+#: The most records of one kind.
 _MOST_RECORDS = 3
-#: Ties in a smaller share of the rows are left out.
+#: The least share of rows with ties that is recorded.
 _LEAST_TIED = 0.01
 
 
 class EqualByRounding(Observer):
-    """Compares, in measured steps, what no gradient flows into, and the scores of each top k. Waits for the device.
+    """Compares, in measured steps, tensors that need no gradient and the scores of each top k. Waits for the device.
 
     Args:
         clock: the run's.
-        recording: takes the measurements.
+        recording: receives the measurements.
     """
 
     def __init__(self, clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
         self._told: dict[str, int] = {"positions": 0, "ties": 0}
-        #: Modules' outputs in 16 bits, by what made them, with the module's name: until backward is called.
+        #: Modules' 16-bit outputs with the module's name, by the graph node that made them; kept until backward is called.
         self._scores: dict[Any, tuple[str, torch.Tensor]] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in measured steps."""
+        """Activate this observer in measured steps."""
         self.at_work = self._clock.measured and min(self._told.values()) < _MOST_RECORDS
         self._scores.clear()
 
     @torch.no_grad()
     def called(self, call: Call) -> None:
-        """Compare what it was given and made where that takes no gradient; keep what may be scores."""
+        """Compare the inputs and outputs that need no gradient, and keep the outputs that may be scores."""
         if call.recomputed:
             return
         for tensor in (*call.outputs, *call.inputs()):
@@ -76,13 +76,13 @@ class EqualByRounding(Observer):
         self._scores.clear()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Let go of the scores of a step without a backward."""
+        """Discard the scores, which are left over in a step without a backward."""
         self._scores.clear()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _compare(self, module: str, tensor: torch.Tensor) -> None:
-        """Tell of a table whose rows are equal to their neighbours exactly where whole numbers in 16 bits are."""
+        """Record a table whose rows equal their neighbours exactly where whole numbers rounded to 16 bits do."""
         if self._told["positions"] >= _MOST_RECORDS or not 0 < tensor.numel() <= _MOST_ELEMENTS:
             return
         for dim, length in enumerate(tensor.shape):
@@ -96,7 +96,7 @@ class EqualByRounding(Observer):
                     return
 
     def _compare_whole(self, module: str, tensor: torch.Tensor) -> None:
-        """Tell of whole numbers, one each for a row of a batch, that go beyond those that the format holds all of."""
+        """Record a 16-bit tensor of whole numbers, one per row of a batch, if some are too large to be exact in its format."""
         largest, first_lost = float(tensor.max()), dict(_FIRST_LOST)[tensor.dtype]
         if (
             self._told["positions"] < _MOST_RECORDS
@@ -112,7 +112,7 @@ class EqualByRounding(Observer):
         self._tell("positions", module, figures, dtype)
 
     def _compare_scores(self, node: Any) -> None:
-        """Tell of rows of which the last that is chosen ties with one that is not."""
+        """Record a top k if in enough rows the last chosen score ties with the first score not chosen."""
         dtype = node._input_metadata[0].dtype
         if self._told["ties"] >= _MOST_RECORDS or dtype not in _DTYPES:
             return
@@ -129,7 +129,7 @@ class EqualByRounding(Observer):
             self._tell("ties", module, {"fraction": tied, "k": float(k), "scores": float(scores.shape[dim])}, dtype)
 
     def _scores_of(self, node: Any) -> tuple[str, torch.Tensor | None]:
-        """Return what a top k chose from, as far as its graph or a module kept it, and the module it came from."""
+        """Return the module that made the scores of a top k ("" if unknown), and the scores (None if no longer available)."""
         scores: torch.Tensor | None = None
         for _ in range(8):
             node = node.next_functions[0][0] if node.next_functions else None
@@ -152,6 +152,6 @@ class EqualByRounding(Observer):
 
 @lru_cache(maxsize=8)
 def _equal_neighbours(length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return where 0, 1, .., length - 1 are equal to the number before in a format."""
+    """Return for each of 1, .., length - 1 whether it equals the number before it when both are rounded to ``dtype``."""
     rounded = torch.arange(length).to(dtype)
     return rounded[1:] == rounded[:-1]

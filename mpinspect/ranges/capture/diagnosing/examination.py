@@ -1,8 +1,9 @@
-"""What was given to the operation in which the first infinity or NaN arose, an observer.
+"""An observer that finds the operation in which the first infinity or NaN arose, and its arguments.
 
-When backward is called the graph of the loss still exists. If the loss is not finite the whole graph is searched for the earliest
-singular operation. If it is finite, the few nodes nearest to it are, and what they show is told only if the watch finds the
-backward of this step not finite. On a GPU, where reading would wait, it begins once something was not finite.
+When backward is called, the graph of the loss still exists. If the loss is not finite, the whole graph is searched for the
+earliest singular operation. If the loss is finite, only the few nodes nearest to it are searched, and the result is recorded only
+if the watch finds a non-finite gradient in this step's backward. On a GPU, where reading would wait, graphs are searched only
+after the first event.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import MOST_ROWS, Measurement
 
-#: Nodes of a graph that is searched, and of one whose loss is finite.
+#: The most nodes that are searched if the loss is not finite, and if it is finite.
 _MOST_NODES, _NEAREST_NODES = 20_000, 48
-#: Elements of a saved tensor that are read where the loss is finite.
+#: The most elements of a node's result that are read if the loss is finite.
 _MOST_ELEMENTS = 1 << 16
-#: Steps that are examined, and events after which a GPU's graphs are.
+#: The most steps that are examined.
 _MOST_EXAMINED = 3
-#: A weight's norm that has grown by so much since the first step is worth a record.
+#: The growth factor of a weight's norm since the first step from which on the weight is recorded.
 _GROWN = 16.0
 
 
 class Examination(Observer):
-    """Examines a step in which something is not finite, once. Comes after the watch.
+    """Examines the first few steps in which a loss or gradient is not finite. Must run after the watch.
 
     Args:
         layers: the model's modules.
         parameters: the model's.
         clock: the run's.
-        recording: takes the measurements, and has the events.
+        recording: receives the measurements, and holds the events.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class Examination(Observer):
         self._parameters = parameters
         self._on_cpu = _on_cpu(parameters)
         self._events = self._examined = 0
-        #: What the finite loss of this step may come to, and whether the loss was not finite.
+        #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
-        #: The outermost calls' inputs, and calls without a graph, of this step: not held.
+        #: This step's inputs that no module made, and its calls without a graph, as weak references.
         self._inputs: list[weakref.ref[torch.Tensor]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self._made: set[int] = set()
-        #: The graph's nodes that modules ended with, by their order.
+        #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
-        #: Norms of the weights in the first measured step, and of those that have grown.
+        #: Norms of the weights before the first step, and the names of the weights recorded as grown.
         self._norms: dict[str, float] | None = None
         self._grown: set[str] = set()
         self._told_loss = False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in watched steps, until enough was examined; on a GPU only once something was not finite."""
+        """Activate this observer in watched steps (on a GPU: measured ones, or after an event) until enough were examined."""
         is_wanted = self._on_cpu or bool(self._recording.events) or self._clock.measured
         self.at_work = watched and is_wanted and self._examined < _MOST_EXAMINED
         self._candidate = None
@@ -75,7 +76,7 @@ class Examination(Observer):
             self._norms = self._weight_norms()
 
     def called(self, call: Call) -> None:
-        """Remember what no module made, and what has no graph."""
+        """Remember the inputs that no module made, the calls without a graph, and the nodes of the outputs."""
         if call.recomputed or not call.outputs:
             return
         for tensor in call.inputs():
@@ -100,10 +101,10 @@ class Examination(Observer):
             return
         self._examined += 1
         step = self._clock.step
-        # The weights that made this loss: this step's update has not come yet.
+        # These are the weights that made this loss: this step's update has not been applied yet.
         norms = self._weight_norms()
         if not all(map(math.isfinite, norms.values())):
-            # From weights that are NaN already everything else follows.
+            # Non-finite weights explain every later infinity or NaN, so nothing more is examined.
             self._examined = _MOST_EXAMINED
             return
         batch = self._batch_not_finite()
@@ -119,7 +120,7 @@ class Examination(Observer):
             self._tell_singular(step, found, loss_finite=False)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Tell of a singular operation near a finite loss whose backward was not finite; compare the weights' norms."""
+        """Record the singular operation near a finite loss if the backward was not finite; compare the weights' norms."""
         events, self._events = self._events, len(self._recording.events)
         new = self._recording.events[events : self._events]
         candidate, self._candidate = self._candidate, None
@@ -132,13 +133,13 @@ class Examination(Observer):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _earliest(self, nodes: Sequence[object]) -> Singular | None:
-        """Return the singular operation that was run first; a difference counts where it is of what a module returned."""
+        """Return the singular operation that ran first; a difference counts only if it was taken from a module's output."""
         found = [each for node in nodes if (each := singular(node)) is not None]
         certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
         return min(certain, key=lambda each: each.order, default=None)
 
     def _batch_not_finite(self) -> tuple[tuple[str, ...], int] | None:
-        """Return the rows of the model's own inputs that are not finite, as far as these still live."""
+        """Return the non-finite rows and number of elements of the first non-finite model input that still exists, or None."""
         for reference in self._inputs:
             tensor = reference()
             if tensor is None or id(tensor) in self._made or not is_plain(tensor):
@@ -155,7 +156,7 @@ class Examination(Observer):
         return None
 
     def _tell_graphless(self, step: int) -> bool:
-        """Return whether there is a module without a graph, nothing in it being trained, that made NaNs of rows of zeros."""
+        """Record the first untrained module (without a graph) that made NaNs from rows of zeros; return whether there is one."""
         for path, given, made in self._graphless:
             tensor, output = given(), made()
             if not (is_plain(tensor) and is_plain(output)) or tensor.dim() < 2 or not bool(tensor.isfinite().all()):
@@ -181,7 +182,7 @@ class Examination(Observer):
         self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, rows, text))
 
     def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
-        """Tell of a loss that is computed in 16 bits: its own dtype, and the operators nearest to it."""
+        """Record a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
         for loss in losses:
             if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
@@ -208,7 +209,7 @@ class Examination(Observer):
         return found
 
     def _compare_norms(self, step: int, norms: dict[str, float]) -> None:
-        """Tell which weights have grown far beyond what they began with, the first time."""
+        """Record each weight whose norm has grown far beyond its first one, once."""
         for name, norm in norms.items():
             began = (self._norms or {}).get(name, 0.0)
             ratio = norm / began if began > 0 else 0.0
@@ -218,12 +219,12 @@ class Examination(Observer):
 
 
 def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:
-    """Return whether reading a value waits for nothing."""
+    """Return whether all parameters are on the CPU, where reading a value never waits for a GPU."""
     return all(watched.parameter.device.type == "cpu" for watched in parameters)
 
 
 def _is_small(node: object) -> bool:
-    """Return whether what a node made is small, by the gradient that it takes."""
+    """Return whether a node's result is small, judged by the shape of the gradient that the node expects."""
     shape = getattr(node, "_input_metadata", None)
     try:
         return not shape or torch.Size(shape[0].shape).numel() <= _MOST_ELEMENTS

@@ -1,8 +1,8 @@
-"""What the backward gave against what the optimizer was given, an observer.
+"""An observer that compares the gradients from the backward with the gradients that the optimizer receives.
 
-It takes the largest magnitude of every parameter's gradient at four moments of a measured step: when its backward is over, before
-and after a scaler unscales, and when the optimizer steps. Each is one call of torch for all parameters, left on their device; the
-figures are read when the step ends.
+It records the largest magnitude of every parameter's gradient at four moments of a measured step: when its backward is over,
+before and after a scaler unscales, and when the optimizer steps. Each moment takes one call of torch for all parameters; the
+results stay on their device until the step ends.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import Measurement
 
-#: What is measured, by the names that the diagnoses ask for.
+#: The names of the measurements, which the diagnoses look up.
 CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
 STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
 STEPPED_SCALED = "stepped-while-scaled"
 
-#: Steps after something was not finite in which it is at work too, each time, and in all.
+#: The number of steps after an event in which the observer is active too, and the most of them in all.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
-#: Records of one kind.
+#: The most records of one kind.
 _MOST_RECORDS = 10
-#: Backwards of a step before which gradients are read.
+#: The most backwards of a step before which gradients are read.
 _MOST_BACKWARDS = 4
-#: Names that one record holds.
+#: The most names in one record.
 _MOST_NAMES = 200
-#: Ratios of two magnitudes that differ by no more are one: FP32 rounds each element by itself.
+#: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
 
 
@@ -44,8 +44,8 @@ class Magnitudes(NamedTuple):
 
     Args:
         names: of the parameters.
-        values: by device and dtype, in the order of the names.
-        squares: of gradients in FP16 the sum of squares, as FP32 knows it.
+        values: the magnitudes, one tensor for each device and dtype, in the order of the names.
+        squares: the 2-norms of the FP16 gradients, computed in FP32, one tensor for each device.
     """
 
     names: list[str]
@@ -53,18 +53,18 @@ class Magnitudes(NamedTuple):
     squares: list[torch.Tensor]
 
     def read(self) -> dict[str, float]:
-        """Return them by name. Waits for the device."""
+        """Return the magnitudes by name. Waits for the device."""
         found = [value for part in self.values for value in part.tolist()]
         return dict(zip(self.names, found, strict=True))
 
     def sum_of_squares(self) -> float:
-        """Return that of all gradients in FP16 together. Waits for the device."""
+        """Return the sum of squares of all FP16 gradients together. Waits for the device."""
         return math.fsum(value**2 for part in self.squares for value in part.tolist())
 
 
 @torch.no_grad()
 def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
-    """Return the largest magnitude of each plain gradient, NaN where it holds one. One call a dtype; waits for nothing."""
+    """Return the largest magnitude of each plain gradient, NaN if it holds a NaN. Takes one call per dtype; never waits."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
     for watched in parameters:
         gradient = watched.parameter.grad
@@ -82,7 +82,7 @@ def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
 
 
 def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each tensor. A GPU takes them in one kernel; a CPU's extremes are read 16 times as fast."""
+    """Return the largest magnitude of each tensor: in one kernel on a GPU, by ``aminmax`` on a CPU, which is 16 times as fast."""
     if not tensors[0].is_cpu or not all(tensor.numel() for tensor in tensors):
         return torch.stack(torch._foreach_norm(tensors, math.inf))
     lows, highs = zip(*(torch.aminmax(tensor) for tensor in tensors), strict=True)
@@ -94,9 +94,9 @@ class HandedOver(Observer):
 
     Args:
         parameters: the model's.
-        optimizers: those that step them.
+        optimizers: those that step the parameters.
         clock: the run's.
-        recording: takes the measurements. In a distributed run, whose gradients are averaged at a time that is not known, none.
+        recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class HandedOver(Observer):
         self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
         self._told: dict[str, int] = {}
         self._events = self._armed = self._armed_in_all = 0
-        #: By moment of the step.
+        #: The gradients' magnitudes by moment of the step.
         self._moments: dict[str, Magnitudes] = {}
-        #: As the backwards of the step found them.
+        #: The gradients' magnitudes at the beginning of each of the step's backwards.
         self._left: list[Magnitudes] = []
-        #: Parameters that a gradient reached, in this step and ever, and those that an optimizer steps.
+        #: Parameters that received a gradient in this step, those that ever did, and those that an optimizer steps.
         self._arrived: set[str] = set()
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
-        #: Those that were stepped in this step.
+        #: Parameters that an optimizer steps in this step.
         self._stepping: set[str] = set()
         self._stepped = False
         #: Whether a scaler multiplied the losses of this step, and the parameters stepped before it divided their gradients.
@@ -125,7 +125,7 @@ class HandedOver(Observer):
         self._still_scaled: set[str] = set()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in measured steps, and in the next ones after something was not finite."""
+        """Activate this observer in measured steps, and in the steps after an event."""
         if len(self._recording.events) > self._events:
             self._events, self._armed = len(self._recording.events), _AFTER_EVENT
         is_armed = (sampled or watched) and self._armed > 0 and self._armed_in_all < _MOST_AFTER_EVENTS
@@ -141,55 +141,55 @@ class HandedOver(Observer):
         self._is_scaled = False
 
     def backward_begins(self, backward: Backward) -> None:
-        """Take what earlier steps have left in the gradients."""
+        """Record the magnitudes that earlier steps have left in the gradients."""
         if self._stepped and len(self._left) < _MOST_BACKWARDS:
             self._left.append(magnitudes(self._parameters))
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """Note that a scaler is in use."""
+        """Record that a scaler is in use."""
         self._is_scaled = True
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
-        """Note that a gradient has arrived."""
+        """Record that a gradient has arrived."""
         self._arrived.add(gradient.watched.name)
 
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Note that gradients have arrived."""
+        """Record that gradients have arrived."""
         self._arrived.update(each.watched.name for each in gradients)
 
     def backward_ends(self) -> None:
-        """Take the gradients as the backward leaves them: what was taken earlier, before a closure ran, is of others."""
+        """Record the gradients after a backward, and drop earlier records: a closure may run a backward within the step."""
         self._moments.clear()
         self._stepping.clear()
         self._moments["given"] = magnitudes(self._parameters)
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the gradients as a scaler finds them."""
+        """Record the gradients before a scaler unscales them."""
         self._add("scaled", optimizer)
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take them as it leaves them."""
+        """Record the gradients after a scaler has unscaled them."""
         self._add("unscaled", optimizer)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the gradients that the optimizer is given."""
+        """Record the gradients that the optimizer receives."""
         if not self.at_work:
             return
         self._add("handed", optimizer)
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
         self._stepping |= names
         self._optimized |= names
-        # A fused optimizer is given the scale, and divides by it within its step.
+        # A fused optimizer receives the scale and divides by it within its step.
         if self._is_scaled and getattr(optimizer, "grad_scale", None) is None:
             unscaled = self._moments.get("unscaled")
             self._still_scaled |= names.difference(unscaled.names if unscaled else ())
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that what is in the gradients from now on has been used."""
+        """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
         self._stepped = True
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Compare the moments."""
+        """Compare the gradients' magnitudes at the step's moments, and record the differences. Waits for the device."""
         if not self.at_work:
             return
         self._find_stale(step)
@@ -201,7 +201,7 @@ class HandedOver(Observer):
         self._moments.clear()
 
     def run_ends(self) -> None:
-        """Tell which parameters never had a gradient, and which had and are in no optimizer."""
+        """Record optimized parameters that never had a gradient, and parameters with gradients that are in no optimizer."""
         if not self._optimized or not self._ever:
             return
         missing = [
@@ -220,7 +220,7 @@ class HandedOver(Observer):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _add(self, moment: str, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer's gradients at a moment; of several optimizers all."""
+        """Record an optimizer's gradients at a moment, in addition to those of other optimizers."""
         new = magnitudes(self._optimizers.parameters(optimizer))
         old = self._moments.get(moment, Magnitudes([], [], []))
         self._moments[moment] = Magnitudes(old.names + new.names, old.values + new.values, old.squares + new.squares)
@@ -231,12 +231,12 @@ class HandedOver(Observer):
 
     def _compare(self, step: int, given: Mapping[str, float]) -> None:
         scaled, unscaled, handed = self._read("scaled"), self._read("unscaled"), self._read("handed")
-        # A gradient that is None by then is as good as zero.
+        # A gradient that is None at the optimizer's step counts as zero.
         handed = dict.fromkeys(self._stepping, 0.0) | handed
         changed = _ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
             self._tell(CHANGED_SCALED, step, _named(changed), _described(changed))
-        # What the loop did last before the step: after unscaling where there is a scaler.
+        # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
         before = unscaled or given
         ratios = _ratios(before, handed)
         zeroed = [name for name, ratio in ratios.items() if ratio == 0 or math.isnan(ratio)]
@@ -254,7 +254,7 @@ class HandedOver(Observer):
             self._tell(REPLACED, step, replaced, {"of": float(len(given))})
 
     def _find_stale(self, step: int) -> None:
-        """Tell which gradients the optimizer was given although no backward of this step brought them."""
+        """Record the gradients that the optimizer received although no backward of this step produced them."""
         if not self._arrived:
             return
         handed = self._read("handed")
@@ -265,7 +265,7 @@ class HandedOver(Observer):
             self._tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
 
     def _find_left_over(self, step: int, number: int) -> None:
-        """Tell which gradients held something when each backward of the step began: a zero_grad() between two would show."""
+        """Record the gradients that were non-zero at the first backward, if no later one began with all zero (a zero_grad())."""
         left = [found.read() for found in self._left]
         old = [name for name, value in left[0].items() if value > 0] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
@@ -280,7 +280,7 @@ class HandedOver(Observer):
 
 
 def _ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return by name how many times larger the finite gradients became; NaN where they are no longer finite."""
+    """Return by name the factor by which each finite gradient changed; NaN if it is no longer finite."""
     return {
         name: (1.0 if after[name] == value else after[name] / value) if math.isfinite(after[name]) else math.nan
         for name, value in before.items()
@@ -293,7 +293,7 @@ def _named(ratios: Mapping[str, float]) -> list[str]:
 
 
 def _described(ratios: Mapping[str, float]) -> dict[str, float]:
-    """Return how the gradients were changed: the median factor, and whether it is one for all."""
+    """Return the median factor by which the gradients changed, whether all share it, and the number of gradients."""
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
     if not finite:
         return {"factor": math.nan, "is_uniform": 0.0, "of": float(len(ratios))}

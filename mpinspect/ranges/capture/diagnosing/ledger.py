@@ -1,4 +1,4 @@
-"""The ledger, an observer: in which dtypes the run keeps and computes things."""
+"""The ledger: an observer that records the dtypes in which the run stores and computes its tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Ledger(Observer):
 
     Args:
         parameters: the model's.
-        optimizers: those that step them.
+        optimizers: those that step the parameters.
         clock: the run's.
-        recording: takes the ledger.
+        recording: receives the ledger.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Ledger(Observer):
         self._ids = {id(watched.parameter) for watched in parameters}
         self._parameters = parameters
         self._gradients: Counter[str] = Counter()
-        #: In the order in which they were seen.
+        #: Dtypes in the order in which they were observed (dicts as ordered sets).
         self._autocast: dict[str, None] = {}
         self._outputs: dict[str, None] = {}
         self._losses: dict[str, None] = {}
-        #: By id, which may be given to another: then that one takes its place.
+        #: By the object's id; if Python reuses the id, the new optimizer replaces the old one.
         self._stepped: dict[int, OptimizerRecord] = {}
         self._scalers: dict[int, ScalerRecord] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Be at work in a measured step."""
+        """Activate this observer in measured steps."""
         self.at_work = self._clock.measured
 
     def called(self, call: Call) -> None:
-        """Take the autocast around a training forward, and the dtypes of what it returned."""
+        """Record the autocast dtype around a training forward, and the dtypes of its outputs."""
         if call.recomputed:
             return
         for output in call.outputs:
@@ -67,27 +67,27 @@ class Ledger(Observer):
                 self._autocast[dtype_name(torch.get_autocast_dtype(device)) if is_on else ""] = None
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Take the dtypes of the losses."""
+        """Record the dtypes of the losses."""
         self._losses.update(dict.fromkeys(dtype_name(loss.dtype) for loss in losses))
 
     def scaler_used(self, scaler: Any) -> None:
-        """Take a scaler that is about to multiply a loss."""
+        """Record a scaler that scales a loss."""
         if id(scaler) not in self._scalers:
             self._scalers[id(scaler)] = _scaler(scaler)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the dtypes of the gradients that the optimizer is given."""
+        """Record the dtypes of the gradients that the optimizer receives."""
         if self.at_work:
             given = _elements(parameter.grad for parameter in _stepped_by(optimizer) if parameter.grad is not None)
             self._gradients.update({dtype: count for dtype, count in given.items() if dtype not in self._gradients})
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the settings of the optimizer, what it steps and its states, which it has made by now."""
+        """Record the optimizer's settings, and the dtypes of its parameters and of its states, which exist after its step."""
         if self.at_work:
             self._stepped[id(optimizer)] = self._optimizer(optimizer)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer without the states that it has not made yet."""
+        """Record an optimizer whose step was skipped; it may not have made its states yet."""
         if self.at_work and id(optimizer) not in self._stepped:
             self._stepped[id(optimizer)] = self._optimizer(optimizer)
 
@@ -97,7 +97,7 @@ class Ledger(Observer):
             self._record()
 
     def run_ends(self) -> None:
-        """Record it once more, for a run that broke off within a step."""
+        """Record the ledger once more, for a run that broke off within a step."""
         self._record()
 
     def _record(self) -> None:
@@ -116,7 +116,7 @@ class Ledger(Observer):
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         stepped = list(_stepped_by(optimizer))
         masters = sum(parameter.numel() for parameter in stepped if id(parameter) not in self._ids)
-        # Another network's parameters in the same optimizer are no masters.
+        # If the optimizer also steps parameters of this model, its other parameters belong to another network and are no masters.
         of_ours = next(self._optimizers.parameters(optimizer), None) is not None
         return OptimizerRecord(
             type(optimizer).__name__,
@@ -133,7 +133,7 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> Counter[str]:
-    """Return how many elements there are of each dtype, this process's part of them; lazy parameters have none yet."""
+    """Return the number of elements of each dtype in this process's part of the tensors; lazy parameters are left out."""
     found: Counter[str] = Counter()
     for tensor in tensors:
         if is_lazy(tensor):
@@ -144,7 +144,7 @@ def _elements(tensors: Iterable[torch.Tensor]) -> Counter[str]:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the numbers among the settings of the first group; a tensor's value is left on its device."""
+    """Return the numeric settings of the first parameter group; settings that are tensors are left out, to avoid waiting."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     betas = group.get("betas")
     named = {f"beta{number}": beta for number, beta in enumerate(betas, 1)} if isinstance(betas, (tuple, list)) else {}
@@ -153,12 +153,12 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def _states(optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Return by name the dtypes of the states that have an element for each of their parameter's."""
+    """Return by name the dtypes of the states that have the same shape as their parameter."""
     found: dict[str, dict[str, None]] = {}
     for parameter in stepped:
         state = optimizer.state.get(parameter)
         for name, value in state.items() if isinstance(state, dict) else ():
-            # The number of steps is a state too, for a parameter that is a scalar just as large.
+            # The step count is a state too, and has the same shape as a scalar parameter.
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
                 found.setdefault(name, {})[dtype_name(value.dtype)] = None
     return {name: ", ".join(dtypes) for name, dtypes in found.items()}

@@ -1,7 +1,7 @@
-"""Operations at the edge of what they are defined for, found in an autograd graph before its backward runs.
+"""Finds operations at or beyond the edge of their domain in an autograd graph, before its backward runs.
 
-A node keeps what its gradient needs: arguments (``_saved_self``) or the result. These show whether a logarithm was taken of zero,
-a row divided by its own zero, a softmax of nothing but -inf: in code between modules and in the loss, too.
+A node saves the tensors that its gradient needs: arguments (``_saved_self``) or the result. They show a logarithm of zero, the
+division of a row by its own zero norm, or a softmax of nothing but -inf, also in code between modules and in the loss.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mpinspect.ranges.session import MOST_ROWS
 
 @dataclass(frozen=True)
 class Singular:
-    """One operation that was given what it is not defined for.
+    """One operation with arguments at or beyond the edge of its domain.
 
     Args:
-        kind: "argument", "mask", "zero-row"; "target" for a loss that was given what is not finite, "difference" for one from a
-            constant that is not finite, where the model's output may be the cause as well.
-        operator: in words: "log", "sqrt", "a division".
-        what: of what: "of zero", "of a negative number".
-        elements: how many.
-        rows: along the first dimension.
-        order: of the node; those made earlier have lower ones.
-        of: of a difference, the order of the node whose result it was taken from.
+        kind: "argument", "mask", "zero-row"; "target" for a loss with non-finite targets; "difference" for a non-finite
+            difference from a constant, which the model's output may have caused as well.
+        operator: the operation in words: "a logarithm", "a division".
+        what: its argument in words: "of zero", "of a negative number".
+        elements: number of such elements.
+        rows: their positions along the first dimension.
+        order: the node's sequence number; nodes made earlier have lower ones.
+        of: for a difference, the sequence number of the node that made the minuend.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Singular:
 
 
 def singular(node: Any) -> Singular | None:
-    """Return what is singular about a node's arguments; None where nothing is, or where it keeps nothing. Waits for a GPU."""
+    """Return the singularity in a node's arguments; None if there is none or the node saved nothing. Waits for the GPU."""
     name = node.name()
     find = None if name in _OTHERS else next((find for prefix, find in _FINDERS if name.startswith(prefix)), None)
     if find is None:
@@ -48,7 +48,7 @@ def singular(node: Any) -> Singular | None:
     try:
         found = find(node, name)
     except (AttributeError, RuntimeError, IndexError, TypeError):
-        # Saved by no name of ours, or freed by a backward that has run already.
+        # The saved tensor has another name, or a backward that has already run has freed it.
         return None
     if found is None:
         return None
@@ -58,7 +58,7 @@ def singular(node: Any) -> Singular | None:
 
 
 def graph(starts: Iterable[Any], most: int) -> list[Any]:
-    """Return at most so many nodes of the graph behind these, the nearest first."""
+    """Return at most ``most`` nodes of the graph that leads to ``starts``, the nearest first."""
     found: dict[Any, None] = dict.fromkeys(start for start in starts if start is not None)
     queue = list(found)
     for node in queue:
@@ -70,7 +70,7 @@ def graph(starts: Iterable[Any], most: int) -> list[Any]:
 
 
 def saved_dim(node: Any) -> int:
-    """Return the dimension that a node works along; autograd keeps a negative one without its sign."""
+    """Return the dimension along which a node works; autograd saves a negative dimension as an unsigned number."""
     dim: int = node._saved_dim
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
@@ -79,7 +79,7 @@ _Found = tuple[str, str, str, torch.Tensor] | None
 
 
 def _rows(where: torch.Tensor) -> tuple[int, ...]:
-    """Return the places along the first dimension at which anything is True."""
+    """Return the positions along the first dimension with any True element."""
     if where.dim() < 2:
         return tuple(where.nonzero().flatten()[:MOST_ROWS].tolist()) if where.dim() else ()
     return tuple(where.flatten(1).any(1).nonzero().flatten()[:MOST_ROWS].tolist())
@@ -157,7 +157,7 @@ def _inverse(node: Any, name: str) -> _Found:
 
 
 def _constant(node: Any, name: str) -> _Found:
-    """Find a weight of a loss, or a constant factor, that is not finite."""
+    """Find a non-finite weight of a loss, or a non-finite constant factor of a product."""
     is_loss = not name.startswith("Mul")
     kept = getattr(node, "_saved_weight", None) if is_loss else node._saved_other
     if not isinstance(kept, torch.Tensor) or (not is_loss and node.next_functions[1][0] is not None):
@@ -170,7 +170,7 @@ def _constant(node: Any, name: str) -> _Found:
 
 
 def _loss(node: Any, name: str) -> _Found:
-    """Find a loss whose every target is ignored, or one that was given targets or weights that are not finite."""
+    """Find a loss whose targets are all ignored, or a loss with non-finite targets or weights."""
     if name.startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
         left_out = torch.ones_like(node._saved_target, dtype=torch.bool)
         return "argument", "a mean over targets", "that are all ignored (0/0)", left_out
@@ -183,7 +183,7 @@ def _loss(node: Any, name: str) -> _Found:
 
 
 def _difference(node: Any, name: str) -> _Found:
-    """Find a difference from a constant, as a target is, that is not finite: the node after it keeps the difference."""
+    """Find a non-finite difference from a constant, such as a target; ``node`` follows the difference and saved it."""
     kept, before = node._saved_self, node.next_functions[0][0]
     is_difference = before is not None and before.name().startswith(("Sub", "Rsub", "Add"))
     if not is_difference or not any(_takes_no_gradient(before, place) for place in range(len(before.next_functions))):
@@ -193,7 +193,7 @@ def _difference(node: Any, name: str) -> _Found:
 
 
 def _minuend(difference: Any) -> int | None:
-    """Return the order of the node whose result a constant was subtracted from, casts and views left out."""
+    """Return the sequence number of the node that made the minuend of a difference, skipping casts and views."""
     node = next((following for following, _ in difference.next_functions if following is not None), None)
     while node is not None and node.name().startswith(_SAME_VALUES):
         node = node.next_functions[0][0]
@@ -209,7 +209,7 @@ def _softmax(node: Any, name: str) -> _Found:
     whole = node._saved_result.isnan().all(saved_dim(node))
     if not bool(whole.any()):
         return None
-    # What was NaN before comes from elsewhere: a row of -inf is made by a mask just before, of scores that are finite.
+    # A row of -inf comes from a mask just before the softmax, applied to finite scores; earlier NaNs have another cause.
     below = graph([node], 12)
     masking = next((each for each in below[1:4] if _masks(each)), None)
     if masking is None or not all(_is_finite(each) for each in below if each is not node):
@@ -218,14 +218,14 @@ def _softmax(node: Any, name: str) -> _Found:
 
 
 def _masks(node: Any) -> bool:
-    """Return whether a node puts something that takes no gradient in the place of scores, or adds it to them."""
+    """Return whether a node replaces scores by a constant, or adds a constant to them, as a mask does."""
     name = node.name().partition("Backward")[0]
     takes_none = any(following is None for following, _ in node.next_functions)
     return name in _MASKING or (name in ("Add", "Sub") and takes_none)
 
 
 def _is_finite(node: Any) -> bool:
-    """Return whether the arguments of products that a node keeps are finite."""
+    """Return whether the arguments that a node saved (``_saved_self``, and those of products) are finite."""
     kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
     return all(bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
 
@@ -238,7 +238,7 @@ def _attention(node: Any, name: str) -> _Found:
     return ("mask", "attention", "with a row whose every key is masked", hidden) if bool(hidden.any()) else None
 
 
-#: What hands on the values that it is given.
+#: Nodes that return their argument's values.
 _SAME_VALUES = (
     "ToCopy",
     "View",
@@ -254,11 +254,11 @@ _SAME_VALUES = (
 )
 #: torch's number for reduction="mean".
 _MEAN = 1
-#: What puts a mask on scores.
+#: Nodes that apply a mask to scores.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
-#: Named like one of these, and none of them.
+#: Nodes whose names begin like one in ``_FINDERS`` but that are other operations.
 _OTHERS = ("LogsumexpBackward0", "LogSigmoidBackward0", "LogicalAndBackward0")
-#: By the beginning of a node's name; the first that fits counts.
+#: The finder for each prefix of a node's name; the first match counts.
 _FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
     ("LogSoftmax", _softmax),
     ("Softmax", _softmax),
