@@ -146,7 +146,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     return _finding(
         first,
         "info",
-        f"{begin}; the scaler skipped the step, as a dynamic loss scale does when it has grown too large.",
+        f"{begin}; the scaler skipped the step.",
         evidence,
     )
 

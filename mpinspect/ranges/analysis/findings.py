@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.diagnoses import EXPLAIN_EVENTS, diagnose
-from mpinspect.ranges.analysis.diagnoses.case import FP32_WEIGHTS, Case
+from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
@@ -37,7 +37,7 @@ def findings(
         *(_told_already(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
         *_forward_overflow(session, layers, format),
         *update_findings(infos, totals),
-        *_reductions(totals, format),
+        *([] if advised.diverged else _reductions(totals, format)),
         *_never_fired(coverage),
     ]
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
@@ -108,7 +108,7 @@ def _reductions(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> l
                 },
                 "tensors_count": len(over),
             },
-            "Keep norms, means, variances and losses in FP32 (autocast does).",
+            "Compute norms, means, variances and losses in FP32.",
         )
     ]
 
@@ -183,7 +183,7 @@ def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hy
             "measured": all(part.measured for part in updates.values()),
         },
         _MASTERS,
-        FP32_WEIGHTS if severity == "warning" else "",
+        fp32_weights(storage) if severity == "warning" else "",
     )
 
 

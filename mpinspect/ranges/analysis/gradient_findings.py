@@ -39,7 +39,8 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
             _window_empty(decision),
             _drift(advice),
         ]
-    found.append(_noise(gradients))
+    if not advised.diverged:
+        found.append(_noise(gradients))
     return [finding for finding in found if finding is not None]
 
 

@@ -176,7 +176,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         return
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
-    if advice.dynamic is not None and advice.needed is not False:
+    if advice.dynamic is not None and advice.recommended is not None and advice.needed is not False:
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
         role = "The same" if start == advice.static_scale else "Where no fixed scale will do, the first steps' scale"
         scaler = f"torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})"
@@ -350,13 +350,17 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
 
 
 def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
-    """Yield lines that name the formats that would do and those that would not; kinds with equal lines share one."""
+    """Yield lines that name the formats whose range holds the values and those whose does not; kinds with equal lines share one."""
     told: dict[str, list[str]] = {}
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
         yes = ", ".join(_format_name(verdict) for verdict in of_kind if verdict.fits)
-        no = ", ".join(f"{_format_name(verdict)} ({_why_not(verdict)})" for verdict in of_kind if not verdict.fits)
-        parts = ([f"would do: {yes}"] if yes else []) + ([f"would not: {no}"] if no else [])
+        no = ", ".join(
+            f"{_format_name(verdict)}{' at scale 1' if verdict.scaling == 'none' else ''} ({_why_not(verdict)})"
+            for verdict in of_kind
+            if not verdict.fits
+        )
+        parts = ([f"range holds them: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
         told.setdefault("; ".join(parts), []).append(f"{kind.replace('_', ' ')}s")
     for words, kinds in told.items():
         yield f"{', '.join(kinds)}: {words}"

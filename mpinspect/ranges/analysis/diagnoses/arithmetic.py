@@ -82,8 +82,12 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 "dtype": found.text,
                 "operators": list(found.names),
             },
-            "Compute the loss in FP32: cast logits and predictions before it." if overflowed or cancels else "",
-            "loss = loss_fn(model(x).float(), target.float())" if overflowed or cancels else "",
+            "Compute the loss in FP32: cast what the model returns before anything of the loss, a softmax of the target too."
+            if overflowed or cancels
+            else "",
+            "logits, target_logits = model(x).float(), target_logits.float()\nloss = loss_fn(logits, target_logits)"
+            if overflowed or cancels
+            else "",
             step=found.step,
         )
         return

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpinspect.numeric.formats import FloatFormat
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.session import (
@@ -59,12 +59,14 @@ class Case:
         return (each for each in self.session.measurements if each.what == what)
 
 
-#: Weights and states that FP32 keeps, as code.
-FP32_WEIGHTS = (
-    "model.float()  # FP32 weights; then the optimizer's states are FP32 too\n"
-    "with torch.autocast(device_type, dtype=torch.bfloat16):\n"
-    "    loss = ..."
-)
+def fp32_weights(dtype: str = BFLOAT16.name) -> str:
+    """Return the code of FP32 weights whose products are computed in a 16-bit dtype by autocast."""
+    narrow = FLOAT16.name if dtype == FLOAT16.name else BFLOAT16.name
+    return (
+        "model.float()  # FP32 weights; then the optimizer's states are FP32 too\n"
+        f"with torch.autocast(device_type, dtype=torch.{narrow}):\n"
+        "    loss = ..."
+    )
 
 
 def quoted(name: str) -> str:

@@ -60,7 +60,7 @@ _MENDS = (
         "Look at how the weights are made: a class that never occurs, divided by its number.",
         "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
     ),
-    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()"),
+    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # of a softmax: torch.log_softmax(logits, -1)"),
     ("square root", _EDGE, "(x + 1e-12).sqrt()"),
     ("sqrt", _EDGE, "(x + 1e-12).rsqrt()"),
     ("division", _EDGE, "a / b.clamp_min(1e-6)"),

@@ -129,8 +129,10 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
             "it left nothing.",
             evidence,
-            "Compute norms in FP32 and clip by that.",
-            "norms = [p.grad.float().norm() for p in parameters]\ntotal = torch.stack(norms).norm()  # FP32",
+            "Compute norms in FP32 and clip by that"
+            + (", and skip the steps in which it is not finite." if not_finite else "."),
+            "norms = [p.grad.float().norm() for p in parameters]\ntotal = torch.stack(norms).norm()  # FP32"
+            + ("\nif torch.isfinite(total):\n    optimizer.step()" if not_finite else ""),
             INFERRED,
             first.step,
         )
@@ -165,7 +167,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
         f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
         "finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Skip such a step instead (a GradScaler does), and mend what makes them.",
+        "Mend what makes them; a step that has one is skipped, as a GradScaler does, and never taken on made-up numbers.",
         "if all(torch.isfinite(p.grad).all() for p in parameters):\n    optimizer.step()",
         step=first.step,
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
@@ -63,7 +63,8 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE
     recommended = case.advised.advice.recommended
     needs_one = case.advised.advice.needed is True
-    start = min(settled, recommended) if recommended and needs_one else settled
+    highest = case.advised.advice.highest or settled
+    start = min(settled, highest, recommended if recommended and needs_one else settled)
     yield Finding(
         "initial-scale-too-high",
         "warning" if is_grave else "info",
@@ -240,11 +241,14 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         return
     first = min(broken, key=lambda event: event.step)
     module = repr(first.module) if first.module else "the model"
-    fix, code = f"Mend the forward of {module}; then begin with a new scaler, since this one's scale is gone.", ""
+    fix, code = (
+        f"Mend the forward of {module}; then begin with a new scaler, since this one's scale fell for nothing.",
+        "",
+    )
     if run_format(case.session) == FLOAT16:
         fix = (
             f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it in FP32 or BF16; then "
-            "begin with a new scaler, since this one's scale is gone."
+            "begin with a new scaler, since this one's scale fell for nothing."
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
     yield Finding(
@@ -302,6 +306,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         return
     recommended = case.advised.advice.recommended
     wanted = f"init_scale=2.0**{round(_powers(recommended))}" if recommended and recommended > 1 else ""
+    in_half = FLOAT16.name in case.precision.weights
     yield Finding(
         "scaler-missing-in-float16",
         "warning",
@@ -309,8 +314,10 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and nothing skips a "
         "step that overflows.",
         {"backwards": case.progress.backwards, "recommended": recommended},
-        "Scale the loss; if the loop does so by hand, give the inspector the scale (loss_scale=).",
-        f"scaler = torch.amp.GradScaler({wanted})\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        ("Keep FP32 weights (a GradScaler unscales no FP16 gradients), and scale" if in_half else "Scale")
+        + " the loss; if the loop does so by hand, give the inspector the scale (loss_scale=).",
+        (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "")
+        + f"scaler = torch.amp.GradScaler({wanted})\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.diagnoses.case import FP32_WEIGHTS, Case, Diagnosis
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, percent
 
@@ -50,7 +49,7 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
                 "the steps stay as small as the largest gradients made them.",
                 {"optimizer": optimizer.type, "state": state, "dtype": dtype, "kept": kept, "least_decay": limit},
                 f"Keep the weights that {optimizer.type} steps in FP32 and compute in 16 bits by autocast.",
-                FP32_WEIGHTS,
+                fp32_weights(dtype),
             )
 
 
@@ -74,7 +73,7 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
             f"back to what they were: the weight decay of {decay:g} does nothing.",
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
             "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast.",
-            FP32_WEIGHTS,
+            fp32_weights(dtype),
         )
 
 
@@ -99,8 +98,8 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (what is at most "
                 f"{edge:.2g} is flushed): an element whose squared gradients are flushed as well is divided by zero.",
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
-                f"Keep the weights and states in FP32; else eps must be above {edge:.1g} for {name}.",
-                f"optimizer = torch.optim.{optimizer.type}(parameters, ..., eps={2.0 ** math.ceil(math.log2(edge) + 11):.1g})",
+                "Keep the weights and states in FP32; a larger eps (2^-14 = 6e-05, say) avoids 0/0 and holds small steps back.",
+                fp32_weights(dtype),
                 INFERRED if not broke else "measured",
                 broke[0].step if broke else None,
             )
@@ -149,7 +148,7 @@ def accumulation_lost(case: Case) -> Iterator[Finding]:
         f"{percent(lost)} are lost in .grad, {percent(share)} in {worst.name!r}.",
         {"lost_fraction": lost, "worst_lost_fraction": share, "micro_batches": micro_batches, "dtype": worst.text},
         "Accumulate in FP32: keep the weights (and so their .grad) in FP32 and compute in 16 bits by autocast.",
-        FP32_WEIGHTS,
+        fp32_weights(worst.text),
         step=worst.step,
     )
 
