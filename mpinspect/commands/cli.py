@@ -24,8 +24,8 @@ class Command:
     Args:
         add_options: declares its options.
         run: runs it and returns the exit status.
-        split: only for a command that runs the user's own program: separates the command's words from the program's, which
-            become ``options.rest``. For such a command the streams are not changed, and only UnusableError is caught.
+        split: only for a command that runs the user's own program: separates the command's words from the program's,
+            which become ``options.rest``. For such a command the streams are not changed, and only UnusableError is caught.
     """
 
     name: str

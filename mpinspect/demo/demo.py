@@ -71,7 +71,7 @@ def stdlib_tokens(count: int = TOKENS, vocabulary: int = VOCABULARY, *, director
     tokens.
 
     Args:
-        count: number of tokens; fewer are returned if the library has fewer, but at least 20,000 unless ``count`` is less.
+        count: number of tokens; fewer are returned if the library has fewer, at least 20,000 (or ``count``).
         vocabulary: number of distinct tokens, including the unknown word.
         directory: folder of the ``*.py`` files; by default that of the running Python.
 

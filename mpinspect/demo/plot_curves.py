@@ -1,6 +1,7 @@
 """Plots loss against steps for one training in several precisions, like NVIDIA's papers and talks on mixed precision.
 
-The curves coincide, except that without loss scaling, as in "Mixed Precision Training" (Micikevicius et al., ICLR 2018).
+The curves coincide, except the one without loss scaling, as in "Mixed Precision Training" (Micikevicius
+et al., ICLR 2018).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Setting:
 
     Args:
         steps: number of steps of each run.
-        learning_rate: Adam's learning rate. Higher than in the demo alone, so that FP32 stops improving within these steps
-            and the steps skipped at first by a dynamic scale make little difference.
+        learning_rate: Adam's learning rate. Higher than in the demo alone, so that FP32 stops improving within these
+            steps and the steps skipped at first by a dynamic scale make little difference.
         batch_tokens: number of words over which a step's loss is averaged.
         tokens: number of words of text, a tenth of them held out for validation.
         vocabulary: number of distinct words.

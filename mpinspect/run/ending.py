@@ -125,7 +125,7 @@ class Ending:
             _die_by_interrupt()
 
     def finish_soon(self, outcome: Outcome) -> None:
-        """Make the report before ``os._exit`` or ``os.exec*``, within ``_EXIT_DELAY_S`` s and without flushing stdout."""
+        """Make the report before ``os._exit`` or ``os.exec*``, within ``_EXIT_DELAY_S`` s, without flushing stdout."""
         if self.over:
             return
         self.outcome = outcome

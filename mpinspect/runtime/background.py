@@ -34,8 +34,8 @@ def give_way() -> None:
 class Background:
     """Calls functions in the order in which they were submitted, on one background thread.
 
-    The thread ends when no work is left; at exit the interpreter waits only for a thread that is at work. If no thread can
-    be started (the interpreter is shutting down), the calling thread does the work. In a forked child all methods do
+    The thread ends when no work is left; at exit the interpreter waits only for a thread that is at work. If no thread
+    can be started (the interpreter is shutting down), the calling thread does the work. In a forked child all methods do
     nothing.
 
     Any thread may call any method, also from a signal handler or a finalizer.

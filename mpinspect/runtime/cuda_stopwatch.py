@@ -9,7 +9,7 @@ import torch
 
 
 class CudaStopwatch:
-    """Records a pair of CUDA events around each callback, on the current device and stream; a DeviceStopwatch for Meter.
+    """Records a pair of CUDA events around each callback, on the current device and stream (Meter's DeviceStopwatch).
 
     A pair encloses our kernels and the gaps between them where the host is slower; both keep the device from the
     training's own work.

@@ -2,7 +2,7 @@
 
 Sessions, baselines and run records are passed between people, and may be damaged or malicious. Every reader uses this
 module: ``inflated`` and ``parsed`` bound the memory that a few bytes can take, and ``typed`` checks each value against
-its field's annotation, including ``Annotated`` bounds, so that the code using a reader gets only values of the right type.
+its field's annotation, including ``Annotated`` bounds, so that users of a reader get only values of the right type.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def each(kind: type[Kind], values: list[Any]) -> list[Kind]:
     Args:
         kind: a dataclass or NamedTuple, or an annotation that their fields may have: str, int, float, bool,
             tuple[X, ...], Mapping[str, X], X | None, and Annotated with Between or OneOf. Dataclasses and NamedTuples
-            are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples also from arrays.
-            A float may also be one of the strings "inf", "-inf" and "nan".
+            are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples also from
+            arrays. A float may also be one of the strings "inf", "-inf" and "nan".
         values: as returned by ``parsed``.
 
     Raises:

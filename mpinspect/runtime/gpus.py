@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 ARCHITECTURES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
 
-#: The rates' dtype keys are torch's names, except "tfloat32" for FP32 storage, and "float8", "float4" for all such formats.
+#: The rates' dtype keys are torch's names, except "tfloat32" for FP32, and "float8" and "float4" for all such formats.
 _16_BIT = ("float16", "bfloat16")
 
 #: Dtypes that Tensor Cores multiply (NVIDIA's tuning guides and white papers); FP64 only on data-centre chips.
@@ -60,7 +60,7 @@ class Gpu:
     vendor: str = "NVIDIA"
 
     def multiplies(self, dtype: str) -> bool | None:
-        """Return whether its Tensor Cores multiply a dtype (TF32 for "float32", float8 for "float8_e4m3fn"), or None."""
+        """Return whether its Tensor Cores multiply a dtype (TF32 for "float32"); None if unknown."""
         if self.has_tensor_cores is None:
             return None
         if not self.has_tensor_cores:
@@ -101,7 +101,7 @@ class _Card:
     four_bit: float | None = None
 
 
-#: Patterns are searched in the device's name after ``_words``; the first match wins, so special cards precede general ones.
+#: Patterns are searched in the device's name after ``_words``; the first match wins: special cards come first.
 _CARDS = (
     # Volta: V100 data sheet (2020); Titan V and GV100 product pages.
     _Card("V100 PCIe", r"v100 pcie|v100s", "volta", 112, 14.0, 28.0, 900),
@@ -250,8 +250,8 @@ def _of_capability(name: str, major: int, minor: int) -> Gpu:
 def of_device(name: str, major: int | None, minor: int | None = None, vendor: str = "NVIDIA") -> Gpu:
     """Return the GPU for the properties of a device, from a trace or from torch.cuda.get_device_properties.
 
-    ``major`` and ``minor`` are the CUDA compute capability; if None, it follows from the model in the name. A card that is
-    not in the table, or a slice of a card (MIG), gets its architecture and no rates.
+    ``major`` and ``minor`` are the CUDA compute capability; if None, it follows from the model in the name. A card that
+    is not in the table, or a slice of a card (MIG), gets its architecture and no rates.
     """
     if vendor == "AMD":
         # AMD's matrix cores have their own kernel names and shape rules: nothing here applies to them.

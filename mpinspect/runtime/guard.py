@@ -72,7 +72,7 @@ class Unread(Generic[Key]):
 
     @contextmanager
     def left_out(self, key: Key) -> Iterator[None]:
-        """Run a block that reads this tensor; if it raises an Exception, record the failure and go on after the block."""
+        """Run a block that reads this tensor; if it raises an Exception, record the failure and suppress it."""
         try:
             yield
         except Exception as error:

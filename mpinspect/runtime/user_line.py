@@ -11,7 +11,7 @@ _BETWEEN = ("mpinspect", "torch", "lightning", "pytorch_lightning", "transformer
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line outside these packages, or at the caller's line if there is none (in a thread, at exit).
+    """Warn at the innermost line outside these packages, or at the caller's line if there is none (threads, exit).
 
     A stacklevel would not do, since it ignores packages, and ``skip_file_prefixes`` needs Python 3.12.
     """

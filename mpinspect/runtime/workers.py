@@ -4,8 +4,8 @@ On our threads torch does not spread an operation over further threads.
 Counting and emulated products work on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than
 it saves, and stalls for milliseconds at a time if another process keeps a core busy; giving each thread its own
 chunks avoids both.
-``torch.set_num_threads`` would change the user's program, so ``single_threaded`` sets OpenMP's thread count instead, which
-is a per-thread setting, and restores it in the calling thread. If torch ignores this count (another threading library),
+``torch.set_num_threads`` would change the user's program, so ``single_threaded`` sets OpenMP's thread count instead,
+which is a per-thread setting, and restores it in the calling thread. If torch ignores this count (another threading library),
 ``single_threaded`` yields False and the caller uses chunks that torch does not split.
 """
 
@@ -56,7 +56,7 @@ class WorkerPool:
         self._executor: ThreadPoolExecutor | None = None
 
     def map(self, work: Callable[[Iterable[Item]], Result], items: Sequence[Item], threads: int) -> list[Result]:
-        """Run ``work`` in several threads, including the caller's, on items from a shared queue, and return its results.
+        """Run ``work`` in several threads, including the caller's, on items from a shared queue; return its results.
 
         A thread whose core is busy with something else takes fewer items. Blocks until all are done; call it inside
         ``single_threaded``. Raises any exception of ``work``.
@@ -117,7 +117,7 @@ class Team:
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """The addresses of ``GOMP_parallel`` and ``omp_get_thread_num`` for compiled code; NO_TEAM if there are none."""
+        """The addresses of ``GOMP_parallel`` and ``omp_get_thread_num`` for compiled code; NO_TEAM if not found."""
         return _team()
 
     @property
@@ -126,7 +126,7 @@ class Team:
         return self.addresses != NO_TEAM
 
     def forget(self) -> None:
-        """Disable the team in a forked child, where the threads are gone and GCC's library would wait for them for ever."""
+        """Disable the team in a forked child, where the threads are gone and GCC's library would wait forever."""
         self.addresses = NO_TEAM
 
 

@@ -1,8 +1,8 @@
 """Multiplies 16-bit matrices in FP32, in parts that fit a core's cache.
 
 An FP32 copy of a whole large operand or result would be written to memory and read back only once. A part's copy never
-leaves the cache, so time and memory are close to those of the 16-bit tensors. As in counting, each thread processes parts
-of its own: splitting every operation on a part over all threads would cost more than it saves.
+leaves the cache, so time and memory are close to those of the 16-bit tensors. As in counting, each thread processes
+parts of its own: splitting every operation on a part over all threads would cost more than it saves.
 """
 
 from __future__ import annotations
