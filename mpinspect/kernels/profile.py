@@ -31,26 +31,26 @@ def profile_kernels(
 ) -> KernelReport:
     """Run one training iteration under torch.profiler and report which of its kernels ran on Tensor Cores.
 
-        Args:
-            step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, of which the last is recorded.
-            model: the model whose dotted paths the report uses. None: the largest of the root modules that ``step`` calls.
-            warmup: number of iterations before, in which libraries choose their kernels and torch.compile compiles.
-            gpu: an architecture or card whose rates and rules to use; None: the GPU that ran the step.
-            shapes: lint_shapes' report of the model; its causes are added to the causes of slow kernels.
-            trace: where to save torch.profiler's trace (.json or .json.gz); None: the trace is not saved.
+    Args:
+        step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, of which the last is recorded.
+        model: the model whose dotted paths the report uses. None: the largest of the root modules that ``step`` calls.
+        warmup: number of iterations before, in which libraries choose their kernels and torch.compile compiles.
+        gpu: an architecture or card whose rates and rules to use; None: the GPU that ran the step.
+        shapes: lint_shapes' report of the model; its causes are added to the causes of slow kernels.
+        trace: where to save torch.profiler's trace (.json or .json.gz); None: the trace is not saved.
 
-        Returns:
-            The report. Without a GPU, it has no kernels and says that there was no GPU activity.
+    Returns:
+        The report. Without a GPU, it has no kernels and says that there was no GPU activity.
 
     Synchronises the GPU before and after the recorded iteration. Recording takes time: kernel durations stay the same, but the
     gaps between kernels are longer.
 
-        Raises:
-            TypeError: ``step`` cannot be called, or ``model`` or ``shapes`` is of another type.
-            ValueError: ``warmup`` is negative, or no GPU of that name is known.
-            OSError: ``trace`` cannot be written; raised before ``step`` is called.
-            RuntimeError: another torch profiler is running.
-            Exception: exceptions of ``step`` pass through.
+    Raises:
+        TypeError: ``step`` cannot be called, or ``model`` or ``shapes`` is of another type.
+        ValueError: ``warmup`` is negative, or no GPU of that name is known.
+        OSError: ``trace`` cannot be written; raised before ``step`` is called.
+        RuntimeError: another torch profiler is running.
+        Exception: exceptions of ``step`` pass through.
     """
     from mpinspect.kernels.capture.profiling import record_trace
 

@@ -350,7 +350,7 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
 
 
 def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
-    """Yield lines that name the formats whose range holds the values and those whose does not; kinds with equal lines share one."""
+    """Yield lines naming the formats whose range holds the values, and the others; kinds with equal lines share one."""
     told: dict[str, list[str]] = {}
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]

@@ -28,9 +28,9 @@ _TF32_BY_DEFAULT = {"gemm": False, "attention": False, "convolution": True, "rec
 def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict:
     """Judge whether a product's shapes and dtype suit a GPU's Tensor Cores and keep the talk's rule.
 
-        Args:
-            tf32: whether torch allows TF32 for FP32 products of this kind. None assumes torch's defaults (no for matrix
-                products, yes for convolutions and recurrent networks), and the verdict says so.
+    Args:
+        tf32: whether torch allows TF32 for FP32 products of this kind. None assumes torch's defaults (no for matrix
+            products, yes for convolutions and recurrent networks), and the verdict says so.
 
     Unknown strides are assumed to be contiguous, and the verdict says so. No product raises an exception.
     """

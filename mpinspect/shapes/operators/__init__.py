@@ -91,18 +91,18 @@ def matmuls_of(
 ) -> tuple[Matmul, ...]:
     """Return the products that one call of an operator computes.
 
-        Args:
-            op: the operator's name, "aten::mm"; "aten.mm.default", in-place and ``out=`` forms are accepted too.
-            inputs: one entry for each positional argument of the operator's schema: the operand, a sequence of operands for a list
-                of tensors, None for an argument that is not a tensor.
-            scalars: one entry for each positional argument too: Python values, or the profiler's strings ("[1, 1]", "True", "");
-                entries of tensors are ignored.
-            output: the first result if known; else the result that torch would allocate is assumed.
+    Args:
+        op: the operator's name, "aten::mm"; "aten.mm.default", in-place and ``out=`` forms are accepted too.
+        inputs: one entry for each positional argument of the operator's schema: the operand, a sequence of operands for a list
+            of tensors, None for an argument that is not a tensor.
+        scalars: one entry for each positional argument too: Python values, or the profiler's strings ("[1, 1]", "True", "");
+            entries of tensors are ignored.
+        output: the first result if known; else the result that torch would allocate is assumed.
 
     Returns:
-            No record if the operator is not a product or its sizes are not known; several records for a convolution's backward and
-            for recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Otherwise ``module``
-            and ``parameter`` are "", and ``role`` is "forward" unless the operator is a backward.
+        No record if the operator is not a product or its sizes are not known; several records for a convolution's backward and
+        for recurrent layers, whose ``parameter`` is the weight's name within its layer ("weight_ih_l0"). Otherwise ``module``
+        and ``parameter`` are "", and ``role`` is "forward" unless the operator is a backward.
     """
     name = product_name(op)
     bare = name.partition("::")[2]

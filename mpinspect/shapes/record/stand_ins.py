@@ -33,16 +33,16 @@ class LazyModelError(ValueError):
 def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTensor) -> Iterator[dict[int, torch.Tensor]]:
     """Replace parameters and buffers within the block (tied ones once), and restore everything afterwards.
 
-        Args:
-            model: any module.
-            parameter: makes the stand-in's tensor from a detached parameter.
-            buffer: makes the stand-in's tensor from a detached buffer.
+    Args:
+        model: any module.
+        parameter: makes the stand-in's tensor from a detached parameter.
+        buffer: makes the stand-in's tensor from a detached buffer.
 
     Yields:
-            The stand-ins, by the id of the tensor that each replaces.
+        The stand-ins, by the id of the tensor that each replaces.
 
-        Raises:
-            LazyModelError: the model has a lazy module that has not run yet.
+    Raises:
+        LazyModelError: the model has a lazy module that has not run yet.
     """
     modules = list(model.modules())
     owned = [tensor for module in modules for tensor in _tensors(module)]
