@@ -85,7 +85,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
             "Compute the loss in FP32: cast what the model returns before anything of the loss, a softmax of the target too."
             if overflowed or cancels
             else "",
-            "logits, target_logits = model(x).float(), target_logits.float()\nloss = loss_fn(logits, target_logits)"
+            "output, target = model(x).float(), target.float()\nloss = loss_fn(output, target)"
             if overflowed or cancels
             else "",
             step=found.step,

@@ -167,7 +167,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
         f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
         "finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Mend what makes them; a step that has one is skipped, as a GradScaler does, and never taken on made-up numbers.",
+        "Mend what makes them, and until then skip a step that has one, as a GradScaler does.",
         "if all(torch.isfinite(p.grad).all() for p in parameters):\n    optimizer.step()",
         step=first.step,
     )
