@@ -2,8 +2,7 @@
 
 torch iterates over its table of hooks while running them, so adding or removing a hook during another thread's step
 would make that step raise an error. Ours are added with the first listener and removed with the last, unless a step is
-in
-progress in some thread at that moment: then they stay, without effect, until the last listener is next removed.
+in progress in some thread at that moment: then they stay, without effect, until the last listener is next removed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The model's optimizers, and the updates that their steps make to its weights, including those that rounding would lose.
 
-An update dw is lost if w + dw rounds back to w in the format that stores the weights. Each element is tested by the rounding
-rule itself, not by a fixed ratio of update to weight: whether an update survives depends on the weight's distance to its
-neighbours (for a weight of 1: BF16 1 - 2^-9, BF16 1 + 2^-8, FP16 1 + 2^-11, FP16 1 - 2^-12 are all lost, the first and the last
-because the gap below a power of two is half the gap above).
+An update dw is lost if w + dw rounds back to w in the format that stores the weights. Each element is tested by the
+rounding rule itself, not by a fixed ratio of update to weight: whether an update survives depends on the weight's
+distance to its neighbours (for a weight of 1: BF16 1 - 2^-9, BF16 1 + 2^-8, FP16 1 + 2^-11, FP16 1 - 2^-12 are all
+lost, the first and the last because the gap below a power of two is half the gap above).
 """
 
 from __future__ import annotations
