@@ -96,7 +96,8 @@ def _new_main() -> ModuleType:
 
 
 def _lead_the_path(directory: str, *, always: bool = False) -> None:
-    """Replace our command's entry at the front of sys.path by a directory; in Python's safe mode only if ``always``."""
+    """Put a directory at the front of sys.path in place of our command's entry; in Python's safe mode, which has no such entry,
+    only if ``always``."""
     safe = getattr(sys.flags, "safe_path", bool(sys.flags.isolated))
     if not safe and sys.path:
         del sys.path[0]

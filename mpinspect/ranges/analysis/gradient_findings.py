@@ -37,7 +37,7 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
             _already_flushed({layer.key: layer for layer in gradients}, decision),
             _overflow(session, gradients, decision),
             _window_empty(decision),
-            _drift(advice),
+            _drift(session, advice),
         ]
     if not advised.diverged:
         found.append(_noise(gradients))
@@ -252,17 +252,18 @@ def _diverged(advice: LossScaleAdvice) -> Finding:
     )
 
 
-def _drift(advice: LossScaleAdvice) -> Finding | None:
+def _drift(session: Session, advice: LossScaleAdvice) -> Finding | None:
     blocks, powers_moved = advice.blocks, moved(advice.blocks)
     if powers_moved <= HEADROOM:
         return None
     known = [(block, block.log2_highest) for block in blocks if block.log2_highest is not None]
     (low, lowest), (high, highest) = min(known, key=lambda b: b[1]), max(known, key=lambda b: b[1])
+    finite = ", by what was finite" if session.events else ""
     return Finding(
         "scale-window-moves",
         "info",
         "",
-        f"The largest safe loss scale moves by {powers_moved} powers of two: {power(lowest)} in steps {low.first_step}-"
+        f"The largest safe loss scale moves by {powers_moved} powers of two{finite}: {power(lowest)} in steps {low.first_step}-"
         f"{low.last_step}, {power(highest)} in steps {high.first_step}-{high.last_step}.",
         {"powers_of_two": powers_moved, "static_scale": advice.static_scale},
         "A dynamic loss scale follows it; a static one must fit the steps with the largest gradients.",

@@ -81,11 +81,13 @@ class ScaleNeeds(NamedTuple):
 class ScaleWindow:
     """The window of safe loss scales 2^k, as exponents k.
 
+    A scale serves a layer if at most a tolerated share of its gradient's L1 mass is flushed to zero (serving.py).
+
     Args:
         log2_lowest: least k that serves the counted values of every layer, over the run and in each of its blocks; may
             be negative.
         log2_certain: least k that serves every layer whatever was flushed before counting; at least ``log2_lowest``.
-        log2_ample: least k at which every layer loses at most NEGLIGIBLE_L1_SHARE.
+        log2_ample: least k at which every layer loses at most NEGLIGIBLE_L1_SHARE of its L1 mass.
         log2_highest: largest k without overflow.
     """
 

@@ -117,11 +117,19 @@ def _window(decision: Decision) -> str:
         return _no_scale(decision)
     if decision.needed is None:
         return f"2^{window.log2_highest} is the largest without overflow."
-    span = f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every layer without overflow"
+    span = (
+        f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every layer without overflow"
+        f"{_where_finite(decision)}"
+    )
     if decision.needed is False:
         return f"{span}."
     spare = window.log2_highest - chosen
     return f"{span}; {power(chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
+
+
+def _where_finite(decision: Decision) -> str:
+    """Return the words for a run that overflowed itself: its counts are those of its other steps."""
+    return " in the steps that did not" if decision.ceiling.log2_overflowed is not None else ""
 
 
 def _no_scale(decision: Decision) -> str:
@@ -174,6 +182,8 @@ def _confidence(decision: Decision) -> str:
     if not steps:
         return "How likely an overflow is can't be told without the peaks of single steps."
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
+    if decision.ceiling.log2_overflowed is not None:
+        counted += ", those that overflowed left out"
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"

@@ -186,7 +186,8 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
-        yield Line("The window over time: " + "; ".join(_block(group[0], group[-1]) for group in groups))
+        finite = ", by what was finite" if report.events else ""
+        yield Line(f"The window over time{finite}: " + "; ".join(_block(group[0], group[-1]) for group in groups))
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:

@@ -162,7 +162,7 @@ export function render(root, data) {
     kind: kinds.some((/** @type {any} */ kind) => kind.name === wanted("kind")) ? wanted("kind") : kinds[0]?.name,
     format: data.formats.find((/** @type {Format} */ format) => format.name === wanted("format"))
       ?? data.formats.find((/** @type {Format} */ format) => format.name === data.format) ?? data.formats[0],
-    scale: clamp(Number(wanted("scale") ?? 0) || 0, SCALES[0], SCALES[1]),
+    scale: clamp(Number(wanted("scale") ?? data.own) || 0, SCALES[0], SCALES[1]),
     block: clamp(Number(wanted("block") ?? -1), -1, data.blocks.length - 1),
     search: "",
     sort: "model",
@@ -186,7 +186,7 @@ export function render(root, data) {
     ...(data.blocks.length > 1 ? [label("Steps", block, blockWords)] : []), label("Search", search));
   const said = element("p", { className: "said", role: "status", "aria-live": "polite" });
   const axis = element("canvas", { "aria-hidden": "true" });
-  const headings = [["model", "layer"], ["", "map"], ["flushed", "flushed"], ["subnormal", "subnormal"], ["overflow", "overflow"], ["largest", "largest"]];
+  const headings = [["model", "layer"], ["", "map"], ["flushed", "flushed"], ["subnormal", "subnormal"], ["overflow", "overflow"], ["broken", "inf, NaN"], ["largest", "largest"]];
   const heads = headings.map(([name, words]) => {
     if (!name) return element("th", { scope: "col", className: "map" }, axis);
     const button = element("button", { type: "button" }, words);
@@ -221,7 +221,8 @@ export function render(root, data) {
     if (!found) return -1;
     if (state.sort === "flushed") return share(found.flushed, found.all);
     if (state.sort === "subnormal") return share(found.subnormal, found.all);
-    if (state.sort === "overflow") return share(found.high, found.all) + found.h.infs + found.h.nans;
+    if (state.sort === "overflow") return share(found.high, found.all);
+    if (state.sort === "broken") return found.h.infs + found.h.nans;
     return found.all ? found.h.min + found.h.counts.length + 400 : 0;
   }
   /** One entry a row: a layer, or a group of repeated ones with the member that is worst. */
@@ -265,10 +266,11 @@ export function render(root, data) {
   /** Exponents at the left and the right end of the map. */
   function span() {
     const seen = layers.filter((/** @type {any} */ layer) => layer.kind === state.kind && nonzero(layer.whole)).map((/** @type {any} */ layer) => layer.whole);
-    const [k, f] = [log2Scale(), state.format];
+    const f = state.format;
     const ends = seen.flatMap((/** @type {Histogram} */ h) => [h.min, h.min + h.counts.length]);
-    const wide = f.top - f.low < 64;
-    return [Math.min(...ends, wide ? f.low - 4 - k : 0) - 1, Math.max(...ends, wide ? f.top + 2 - k : 0) + 1];
+    // The same at every scale, so that only the limits move.
+    const isNarrowFormat = f.top - f.low < 64;
+    return [Math.min(...ends, isNarrowFormat ? f.low - 4 : 0) - 1, Math.max(...ends, isNarrowFormat ? f.top + 2 : 0) + 1];
   }
   let ends = span();
   let width = WIDE;
@@ -384,8 +386,8 @@ export function render(root, data) {
     } else {
       head.textContent = shortened(name);
     }
-    const words = found ? cellWords(layer, found) : ["-", "-", "-", "-"];
-    const tones = found ? [tone(found.flushed, found.all, 0.01), "", found.high || found.h.infs || found.h.nans ? "error" : "", ""] : [];
+    const words = found ? cellWords(layer, found) : ["-", "-", "-", "-", "-"];
+    const tones = found ? [tone(found.flushed, found.all, 0.01), "", found.high ? "error" : "", found.h.infs || found.h.nans ? "error" : "", ""] : [];
     const made = element("tr", { "aria-rowindex": index + 1, className: row.layer.name === state.layer ? "chosen" : "" },
       head, element("td", { className: "map" }, canvas),
       ...words.map((text, column) => element("td", { className: tones[column] ?? "" }, text)));
@@ -405,9 +407,9 @@ export function render(root, data) {
     // Zeros of what had passed through a narrow format may have been values: then the share is one of the visible ones.
     const isPartial = layer.floor !== null && h.zeros > 0;
     const over = found.low === found.high ? percent(share(found.high, all)) : `${percent(share(found.low, all))}..${percent(share(found.high, all))}`;
-    const broken = [h.infs && "inf", h.nans && "NaN"].filter(Boolean).join(", ");
+    const broken = [h.infs && "inf", h.nans && "NaN"].filter(Boolean).join(", ") || "none";
     return [`${isPartial ? "~" : ""}${percent(share(found.flushed, all))}`, percent(share(found.subnormal, all)),
-      broken ? `${over}, ${broken}` : over, all ? `2^${h.min + h.counts.length - 1}` : "-"];
+      over, broken, all ? `2^${h.min + h.counts.length - 1}` : "-"];
   }
   function drawDetail() {
     const layer = layers.find((/** @type {any} */ each) => each.kind === state.kind && each.name === state.layer);
@@ -478,7 +480,8 @@ export function render(root, data) {
     const own = layers.filter((/** @type {any} */ layer) => layer.kind === state.kind);
     const losing = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && share(found.flushed, found.all) > 0.01; }).length;
     const over = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.high > 0; }).length;
-    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} tensors ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}.`;
+    const broken = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.h.infs + found.h.nans > 0; }).length;
+    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} tensors ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
     drawAxis(colours());
     drawRows();
     drawDetail();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ def data(report: RangeReport) -> dict[str, Any]:
         "model": printable(report.session.info.model),
         "format": report.format,
         "recommended": log2_recommended(report.loss_scale),
+        "own": _own_scale(report),
         "formats": [_format(format) for format in FORMATS.values()],
         "kinds": [
             {"name": kind.name, "title": kind.title, "is_scaled": kind.is_scaled}
@@ -75,6 +77,12 @@ def data(report: RangeReport) -> dict[str, Any]:
             for layer in layers
         ],
     }
+
+
+def _own_scale(report: RangeReport) -> int:
+    """Return the run's last known loss scale as a power of two, rounded down; 0 if it had none."""
+    scales = [change.scale for change in report.session.progress.scales if change.scale and math.isfinite(change.scale)]
+    return math.frexp(scales[-1])[1] - 1 if scales else 0
 
 
 def _shown(report: RangeReport) -> list[LayerReport]:

@@ -33,7 +33,7 @@ _INTEGER_TYPES = ("<i1", "<i2", "<i4", "<i8")
 
 
 class Context(NamedTuple):
-    """Fields that many tensors of a window share: dtypes, the format values passed through, and the floor exponent."""
+    """Fields that many tensors of a window share: as in TensorWindow."""
 
     dtypes: tuple[str, ...]
     passed_through: str

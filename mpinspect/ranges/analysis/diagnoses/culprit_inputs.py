@@ -108,10 +108,10 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
 
 
 def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
-    """A softmax over a row of which nothing is left.
+    """A softmax or an attention in which a mask hides every element of a row.
 
-    False alarms: A softmax whose graph shows no mask just before it is left out, so that scores that were -inf for another
-    reason are not told.
+    False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that were -inf for
+    another reason are not.
     """
     for found in case.measured("examined-mask"):
         module = _where(case, found)

@@ -79,7 +79,7 @@ class StepNumbers:
         return self.is_open and (given is None or self.given is None or given == self.given)
 
     def went_back(self, given: int | None) -> bool:
-        """Return whether this number is smaller than the previous given one."""
+        """Return whether this step number is smaller than the one given for the latest step; False if either is None."""
         return given is not None and self.given is not None and given < self.given
 
     def stay(self, given: int | None) -> None:
