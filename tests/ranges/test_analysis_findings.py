@@ -18,6 +18,7 @@ from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
 from mpinspect.ranges.session import (
     Event,
     LostUpdates,
+    Measurement,
     Progress,
     ScaleChange,
     Session,
@@ -218,6 +219,16 @@ def test_an_event_whose_cause_a_diagnosis_tells_has_no_alarm_and_no_advice_of_it
     assert found(session, "scale-too-high").severity == "error"
     consequence = found(session, "non-finite-event")
     assert (consequence.severity, consequence.fix) == ("info", "")
+
+
+def test_a_loss_that_did_no_harm_explains_no_event():
+    """All targets of step 5 are ignored: NaN, with finite gradients. What breaks in step 9 is an alarm of its own."""
+    ignored = Measurement("examined-argument", step=5, figures={"elements": 4.0}, text="a mean that are all ignored")
+    broken = event(9, "forward", value="nan", loss_scale=None, forward_finite=False, skipped=None)
+    session = session_of({weight("w"): FINE}, progress=Progress(20, 20, 0, 20, True), events=(broken,))
+    report = analyse(replace(session, measurements=(ignored,)))
+    assert found(report, "argument-out-of-range").severity == "warning"
+    assert found(report, "non-finite-event").severity == "error"
 
 
 def test_a_scale_that_grew_beyond_its_dtype_is_told():

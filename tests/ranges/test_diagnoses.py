@@ -478,6 +478,22 @@ def targets_of(make):
     return loop
 
 
+def test_an_unscaled_loss_beside_a_scaled_one_needs_no_unscaling():
+    """Two heads of one model: the scaler serves the first, the second is trained in FP32 by an optimizer of its own."""
+    model, scaler = nn.ModuleList([mlp(), mlp()]), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    first, second = (torch.optim.SGD(head.parameters(), lr=0.1) for head in model)
+    with Inspector(model) as inspector:
+        for x, y in batches(12):
+            first.zero_grad()
+            second.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model[0](x), y)).backward()
+            nn.functional.cross_entropy(model[1](x), y).backward()
+            scaler.step(first)
+            scaler.update()
+            second.step()
+    assert not [finding for finding in inspector.report().findings if finding.id == "unscale-missing"]
+
+
 nan_targets = targets_of(nn.functional.mse_loss)
 nan_targets_by_hand = targets_of(lambda output, target: ((output - target) ** 2).mean())
 nan_targets_absolute = targets_of(nn.functional.l1_loss)

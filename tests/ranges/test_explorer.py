@@ -6,6 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from agreeing_reports import analyse
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.report.explorer import data, packed
-from mpinspect.ranges.session import Session
+from mpinspect.ranges.session import ScaleChange, Session
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
 
@@ -114,6 +115,13 @@ def test_what_a_page_holds_is_what_the_session_holds() -> None:
     assert json.loads(text) == json.loads(json.dumps(data(report)))
     members = [group["size"] for group in data(report)["groups"]]
     assert sum(members) == len(data(report)["tensors"])
+
+
+def test_a_page_opens_at_the_runs_own_scale() -> None:
+    session = sessions.word_model()
+    for scale, exponent in ((1024.0, 10), (1000.0, 9), (0.25, -2), (math.inf, 0), (None, 0)):
+        progress = replace(session.progress, scales=(ScaleChange(0, scale),))
+        assert data(analyse(replace(session, progress=progress)))["own"] == exponent
 
 
 def test_a_page_allows_its_own_script_and_no_other() -> None:

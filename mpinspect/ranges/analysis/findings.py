@@ -34,7 +34,7 @@ def findings(
     found = [
         *diagnosed,
         *(_as_consequence(finding, diagnosed) for finding in event_findings(session, totals, advised.advice)),
-        *(_told_already(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
+        *(_as_consequence(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
         *_forward_overflow(session, layers, format),
         *update_findings(infos, totals),
         *([] if advised.diverged else _reductions(totals, format)),
@@ -44,22 +44,19 @@ def findings(
 
 
 def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
-    """Return an event's finding, reduced to information without a fix if a diagnosis already explains its cause."""
-    causes = [
-        each.step
-        for each in diagnosed
-        if each.id in EXPLAIN_EVENTS and each.severity != "info" and each.step is not None
-    ]
-    if finding.step is None or not causes or min(causes) > finding.step:
-        return finding
-    return replace(finding, severity="info", fix="")
-
-
-def _told_already(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
-    """Return the finding; "scale-unknown" is reduced to information if a diagnosis already reports a missing scaler."""
-    if finding.id == "scale-unknown" and any(each.id == "scaler-missing-in-float16" for each in diagnosed):
+    """Return the finding, reduced to information without a fix if a diagnosis already explains its cause."""
+    if any(_explains(cause, finding) for cause in diagnosed):
         return replace(finding, severity="info", fix="")
     return finding
+
+
+def _explains(cause: Finding, finding: Finding) -> bool:
+    """Return whether a diagnosis is the cause of a finding; one that did no harm, a mere warning, explains no event."""
+    if finding.id == "scale-unknown":
+        return cause.id == "scaler-missing-in-float16"
+    if finding.id != "non-finite-event" or cause.id not in EXPLAIN_EVENTS or cause.severity != "error":
+        return False
+    return cause.step is not None and finding.step is not None and cause.step <= finding.step
 
 
 def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: FloatFormat) -> list[Finding]:

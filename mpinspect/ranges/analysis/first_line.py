@@ -41,8 +41,11 @@ def _scale(scale: float) -> str:
 
 def what_broke(report: RangeReport) -> Event | None:
     """Return the event that broke the run; None if no event did harm."""
-    told_by = EXPLAIN_EVENTS | {"non-finite-event"}
-    alarming = any(finding.id in told_by and finding.severity != "info" for finding in report.findings)
+    alarming = any(
+        (finding.id == "non-finite-event" and finding.severity != "info")
+        or (finding.id in EXPLAIN_EVENTS and finding.severity == "error")
+        for finding in report.findings
+    )
     # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
     return gravest(report.events) or (report.events[0] if alarming and report.events else None)
 

@@ -30,7 +30,6 @@ EXPLAIN_EVENTS = frozenset(
         "gradients-clipped-to-zero",
         "loss-in-16-bits",
         "mask-hides-whole-row",
-        "overflow-recurs",
         "scale-falls-for-forward",
         "scale-too-high",
         "weights-exploded",

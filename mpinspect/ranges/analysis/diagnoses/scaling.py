@@ -241,14 +241,10 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         return
     first = min(broken, key=lambda event: event.step)
     module = repr(first.module) if first.module else "the model"
-    fix, code = (
-        f"Mend the forward of {module}; then begin with a new scaler, since this one's scale fell for nothing.",
-        "",
-    )
+    mend, code = f"Mend the forward of {module}", ""
     if run_format(case.session) == FLOAT16:
-        fix = (
-            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it in FP32 or BF16; then "
-            "begin with a new scaler, since this one's scale fell for nothing."
+        mend = (
+            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it in FP32 or BF16"
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
     yield Finding(
@@ -258,7 +254,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
         f"loss scale is not the cause, and every such step takes half of it away.",
         {"steps": len(steps), "first_step": steps[0]},
-        fix,
+        f"{mend}; then begin with a new scaler, since this one's scale fell for nothing.",
         code,
         step=steps[0],
     )

@@ -120,8 +120,10 @@ class HandedOver(Observer):
         #: Parameters that an optimizer steps in this step.
         self._stepping: set[str] = set()
         self._stepped = False
-        #: Whether a scaler multiplied the losses of this step, and the parameters stepped before it divided their gradients.
+        #: Whether a scaler multiplied losses in this step, the parameters whose gradients came from a scaled backward, and those
+        #: of them that were stepped before a scaler divided their gradients.
         self._is_scaled = False
+        self._scaled: set[str] = set()
         self._still_scaled: set[str] = set()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -137,6 +139,7 @@ class HandedOver(Observer):
         self._left.clear()
         self._arrived.clear()
         self._stepping.clear()
+        self._scaled.clear()
         self._still_scaled.clear()
         self._is_scaled = False
 
@@ -151,11 +154,14 @@ class HandedOver(Observer):
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Record that a gradient has arrived."""
-        self._arrived.add(gradient.watched.name)
+        self.waited([gradient], backward)
 
     def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Record that gradients have arrived."""
-        self._arrived.update(each.watched.name for each in gradients)
+        """Record that gradients have arrived, and whether their backward's loss was scaled."""
+        names = [each.watched.name for each in gradients]
+        self._arrived.update(names)
+        if backward.scale.value != 1.0:
+            self._scaled.update(names)
 
     def backward_ends(self) -> None:
         """Record the gradients after a backward, and drop earlier records: a closure may run a backward within the step."""
@@ -182,7 +188,7 @@ class HandedOver(Observer):
         # A fused optimizer receives the scale and divides by it within its step.
         if self._is_scaled and getattr(optimizer, "grad_scale", None) is None:
             unscaled = self._moments.get("unscaled")
-            self._still_scaled |= names.difference(unscaled.names if unscaled else ())
+            self._still_scaled |= (names & self._scaled).difference(unscaled.names if unscaled else ())
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
