@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.diagnoses import EXPLAIN_EVENTS, diagnose
+from mpinspect.ranges.analysis.diagnoses import diagnose, explains_events
 from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
@@ -51,10 +51,10 @@ def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
 
 
 def _explains(cause: Finding, finding: Finding) -> bool:
-    """Return whether a diagnosis is the cause of a finding; one that did no harm, a mere warning, explains no event."""
+    """Return whether a diagnosis is the cause of a finding."""
     if finding.id == "scale-unknown":
         return cause.id == "scaler-missing-in-float16"
-    if finding.id != "non-finite-event" or cause.id not in EXPLAIN_EVENTS or cause.severity != "error":
+    if finding.id != "non-finite-event" or not explains_events(cause):
         return False
     return cause.step is not None and finding.step is not None and cause.step <= finding.step
 

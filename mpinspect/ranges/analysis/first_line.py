@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpinspect.ranges.analysis.diagnoses import EXPLAIN_EVENTS
+from mpinspect.ranges.analysis.diagnoses import explains_events
 from mpinspect.ranges.session import END, Event
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def _scale(scale: float) -> str:
 def what_broke(report: RangeReport) -> Event | None:
     """Return the event that broke the run; None if no event did harm."""
     alarming = any(
-        (finding.id == "non-finite-event" and finding.severity != "info")
-        or (finding.id in EXPLAIN_EVENTS and finding.severity == "error")
+        explains_events(finding) or (finding.id == "non-finite-event" and finding.severity != "info")
         for finding in report.findings
     )
     # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.

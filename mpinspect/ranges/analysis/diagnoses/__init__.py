@@ -21,8 +21,8 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
 )
 
 
-#: Diagnoses that say why something was not finite: from their step on an event is a consequence, with no advice of its own.
-EXPLAIN_EVENTS = frozenset(
+#: Diagnoses that, as errors, say why a step was not finite. As warnings they did no harm.
+_CAUSES = frozenset(
     {
         "argument-out-of-range",
         "batch-not-finite",
@@ -36,6 +36,12 @@ EXPLAIN_EVENTS = frozenset(
         "zero-row-normalized",
     }
 )
+
+
+def explains_events(finding: Finding) -> bool:
+    """Return whether a finding says why steps were not finite, so that an event from its step on is a consequence."""
+    # Recurring overflows are warnings because a scaler skips these steps.
+    return finding.id == "overflow-recurs" or (finding.id in _CAUSES and finding.severity == "error")
 
 
 def diagnose(case: Case) -> Iterator[Finding]:
