@@ -1,4 +1,4 @@
-"""Two heads behind one backbone whose losses differ by ten orders of magnitude: no one loss scale serves both."""
+"""Two heads behind one input whose losses differ by ten orders of magnitude: no one loss scale serves both."""
 
 # Thread: no thread: a scale per branch is what users ask for in https://github.com/Lightning-AI/pytorch-lightning/issues/9799
 import torch
@@ -21,10 +21,13 @@ class TwoHeads(nn.Module):
 
 model = TwoHeads()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
 for step in range(30):
-    x = torch.randn(64, 16)
-    depth, logits = model(x)
-    loss = 1e4 * (depth - 300).square().sum() + 1e-9 * nn.functional.cross_entropy(logits, torch.randint(0, 4, (64,)))
+    x, labels = torch.randn(64, 16), torch.randint(0, 4, (64,))
+    with torch.autocast("cpu", torch.float16):
+        depth, logits = model(x)
+    loss = 0.1 * (depth.float() - 300).square().sum() + 1e-8 * nn.functional.cross_entropy(logits.float(), labels)
     optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()

@@ -62,7 +62,7 @@ def bare_power(scale: float | None) -> str:
 
 
 def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:
-    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "?" unknown.
+    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "0%..35%" bounded, "?" unknown.
 
     Args:
         interval: the share.
@@ -76,8 +76,11 @@ def share(interval: Interval | None, *, is_estimate: bool = False, near: float =
         return low
     if low == high:
         return f"~{low}" if is_estimate else low
-    is_near = interval.high - interval.low <= near
-    return f"~{percent(interval.estimate)}{'' if is_near else f' [{low}..{high}]'}"
+    estimate = percent(interval.estimate)
+    if interval.high - interval.low <= near:
+        return f"~{estimate}"
+    # An estimate that is the lower bound says no more than the bounds.
+    return f"{low}..{high}" if estimate == low else f"~{estimate} [{low}..{high}]"
 
 
 def duration(us: float) -> str:

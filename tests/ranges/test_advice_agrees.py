@@ -204,7 +204,7 @@ def test_what_the_floor_hides_is_not_known_and_how_to_know_it_is_said():
     report = analyse(session_of({activation("fc"): seen}))
     assert report.loss_scale.needed is None
     page = " ".join(render(report, ".txt", width=200).split())
-    assert "(if one is needed: not known); window ? .. 2^" in page
+    assert "(if one is needed); window ? .. 2^" in page
     assert "serves every layer" not in page
     assert "To know it, run at a loss scale of at least 2^" in page
 

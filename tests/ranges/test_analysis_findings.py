@@ -19,6 +19,7 @@ from mpinspect.ranges.session import (
     Event,
     LostUpdates,
     Measurement,
+    Precision,
     Progress,
     ScaleChange,
     Session,
@@ -122,8 +123,22 @@ def test_layers_at_odds_are_named_with_the_ways_out():
         "needs_small": "head",
         "log2_highest": 3,
     }
-    for way_out in ("FP32", "clip", "scale the layer by itself", "BF16"):
+    for way_out in ("FP32", "clip", "scale each branch by itself", "BF16"):
         assert way_out in finding.fix
+
+
+def test_layers_at_odds_are_no_alarm_where_the_run_has_the_range():
+    report = analyse(
+        session_of(
+            {activation("deep"): spread({-40: 1000}), activation("head"): spread({12: 1000})},
+            precision=Precision(weights={"float32": 10}, autocast=("",), outputs=("float32",)),
+        )
+    )
+    finding = found(report, "scale-window-empty")
+    assert finding.severity == "info"
+    assert finding.message.endswith("The run computes in FP32, which holds them without.")
+    assert finding.fix == ""
+    assert report.verdict.healthy is True
 
 
 def test_unknown_scale_is_said_and_nothing_is_claimed_of_the_gradients():

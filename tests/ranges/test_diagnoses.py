@@ -520,6 +520,44 @@ def test_an_overflow_of_the_model_is_not_blamed_on_the_targets():
     assert not [finding for finding in report.findings if finding.id == "batch-not-finite"]
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = mlp(), mlp()
+
+    def forward(self, x):
+        return self.large(x), self.small(x)
+
+
+def two_branches(broken):
+    """In FP16, with a scaler that comes down for one branch and takes the other one's gradients away."""
+    model = TwoHeads()
+    weight = 1e-9 if broken else 1.0
+
+    def loss_of(model, x, y, step):
+        large, small = model(x)
+        return large.float().mul(300).sub(9).square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def test_branches_that_no_scale_serves_get_one_remedy():
+    report = two_branches(True)
+    finding = report.findings[0]
+    assert finding.id == "scale-window-empty"
+    assert finding.message in str(report.verdict)
+    # Every layer of a branch, so that the remedy ends all conflicts and not the worst alone.
+    assert "Compute 'small.0', 'small.1', 'small.2' in FP32 (or 'large.0', 'large.1', 'large.2' instead)" in finding.fix
+    lowest, highest = report.loss_scale.lowest, report.loss_scale.highest
+    worst = report.loss_scale.conflicts[0]
+    assert (2.0**worst.log2_lowest, 2.0**worst.log2_highest) == (lowest, highest)
+    assert [other.id for other in report.findings if other.severity != "info" and (other.fix or other.code)] == [
+        "scale-window-empty"
+    ]
+
+
 CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("moments-cannot-decay", "", None, moments),
     ("weight-decay-lost", "", None, weight_decay),
@@ -532,6 +570,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("scaler-in-bfloat16", "", None, scaler_in_bfloat16),
     ("scaler-shared", "", 0, shared_scaler),
     ("overflow-recurs", "", 4, recurring),
+    ("scale-window-empty", "small", None, two_branches),
     ("scale-falls-for-forward", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
     ("unscale-missing", "", 0, stepped_scaled),

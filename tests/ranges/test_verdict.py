@@ -38,6 +38,23 @@ def scaler(**options) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", **options)
 
 
+def test_a_model_that_casts_a_part_itself_computes_in_both():
+    class Halved(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).bfloat16()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), Halved(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).float().square().mean().backward()
+            optimizer.step()
+    expected = "Computes in FP32 and BF16: FP32 weights, no autocast, SGD, no scaler."
+    assert inspector.report().verdict.precision == expected
+
+
 @pytest.mark.parametrize(
     ("told", "how"),
     [

@@ -15,7 +15,7 @@ from mpinspect.ranges.analysis.scale_words import in_steps
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import format_name, percent, power, scale_of, some, upper_first
+from mpinspect.reporting.words import format_name, percent, power, scale_of, some, steps_named, upper_first
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
@@ -32,11 +32,11 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
         found.append(_diverged(advice))
     if decision is not None:
         found += [
+            _window_empty(session, decision),
             _flushed(session, decision),
             _weights_fine(decision),
             _already_flushed({layer.key: layer for layer in gradients}, decision),
             _overflow(session, gradients, decision),
-            _window_empty(decision),
             _drift(session, advice),
         ]
     if not advised.diverged:
@@ -75,9 +75,9 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
 
 
 def _scale_fix(decision: Decision) -> str:
-    """Return how to apply the recommended loss scale, or the alternatives if no scale serves every layer."""
+    """Return how to apply the recommended loss scale; "" if no scale serves every layer, which is another finding's."""
     if decision.window.is_empty:
-        return _ways_out(decision)
+        return ""
     return (
         f"Multiply the loss by {scale_of(decision.log2_scale):.17g}, or begin with that in a dynamic scaler. The batch size is "
         "part of it: a mean over twice as many samples needs twice the scale."
@@ -173,13 +173,10 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         return None
     format = decision.rules.format
     worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
-    if decision.window.is_empty:
-        fix = _ways_out(decision)
-    else:
-        fix = (
-            f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (no floor of 1 must stand in its "
-            "way), or use BF16."
-        )
+    fix = (
+        f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (no floor of 1 must stand in its "
+        "way), or use BF16."
+    )
     return Finding(
         "gradients-overflow",
         "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
@@ -192,32 +189,41 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
             "layers": [layer.name for layer in over[:MOST_LAYERS_LISTED]],
             "layers_count": len(over),
         },
-        fix,
+        "" if decision.window.is_empty else fix,
     )
 
 
-def _window_empty(decision: Decision) -> Finding | None:
+def _window_empty(session: Session, decision: Decision) -> Finding | None:
     if not decision.window.is_empty:
         return None
     large, small, lowest, highest = _at_odds(decision)
     pair = f"{large!r} and {small!r}" if small else f"{large!r} alone"
+    spared = holds_without_scale(session, [loss.key for loss in (*decision.needing_more, *decision.overflowing_first)])
     return Finding(
         "scale-window-empty",
-        "warning",
+        "info" if spared else "warning",
         large,
-        f"No one loss scale serves {pair}: at least 2^{lowest} is needed, above 2^{highest} it overflows.",
+        f"In {format_name(decision.rules.format.name)} no one loss scale serves {pair}: at least 2^{lowest} is needed, above "
+        f"2^{highest} it overflows." + (f" {spared}" if spared else ""),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
-        _ways_out(decision),
+        "" if spared else _ways_out(decision),
     )
 
 
 def _ways_out(decision: Decision) -> str:
     """Return the alternatives to take if no loss scale serves every layer."""
-    large, small, *_ = _at_odds(decision)
+    large, small = (_modules(losses) for losses in (decision.needing_more, decision.overflowing_first))
+    instead = f" (or {small} instead)" if small and small != large else ""
     return (
-        f"Compute {large!r} in FP32{f' (or {small!r})' if small else ''}, clip the large gradients where they arise, scale the "
-        "layer by itself, or use BF16, which needs no scale."
+        f"Compute {large} in FP32{instead}, clip the large gradients where they arise, scale each branch by itself, or use "
+        "BF16, which needs no scale."
     )
+
+
+def _modules(losses: Sequence[Loss]) -> str:
+    """Return the modules of these gradients in words."""
+    names = (loss.key.name.rpartition(".")[0] if loss.key.kind == WEIGHT_GRADIENT else loss.key.name for loss in losses)
+    return some([name or "(the model itself)" for name in dict.fromkeys(names)])
 
 
 def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
@@ -263,8 +269,8 @@ def _drift(session: Session, advice: LossScaleAdvice) -> Finding | None:
         "scale-window-moves",
         "info",
         "",
-        f"The largest safe loss scale moves by {powers_moved} powers of two{finite}: {power(lowest)} in steps {low.first_step}-"
-        f"{low.last_step}, {power(highest)} in steps {high.first_step}-{high.last_step}.",
+        f"The largest safe loss scale moves by {powers_moved} powers of two{finite}: {power(lowest)} in "
+        f"{steps_named(low.first_step, low.last_step)}, {power(highest)} in {steps_named(high.first_step, high.last_step)}.",
         {"powers_of_two": powers_moved, "static_scale": advice.static_scale},
         "A dynamic loss scale follows it; a static one must fit the steps with the largest gradients.",
     )
@@ -281,5 +287,6 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
         f"The gradients of {some(names)} look like rounding noise, as those do that are zero in theory: no scale need serve "
         "them.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
-        "A bias before a normalisation or a softmax has no effect and can be left out.",
+        "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation or a softmax behind it cancels it) and "
+        "can be left out.",
     )

@@ -174,12 +174,13 @@ class LossScaleAdvice:
         conflicts: pairs of layers that no one scale serves.
         samples: number of sampled steps that do not overflow at ``recommended``.
         overflow_probability_bound: 95% upper bound of a step's overflow probability at ``recommended``; 3/n if none of
-            n did.
+            n did; None if some were not finite, since how large their gradients were is not known.
         static_scale: ``recommended``, for a scale that stays fixed.
         dynamic: settings for a dynamic scaler. It starts at ``recommended``, or, if no one scale serves the whole run,
             at the scale that suits the first block.
         blocks: the window in each block of steps, which shows drift over time.
         reason: the advice in words, one or more sentences.
+        all_finite: whether every gradient was finite; if not, all of this is by what was finite.
     """
 
     available: bool
@@ -198,6 +199,7 @@ class LossScaleAdvice:
     dynamic: DynamicSettings | None
     blocks: tuple[TimeBlock, ...]
     reason: str
+    all_finite: bool = True
 
     def __repr__(self) -> str:
         """Return the scale, its window and the headroom in one line."""

@@ -13,10 +13,13 @@ from mpinspect.numeric.formats import FLOAT16, FloatFormat
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, growth_interval
 from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_room, overflow_probability_bound
 from mpinspect.ranges.analysis.report import DynamicSettings, LossScaleAdvice, ScaleConflict, TimeBlock
-from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, ScaleWindow, scale_conflicts
+from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, ScaleWindow
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.session import TensorKey
 from mpinspect.reporting.words import scale_of
+
+#: Maximum number of conflicting pairs of layers reported.
+MAX_CONFLICTS = 5
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Loss:
         lost_l1_share, flushed_fraction: shares of the counted values lost at scale 1, 0..1.
         log2_lowest: least k that serves the counted values; above 0 if scale 1 does not serve them.
         log2_certain: least k that serves the gradient whatever was flushed before counting.
+        log2_highest: largest k at which none of the values counted over the run overflows.
         steps: first and last step of the block; None for the whole run.
     """
 
@@ -71,6 +75,7 @@ class Loss:
     flushed_fraction: float
     log2_lowest: int
     log2_certain: int
+    log2_highest: int
     steps: tuple[int, int] | None = None
 
     @property
@@ -92,6 +97,8 @@ class Decision:
         overflows, steps: the number of sampled steps that overflow at ``log2_scale``, and the number of sampled steps.
         conflicts: pairs of layers that no one scale serves.
         rules: the requirements on the scale.
+        all_finite: whether the run did not overflow and no infinity or NaN was counted: otherwise how large the gradients
+            of those steps were is unknown.
     """
 
     needed: bool | None
@@ -103,6 +110,7 @@ class Decision:
     steps: int
     conflicts: tuple[ScaleConflict, ...]
     rules: ScaleRules
+    all_finite: bool = True
 
     @property
     def worst(self) -> Loss:
@@ -113,6 +121,26 @@ class Decision:
     def doubtful(self) -> Loss:
         """The gradient that needs the largest scale on the assumption that every zero was flushed before counting."""
         return max(self.losses, key=lambda loss: loss.log2_certain)
+
+    @property
+    def likely(self) -> Loss:
+        """The gradient that most likely lost values before counting, by the shape of its counts."""
+        return max(self.losses, key=lambda loss: loss.gradient.seen.likely_hidden_l1_share())
+
+    @property
+    def likely_needed(self) -> bool:
+        """Whether the values that ``likely`` lost probably weigh too much to lose."""
+        return self.likely.gradient.seen.likely_hidden_l1_share() > self.rules.tolerance
+
+    @property
+    def needing_more(self) -> tuple[Loss, ...]:
+        """The gradients that need a larger scale than the largest without overflow."""
+        return tuple(loss for loss in self.losses if loss.log2_lowest > self.window.log2_highest)
+
+    @property
+    def overflowing_first(self) -> tuple[Loss, ...]:
+        """The gradients that overflow at the least scale that serves every layer."""
+        return tuple(loss for loss in self.losses if loss.log2_highest < self.window.log2_lowest)
 
     @property
     def suffering(self) -> tuple[Loss, ...]:
@@ -159,16 +187,18 @@ def decide(
     whole = window.serving(block.window for block in blocks if block.window)
     needed = _is_needed(whole)
     chosen = whole.choose(rules.headroom) if needed is not False else 0
+    losses = _losses(gradients, blocks, rules)
     return Decision(
         needed,
         chosen,
         whole,
         ceiling,
-        _losses(gradients, blocks, rules),
+        losses,
         sum(count for peak, count in peaks.items() if log2_room(peak, rules.format) < chosen),
         sum(peaks.values()),
-        scale_conflicts(gradients, rules.format, rules.tolerance) if whole.is_empty else (),
+        _conflicts(losses) if whole.is_empty else (),
         rules,
+        ceiling.log2_overflowed is None and not any(g.histogram.infs or g.histogram.nans for g in gradients),
     )
 
 
@@ -189,13 +219,16 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
         worst_layer=decision.worst.key.name,
         conflicts=decision.conflicts,
         samples=decision.steps - decision.overflows,
-        overflow_probability_bound=overflow_probability_bound(decision.overflows, decision.steps),
+        overflow_probability_bound=overflow_probability_bound(decision.overflows, decision.steps)
+        if decision.all_finite
+        else None,
         static_scale=scale_of(chosen),
         dynamic=DynamicSettings(
             scale_of(_at_first(decision, blocks)), growth_interval(times, decision.rules.growth_interval)
         ),
         blocks=times,
         reason=reason,
+        all_finite=decision.all_finite,
     )
 
 
@@ -236,7 +269,8 @@ def _losses(gradients: Sequence[GradientRange], blocks: Sequence[Block], rules: 
             known = losses.get(gradient.key)
             if known is None or not gradient.is_served:
                 continue
-            found = replace(_loss(gradient, rules), steps=(block.first_step, block.last_step))
+            steps = (block.first_step, block.last_step)
+            found = replace(_loss(gradient, rules), log2_highest=known.log2_highest, steps=steps)
             if found.log2_lowest > max(known.log2_lowest, 0):
                 losses[gradient.key] = found
 
@@ -249,13 +283,29 @@ def _losses(gradients: Sequence[GradientRange], blocks: Sequence[Block], rules: 
 
 def _loss(gradient: GradientRange, rules: ScaleRules) -> Loss:
     histogram, needs = gradient.histogram, gradient.needs(rules.format, rules.tolerance)
+    highest = histogram.max_log2_scale(rules.format)
+    assert highest is not None, "a gradient that is served has values"
     return Loss(
         gradient,
         histogram.lost_l1_share(rules.format).estimate,
         histogram.flushed_fraction(rules.format),
         needs.log2_lowest,
         needs.log2_certain,
+        highest,
     )
+
+
+def _conflicts(losses: Sequence[Loss]) -> tuple[ScaleConflict, ...]:
+    """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself."""
+    needs_large = sorted(losses, key=lambda loss: (loss.log2_lowest, loss.key.name), reverse=True)[:MAX_CONFLICTS]
+    needs_small = sorted(losses, key=lambda loss: (loss.log2_highest, loss.key.name))[:MAX_CONFLICTS]
+    pairs = [
+        ScaleConflict(large.key.name, large.log2_lowest, small.key.name, small.log2_highest)
+        for large in needs_large
+        for small in needs_small
+        if large.log2_lowest > small.log2_highest
+    ]
+    return tuple(sorted(pairs, key=lambda pair: pair.log2_highest - pair.log2_lowest)[:MAX_CONFLICTS])
 
 
 def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:

@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.noise import without_noise
-from mpinspect.ranges.analysis.report import ScaleConflict
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, LostMass, least_log2_scale
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, LostMass
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey
@@ -21,9 +20,6 @@ _Found = TypeVar("_Found")
 #: stretches of one training (the last 100 and the last 500 steps of a digits classifier) agreed within 2 powers of two; one
 #: more is added because a run's windows hold fewer steps than the run.
 HEADROOM = 3
-
-#: Maximum number of conflicting pairs of layers reported.
-MAX_CONFLICTS = 5
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,6 @@ class GradientRange:
     def is_served(self) -> bool:
         """Whether a scale has to serve this gradient: it has a finite non-zero value and is not rounding noise."""
         return bool(len(self.histogram.counts)) and not self.is_noise
-
-    def log2_lowest(self, format: FloatFormat, tolerance: float = LOST_L1_TOLERANCE) -> int | None:
-        """Return the least k that serves the counted values; None if there is no finite non-zero value."""
-        return least_log2_scale(self.histogram, format, tolerance)
 
     def needs(self, format: FloatFormat, tolerance: float) -> ScaleNeeds:
         """Return the least scales for this gradient, which must have a finite non-zero value."""
@@ -136,22 +128,6 @@ def scale_window(
         log2_highest = min(_known(gradient.histogram.max_log2_scale(format)) for gradient in served)
     lowest, certain, ample = (max(ks) for ks in zip(*(g.needs(format, tolerance) for g in served), strict=True))
     return ScaleWindow(lowest, certain, ample, log2_highest)
-
-
-def scale_conflicts(
-    gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float = LOST_L1_TOLERANCE
-) -> tuple[ScaleConflict, ...]:
-    """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself."""
-    served = [gradient for gradient in gradients if gradient.is_served]
-    needs_large = sorted(((_known(g.log2_lowest(format, tolerance)), g.key.name) for g in served), reverse=True)
-    needs_small = sorted((_known(g.histogram.max_log2_scale(format)), g.key.name) for g in served)
-    pairs = [
-        ScaleConflict(large, lowest, small, highest)
-        for lowest, large in needs_large[:MAX_CONFLICTS]
-        for highest, small in needs_small[:MAX_CONFLICTS]
-        if lowest > highest
-    ]
-    return tuple(sorted(pairs, key=lambda pair: pair.log2_highest - pair.log2_lowest)[:MAX_CONFLICTS])
 
 
 def gradient_ranges(

@@ -74,8 +74,11 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
             f"As the gradients arrive {name} flushes too much of them: whatever the loss is multiplied by, "
             f"2^{window.log2_lowest} times more is needed, and up to 2^{window.log2_highest} times more overflows nothing seen."
         )
+    hidden = (
+        "; what it flushed before they could be counted is not known" if any(g.seen.hidden for g in gradients) else ""
+    )
     return (
-        f"As the gradients arrive {name} holds what was seen of every layer; up to 2^{window.log2_highest} times more "
+        f"As the gradients arrive {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
         "overflows nothing seen."
     )
 
@@ -94,6 +97,11 @@ def _at_scale_1(decision: Decision) -> str:
         return (
             f"No loss scaling is needed: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer"
             + (f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else ".")
+        )
+    if decision.needed is None and decision.likely_needed:
+        return (
+            f"Whether a loss scale is needed is not known, but it is likely: {phrase(*decision.likely.key)} had been rounded "
+            "before counting, and the counts crowd just above the smallest value, so part of the zeros were values."
         )
     if decision.needed is None:
         doubtful = decision.doubtful.key
@@ -119,7 +127,7 @@ def _window(decision: Decision) -> str:
         return f"2^{window.log2_highest} is the largest without overflow."
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every layer without overflow"
-        f"{_where_finite(decision)}"
+        f"{_by_what_was_finite(decision)}"
     )
     if decision.needed is False:
         return f"{span}."
@@ -127,9 +135,9 @@ def _window(decision: Decision) -> str:
     return f"{span}; {power(chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
 
 
-def _where_finite(decision: Decision) -> str:
-    """Return the words for a run that overflowed itself: its counts are those of its other steps."""
-    return " in the steps that did not" if decision.ceiling.log2_overflowed is not None else ""
+def _by_what_was_finite(decision: Decision) -> str:
+    """Return the words for a run that was not finite throughout: how large those gradients were is not known."""
+    return "" if decision.all_finite else ", by what was finite"
 
 
 def _no_scale(decision: Decision) -> str:
@@ -138,12 +146,13 @@ def _no_scale(decision: Decision) -> str:
         pair = decision.conflicts[0]
         return (
             f"No one scale serves every layer: {pair.needs_large!r} needs at least 2^{pair.log2_lowest}, "
-            f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow."
+            f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow"
+            f"{_by_what_was_finite(decision)}."
         )
     needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
     return (
         f"No one scale serves the whole run: {needs.key.name!r} needs at least 2^{needs.log2_lowest}{in_steps(needs.steps)}, and "
-        f"{chosen} is the largest without overflow."
+        f"{chosen} is the largest without overflow{_by_what_was_finite(decision)}."
     )
 
 
@@ -151,7 +160,9 @@ def _overflowed(decision: Decision) -> str:
     """Return why the window's top is below the largest scale that the counts allow; "" if it is not."""
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
-        return f"The run itself overflowed at 2^{ceiling.log2_overflowed}."
+        return (
+            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known."
+        )
     if not ceiling.margin:
         return ""
     interval = decision.rules.growth_interval
@@ -169,7 +180,7 @@ def _hidden(decision: Decision) -> str:
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
-        sure = f"{power(window.log2_certain)} would serve every layer whatever that was. " if keeps else ""
+        sure = f"{power(window.log2_certain)} would be enough whatever that was. " if keeps else ""
         return f"{sure}To know it, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
     whatever = f"whatever they were, {power(window.log2_certain)} would keep them"
     return "Smaller gradients were flushed before they could be counted; " + (
@@ -182,8 +193,9 @@ def _confidence(decision: Decision) -> str:
     if not steps:
         return "How likely an overflow is can't be told without the peaks of single steps."
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
-    if decision.ceiling.log2_overflowed is not None:
-        counted += ", those that overflowed left out"
+    if not decision.all_finite:
+        # Of a step that was not finite only its finite values were counted, so that these steps prove nothing.
+        return f"By what was finite, {overflows or 'none'} of {counted} would overflow at 2^{chosen}."
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"

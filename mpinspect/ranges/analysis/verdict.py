@@ -28,7 +28,7 @@ def verdict(
     grave = [finding for finding in findings if finding.severity != _INFO]
     format = run_format(session)
     line = ledger_line(session.precision)
-    precision = f"{_runs_in(format)}{line}." if line else ""
+    precision = f"{_computes_in(session, format)}{line}." if line else ""
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
         if not session.progress.backwards or not seen:
@@ -41,8 +41,13 @@ def verdict(
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
 
 
-def _runs_in(format: FloatFormat | None) -> str:
-    return f"Computes in {format_name(format.name)}: " if format is not None else ""
+def _computes_in(session: Session, format: FloatFormat | None) -> str:
+    """Return "Computes in BF16: "; "Computes in FP32 and BF16: " if FP32 modules give some of their outputs in 16 bits."""
+    if format is None:
+        return ""
+    ledger = session.precision
+    casts_itself = not any(ledger.autocast) and FLOAT32.name in ledger.outputs and format != FLOAT32
+    return f"Computes in {'FP32 and ' if casts_itself else ''}{format_name(format.name)}: "
 
 
 def _nothing_seen(session: Session) -> str:

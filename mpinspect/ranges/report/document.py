@@ -54,7 +54,7 @@ EVENTS = Limit(5, 10)
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
-_LEGEND = "~ estimate, [bounds] where far apart; ? not known; {0..11}: the worst of them"
+_LEGEND = "~ estimate, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
 
 
 def title(report: RangeReport) -> str:

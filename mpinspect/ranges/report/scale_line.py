@@ -37,7 +37,7 @@ def scale_line(advice: LossScaleAdvice) -> str:
     if advice.needed is False:
         return f"Scale 1 will do; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
-    doubt = "" if advice.needed else " (if one is needed: not known)"
+    doubt = "" if advice.needed else " (if one is needed)"
     return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
 
 
@@ -51,7 +51,7 @@ def scale_in_brief(report: RangeReport) -> str:
 def scale_window(advice: LossScaleAdvice) -> str:
     """Return the window in words: "window 2^3 .. 2^16"; the lower end is "?" if the need for scaling is unknown."""
     lowest = UNKNOWN if advice.needed is None else bare_power(advice.lowest)
-    return f"window {lowest} .. {bare_power(advice.highest)}"
+    return f"window {lowest} .. {bare_power(advice.highest)}{'' if advice.all_finite else ' by what was finite'}"
 
 
 def _headroom(advice: LossScaleAdvice) -> str:

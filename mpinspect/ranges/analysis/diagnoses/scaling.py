@@ -9,6 +9,7 @@ from itertools import pairwise
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, power_of_two
@@ -39,6 +40,11 @@ def _opening(skips: Sequence[Event]) -> list[Event]:
     return [event for place, event in enumerate(skips) if event.step == place and event.skipped]
 
 
+def _serves_none(case: Case) -> bool:
+    """Whether no one loss scale serves every layer."""
+    return case.advised.decision is not None and case.advised.decision.window.is_empty
+
+
 def _powers(scale: float) -> float:
     return math.log2(scale) if scale > 0 else -math.inf
 
@@ -53,14 +59,15 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
-    # The last of them overflowed too; what came next did not.
-    after = next(
-        (change.scale for change in case.progress.scales if change.step > opening[-1].step and change.scale), None
-    )
+    # The last of them overflowed too; what came next did not. Scales are recorded in sampled steps only, events in all.
+    known = [(change.step, change.scale) for change in case.progress.scales]
+    known += [(event.step, event.loss_scale) for event in case.events]
+    after = min((each for each in known if each[0] > opening[-1].step and each[1]), default=(0, None))[1]
     settled = min(after or last / 2, last / 2)
     too_high = round(_powers(first) - _powers(settled))
     skipped, share = len(opening), len(opening) / steps
-    is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE
+    # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
+    is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE and not _serves_none(case)
     recommended = case.advised.advice.recommended
     needs_one = case.advised.advice.needed is True
     highest = case.advised.advice.highest or settled
@@ -126,15 +133,14 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     known = [change.scale for change in scales if change.scale]
     if run_format(case.session) != FLOAT16 or decision is None or not known or len(known) < len(scales):
         return
-    # A script that does not scale at all is another finding's.
-    if not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
+    # A script that does not scale at all is another finding's, and so is one that no scale serves.
+    if _serves_none(case) or not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
         return
     needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
     lowest, certainty = decision.window.log2_lowest, MEASURED
-    likely = max(decision.losses, key=lambda loss: loss.gradient.seen.likely_hidden_l1_share())
-    if lowest <= _powers(known[-1]) and likely.gradient.seen.likely_hidden_l1_share() > decision.rules.tolerance:
+    if lowest <= _powers(known[-1]) and decision.likely_needed:
         # What was flushed before it could be counted shows by what crowds just above.
-        needs, lowest, certainty = likely, likely.log2_certain, INFERRED
+        needs, lowest, certainty = decision.likely, decision.likely.log2_certain, INFERRED
     end = max(case.progress.steps, scales[-1].step + 1)
     ends = [change.step for change in scales[1:]] + [end]
     below = [
@@ -151,8 +157,14 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
         "scale-too-low",
         "warning",
         needs.key.name,
-        f"The loss scale, {power_of_two(used)}, is {2**powers} times ({powers} powers of two) too small: FP16 flushes too much "
-        f"of the gradients of {needs.key.name!r}, which need at least {power_of_two(2.0**lowest)}.",
+        f"The loss scale, {power_of_two(used)}, is {'probably ' if certainty == INFERRED else ''}too small: FP16 flushes too "
+        f"much of {phrase(*needs.key)}, "
+        + (
+            "by the counts that crowd just above its smallest value; "
+            f"{power_of_two(2.0**lowest)} would keep enough whatever was flushed."
+            if certainty == INFERRED
+            else f"which need one {2**powers} times ({powers} powers of two) larger: at least {power_of_two(2.0**lowest)}."
+        ),
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
         f"Scale by {power_of_two(2.0**wanted)}, or begin with it in a dynamic scaler.",
         f"scaler = torch.amp.GradScaler(init_scale=2.0**{wanted})",
@@ -182,7 +194,7 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
         "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down.",
         {"powers_of_two": fell, "own_overflows": own},
         "Give each network (each loss with an optimizer of its own) a scaler of its own.",
-        "scaler_g, scaler_d = torch.amp.GradScaler(), torch.amp.GradScaler()",
+        "scaler = torch.amp.GradScaler()  # one that scales this network's loss alone",
         INFERRED,
         first,
     )
