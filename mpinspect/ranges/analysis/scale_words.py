@@ -167,8 +167,8 @@ def _overflowed(decision: Decision) -> str:
         return ""
     interval = decision.rules.growth_interval
     return (
-        f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two to the largest gradient seen, "
-        f"for the steps that were not: by the spread of the peaks fewer than one in {interval} would overflow (95% confidence)."
+        f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two above the largest gradient seen, "
+        f"for the steps not sampled: by the spread of the peaks fewer than one in {interval} would overflow (95% confidence)."
     )
 
 

@@ -32,7 +32,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "own statistics and goes on, evaluation uses these and gives zeros or NaN."
             + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
-            "Look at what makes the values so large, and begin the statistics anew"
+            "Look at what makes the values too large, infinite or NaN, and begin the statistics anew"
             + ("." if is_wide else "; keep normalisations and their statistics in FP32."),
             ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
             + f"model.get_submodule({quoted(module)}).reset_running_stats()",
