@@ -178,7 +178,7 @@ def test_a_page_has_one_scale_though_the_window_moves():
     assert advice.needed
     assert advice.static_scale == advice.recommended == advice.dynamic.init_scale
     page = render(report, ".txt", width=200)
-    assert "The same as the start of a dynamic one: torch.amp.GradScaler" in page
+    assert "A dynamic scaler may begin with it: torch.amp.GradScaler" in page
 
 
 def test_a_run_that_no_fixed_scale_serves_is_told_so_and_its_start_is_called_one():

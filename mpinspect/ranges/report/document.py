@@ -178,9 +178,9 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
     yield Line(advice.reason)
     if advice.dynamic is not None and advice.recommended is not None and advice.needed is not False:
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
-        role = "The same" if start == advice.static_scale else "Where no fixed scale will do, the first steps' scale"
+        which = "it" if start == advice.static_scale else "the scale of the first steps"
         scaler = f"torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})"
-        yield Line(f"{role} as the start of a dynamic one: {scaler}")
+        yield Line(f"A dynamic scaler may begin with {which}: {scaler}")
     for pair in advice.conflicts[1:]:
         needs, limit = pair.needs_large, pair.needs_small
         yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
