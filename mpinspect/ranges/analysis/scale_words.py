@@ -142,8 +142,8 @@ def _by_what_was_finite(decision: Decision) -> str:
 
 def _no_scale(decision: Decision) -> str:
     chosen = power(decision.log2_scale)
-    if decision.conflicts:
-        pair = decision.conflicts[0]
+    pair = decision.conflicts[0] if decision.conflicts else None
+    if pair is not None and pair.needs_large != pair.needs_small:
         return (
             f"No one scale serves every layer: {pair.needs_large!r} needs at least 2^{pair.log2_lowest}, "
             f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow"
