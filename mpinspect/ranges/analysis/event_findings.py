@@ -20,8 +20,17 @@ FEWEST_SKIPS = 3
 _ID = "non-finite-event"
 
 
-def event_findings(session: Session, totals: dict[TensorKey, TensorWindow], advice: LossScaleAdvice) -> list[Finding]:
-    """Return at most one finding each on the forward and the backward, or one from the counts alone if there are no events."""
+def event_findings(
+    session: Session,
+    totals: dict[TensorKey, TensorWindow],
+    advice: LossScaleAdvice,
+    *,
+    is_explained: bool = False,
+) -> list[Finding]:
+    """Return at most one finding each on the forward and the backward, or one from the counts alone if there are no events.
+
+    ``is_explained``: whether a diagnosis names the cause, so that none is guessed here.
+    """
     left = [event for event in session.events if event.phase == END]
     harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
     forward = [
@@ -35,7 +44,7 @@ def event_findings(session: Session, totals: dict[TensorKey, TensorWindow], advi
         findings.append(_harmless(harmless))
     stepped = next((event.step for event in backward if event.skipped is False), None)
     if backward:
-        findings.append(_backward(backward, session, advice))
+        findings.append(_backward(backward, session, advice, is_explained))
     if forward and (stepped is None or forward[0].step <= stepped):
         in_half = any(window.passed_through == "float16" for window in totals.values())
         # The earlier event is the cause, or nearer to the cause.
@@ -88,16 +97,20 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
     return _finding(
         first,
         "error",
-        f"The forward was not finite in {_steps(len(steps))}: first in step {first.step}, where {_what(first)}"
+        f"The forward was not finite in {_first(len(steps), first.step)}, where {_what(first)}"
         f"{_known_cause(first)}.{useless}",
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
         f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
-        + ("; where its values grow beyond 65504, compute it in FP32 or BF16" if in_half else "")
+        + (
+            "; where its values grow beyond 65504, compute it, and what takes its result, in FP32 or BF16"
+            if in_half
+            else ""
+        )
         + ". No loss scale repairs a forward.",
     )
 
 
-def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice) -> Finding:
+def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice, is_explained: bool) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
     steps = sorted({event.step for event in events})
     stepped = [event for event in events if event.skipped is False]
@@ -105,14 +118,14 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     skipped = max(len({event.step for event in events if event.skipped}), session.progress.skipped_steps)
     count = max(len(steps), skipped)
     evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
-    begin = f"The backward was not finite in {_steps(count)}: first in step {first.step}, where {_what(first)}"
-    begin += _scale_too_high(first) + _never_updated(session)
+    begin = f"The backward was not finite in {_first(count, first.step)}, where {_what(first)}"
+    begin += ("" if is_explained else _scale_too_high(first)) + _never_updated(session)
     if stepped and _survived(stepped[0], session):
         return _finding(
             first,
             "warning",
             f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: what was not finite "
-            "reached no weight, being masked (by a ReLU, say) or replaced on its way.",
+            "reached no weight" + ("." if is_explained else ", being masked (by a ReLU, say) or replaced on its way."),
             evidence,
             _remedy(first, advice),
         )
@@ -187,7 +200,7 @@ def _never_updated(session: Session) -> str:
     """Return a clause saying that no update was ever applied; "" if one was, or if this is unknown."""
     if session.progress.weights_moved is not False or not session.progress.backwards:
         return ""
-    return f"; of {session.progress.backwards} backwards no update was ever applied"
+    return f"; none of {session.progress.backwards} backwards led to an update"
 
 
 def _take(advice: LossScaleAdvice) -> str:
@@ -293,8 +306,8 @@ def _evidence(event: Event) -> dict[str, object]:
     }
 
 
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
+def _first(count: int, step: int) -> str:
+    return f"step {step}" if count == 1 else f"{count} steps: first in step {step}"
 
 
 def _times(count: int) -> str:

@@ -31,13 +31,15 @@ def findings(
 ) -> tuple[Finding, ...]:
     """Return all findings: errors first, then warnings, then information; within one severity, in the order of the checks."""
     diagnosed = list(diagnose(Case(session, layers, totals, infos, advised, format)))
+    is_explained = any(map(explains_events, diagnosed))
+    events = event_findings(session, totals, advised.advice, is_explained=is_explained)
     found = [
         *diagnosed,
-        *(_as_consequence(finding, diagnosed) for finding in event_findings(session, totals, advised.advice)),
+        *(_as_consequence(finding, diagnosed) for finding in events),
         *(_as_consequence(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
         *_forward_overflow(session, layers, format),
         *update_findings(infos, totals),
-        *([] if advised.diverged else _reductions(totals, format)),
+        *([] if advised.diverged else _reductions(session, totals, format)),
         *_never_fired(coverage),
     ]
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
@@ -84,9 +86,9 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
     ]
 
 
-def _reductions(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> list[Finding]:
+def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> list[Finding]:
     over = [report for report in reduction_reports(totals, format) if report.overflows]
-    if not over:
+    if not over or holds_without_scale(session, [report.key for report in over]):
         return []
     largest = max(over, key=lambda report: report.sum_squares.estimate)
     return [
@@ -94,7 +96,7 @@ def _reductions(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> l
             "reductions-overflow",
             "info",
             largest.key.name,
-            f"Sums over a whole tensor would overflow {format_name(format.name)} in {len(over)} tensors: the sum of squares "
+            f"Sums over a whole tensor would overflow {format_name(format.name)} in {_tensors(len(over))}: the sum of squares "
             f"of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}.",
             {
                 "sum_abs": largest.sum_abs.estimate,
@@ -110,18 +112,24 @@ def _reductions(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> l
     ]
 
 
+def _tensors(count: int) -> str:
+    return f"{count} tensor{'' if count == 1 else 's'}"
+
+
 def _never_fired(coverage: Coverage) -> list[Finding]:
-    if not coverage.never_fired:
+    # What is frozen was left out on purpose; the coverage lists it all the same.
+    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith("frozen")]
+    if not unexpected:
         return []
-    names = [name or "(the model itself)" for name, _, _ in coverage.never_fired]
+    names = [name or "(the model itself)" for name, _, _ in unexpected]
     return [
         Finding(
             "never-fired",
             "info",
-            coverage.never_fired[0][0],
-            f"{len(names)} of {coverage.watched} watched tensors were never seen: {some(names)}.",
+            unexpected[0][0],
+            f"Nothing was counted of {len(names)} of {coverage.watched} watched tensors: {some(names)}. The coverage says why.",
             {
-                "never_fired": [list(entry) for entry in coverage.never_fired[:MOST_LAYERS_LISTED]],
+                "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
                 "count": len(names),
             },
         )
@@ -132,7 +140,7 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
 #: and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
 LOST_UPDATES_TOLERANCE = 0.1
 
-_MASTERS = "Keep FP32 master weights: let the optimizer step in FP32 and copy the rounded weights back."
+_MASTERS = "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
 
 
 def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
@@ -145,9 +153,8 @@ def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, 
     findings = []
     for storage, updates_by_name in by_format.items():
         stored = {name: lost for name, lost in updates_by_name.items() if _stored_in(storage, name, lost, infos)}
-        suffering = {name: lost for name, lost in stored.items() if lost.fraction > LOST_UPDATES_TOLERANCE}
-        if suffering:
-            findings.append(_finding("warning", storage, suffering))
+        if any(lost.fraction > LOST_UPDATES_TOLERANCE for lost in stored.values()):
+            findings.append(_finding("warning", storage, stored))
         elif any(lost.lost for lost in updates_by_name.values()):
             findings.append(_finding("info", storage, updates_by_name, hypothetical=not stored))
     return findings

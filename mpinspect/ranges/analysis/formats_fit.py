@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FloatFormat
+from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import FormatVerdict
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, flush_exponent
+from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import KINDS, UPDATE
 from mpinspect.ranges.session import TensorKey, TensorWindow
 
@@ -33,9 +34,23 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
             for key, window in totals.items()
             if key.kind == kind and key not in noise and len(window.histogram.counts)
         }
+        unknown = {window.passed_through for key, window in totals.items() if key.kind == kind and _hides(window)}
         if histograms and kind != UPDATE:
-            verdicts += [format_verdict(kind, histograms, format, scaling) for format, scaling in CANDIDATES]
+            verdicts += [
+                format_verdict(kind, histograms, format, scaling)
+                for format, scaling in CANDIDATES
+                if format.name not in unknown
+            ]
     return tuple(verdicts)
+
+
+def _hides(window: TensorWindow) -> bool:
+    """Return whether the format that a tensor passed through may have lost too much of it, unscaled, for the counts to tell."""
+    format, seen = FORMATS.get(window.passed_through), Visibility.of(window)
+    if format is None or seen.floor_exponent is None:
+        return False
+    overflowed_unscaled = window.histogram.infs and seen.floor_exponent >= flush_exponent(format)
+    return bool(overflowed_unscaled) or seen.lost_l1_share(format).high > LOST_L1_TOLERANCE
 
 
 def format_verdict(

@@ -37,7 +37,7 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
             _weights_fine(decision),
             _already_flushed({layer.key: layer for layer in gradients}, decision),
             _overflow(session, gradients, decision),
-            _drift(session, advice),
+            _drift(advice),
         ]
     if not advised.diverged:
         found.append(_noise(gradients))
@@ -49,10 +49,10 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
         return None
     worst, *more = decision.suffering
     needed = max(loss.log2_lowest for loss in decision.suffering)
-    spared = why_no_alarm(session, worst, needed)
+    spared = why_no_alarm(session, worst, needed, several=bool(more))
     limit = percent(decision.rules.tolerance)
     others = (
-        f" {len(more)} more {'layer loses' if len(more) == 1 else 'layers lose'} more than {limit}." if more else ""
+        f" {len(more)} more {'tensor loses' if len(more) == 1 else 'tensors lose'} more than {limit}." if more else ""
     )
     return Finding(
         "gradients-flushed",
@@ -84,10 +84,10 @@ def _scale_fix(decision: Decision) -> str:
     )
 
 
-def why_no_alarm(session: Session, worst: Loss, needed: int) -> str:
-    """Return why this run needs no warning about a layer that flushes at scale 1; "" if a warning is due."""
+def why_no_alarm(session: Session, worst: Loss, needed: int, *, several: bool = False) -> str:
+    """Return why this run needs no warning about a layer (or ``several``) that flushes at scale 1; "" if one is due."""
     if runs_at_least(session, needed):
-        return "The run's own loss scale serves it."
+        return f"The run's own loss scale serves {'them' if several else 'it'}."
     return holds_without_scale(session, [worst.key])
 
 
@@ -174,8 +174,8 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
     format = decision.rules.format
     worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
     fix = (
-        f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (no floor of 1 must stand in its "
-        "way), or use BF16."
+        f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (a scaler that keeps its "
+        "scale at 1 or above must not), or use BF16."
     )
     return Finding(
         "gradients-overflow",
@@ -258,18 +258,17 @@ def _diverged(advice: LossScaleAdvice) -> Finding:
     )
 
 
-def _drift(session: Session, advice: LossScaleAdvice) -> Finding | None:
+def _drift(advice: LossScaleAdvice) -> Finding | None:
     blocks, powers_moved = advice.blocks, moved(advice.blocks)
     if powers_moved <= HEADROOM:
         return None
     known = [(block, block.log2_highest) for block in blocks if block.log2_highest is not None]
     (low, lowest), (high, highest) = min(known, key=lambda b: b[1]), max(known, key=lambda b: b[1])
-    finite = ", by what was finite" if session.events else ""
     return Finding(
         "scale-window-moves",
         "info",
         "",
-        f"The largest safe loss scale moves by {powers_moved} powers of two{finite}: {power(lowest)} in "
+        f"The largest safe loss scale moves by {powers_moved} powers of two: {power(lowest)} in "
         f"{steps_named(low.first_step, low.last_step)}, {power(highest)} in {steps_named(high.first_step, high.last_step)}.",
         {"powers_of_two": powers_moved, "static_scale": advice.static_scale},
         "A dynamic loss scale follows it; a static one must fit the steps with the largest gradients.",
@@ -287,6 +286,6 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
         f"The gradients of {some(names)} look like rounding noise, as those do that are zero in theory: no scale need serve "
         "them.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
-        "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation or a softmax behind it cancels it) and "
-        "can be left out.",
+        "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation, a softmax or a difference behind it "
+        "cancels it) and can be left out.",
     )

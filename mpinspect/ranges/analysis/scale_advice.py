@@ -56,6 +56,12 @@ class Block:
     gradients: tuple[GradientRange, ...]
     window: ScaleWindow | None
 
+    @property
+    def shown(self) -> ScaleWindow | None:
+        """The window, unless infinities or NaNs were counted: what was finite beside them only mirrors the loss scale."""
+        is_finite = not any(gradient.histogram.infs or gradient.histogram.nans for gradient in self.gradients)
+        return self.window if is_finite else None
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -315,13 +321,13 @@ def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:
 
 def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
     """Return a dynamic scaler's initial scale: the recommended one, or the first block's if no scale serves the run."""
-    first = next((block.window for block in blocks if block.window), None)
+    first = next((block.shown for block in blocks if block.shown), None)
     if first is None or not decision.window.is_empty:
         return decision.log2_scale
     return first.choose(decision.rules.headroom)
 
 
 def _time_block(block: Block) -> TimeBlock:
-    if block.window is None:
+    if block.shown is None:
         return TimeBlock(block.first_step, block.last_step, None, None)
-    return TimeBlock(block.first_step, block.last_step, block.window.log2_lowest, block.window.log2_highest)
+    return TimeBlock(block.first_step, block.last_step, block.shown.log2_lowest, block.shown.log2_highest)

@@ -195,7 +195,7 @@ def _confidence(decision: Decision) -> str:
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
     if not decision.all_finite:
         # Of a step that was not finite only its finite values were counted, so that these steps prove nothing.
-        return f"By what was finite, {overflows or 'none'} of {counted} would overflow at 2^{chosen}."
+        return f"By what was finite in {counted}, {overflows or 'none'} of them would overflow at 2^{chosen}."
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"

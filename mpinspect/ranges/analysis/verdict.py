@@ -34,11 +34,20 @@ def verdict(
         if not session.progress.backwards or not seen:
             return Verdict(None, precision, (_nothing_seen(session),))
         return Verdict(True, precision, (_healthy(session), *_scale(session, format, advice, in_float16)))
-    worst, rest = grave[0], len(findings) - 1
+    worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
-    more = f"{rest} more {'finding' if rest == 1 else 'findings'} below." if rest else ""
+    more = _more([finding.severity for finding in findings if finding is not worst])
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
+
+
+def _more(severities: Sequence[str]) -> str:
+    """Return how many findings of each severity follow, the gravest first: "Also below: 1 error, 2 info."."""
+    counts = [(severities.count(severity), severity) for severity in reversed(SEVERITIES)]
+    words = [
+        f"{count} {severity}{'' if count == 1 or severity == _INFO else 's'}" for count, severity in counts if count
+    ]
+    return f"Also below: {', '.join(words)}." if words else ""
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:
@@ -84,13 +93,13 @@ def _scale(
     if not told.available:
         return
     if told.lowest is not None and told.highest is not None and told.lowest > told.highest:
-        fits = "FP16 would not fit: no one loss scale serves every layer"
+        fits = "the gradients would not fit FP16: no one loss scale serves every layer"
     elif told.needed:
-        fits = f"FP16 would need a loss scale: {power_of_two(told.recommended)} ({_window(told)})"
+        fits = f"the gradients would need a loss scale in FP16: {power_of_two(told.recommended)} ({_window(told)})"
     elif told.needed is None:
-        fits = f"whether FP16 would need a loss scale is not known (overflow above {bare_power(told.highest)})"
+        fits = f"whether they would need one in FP16 is not known (overflow above {bare_power(told.highest)})"
     else:
-        fits = f"FP16 would fit without a loss scale ({_window(told)})"
+        fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
     if format == BFLOAT16:
         finer = ", and round 8 times finer" if told.needed is not None and "not" not in fits else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."

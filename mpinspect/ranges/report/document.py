@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from mpinspect.numeric.exponents import Interval
-from mpinspect.numeric.formats import FORMATS
+from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.overhead import overhead_line
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
@@ -78,7 +79,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
             *section("Findings", Findings(report.findings)),
             *widget(report),
             *section("Infinite or NaN", *_events(report.events)),
-            *section("Loss scale", *_loss_scale(report), is_detail=is_healthy),
+            *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
             *section("Other formats", *lines(_formats(report.formats)), is_detail=is_healthy),
             *section(
@@ -132,9 +133,8 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
     yield Line(f"first: {_where(first)}", "error")
     yield Line("; ".join(_facts(first)))
     if first.last_maxima:
-        yield Line(
-            "largest magnitudes before, oldest first: " + ", ".join(f"{value:.3g}" for value in first.last_maxima)
-        )
+        maxima = ", ".join(f"{value:.3g}" for value in first.last_maxima)
+        yield Line(f"its largest magnitudes in the steps before, oldest first: {maxima}")
     if first.explanation:
         yield Line(first.explanation)
     yield Items(tuple(Item(_where(event)) for event in events[1:]), EVENTS)
@@ -146,7 +146,7 @@ def _facts(event: Event) -> Iterator[str]:
     else:
         yield f"loss scale {power_of_two(event.loss_scale) if event.loss_scale else 'unknown'}"
     if event.forward_finite is not None:
-        yield f"the forward was {'finite' if event.forward_finite else 'not finite'}"
+        yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
     if event.gradients_finite is not None:
         yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
     if event.skipped is not None:
@@ -161,6 +161,12 @@ def _where(event: Event) -> str:
 
 
 # -- the loss scale -------------------------------------------------------------------------------------------------
+
+
+def _scale_title(report: RangeReport) -> str:
+    """Return the title of the section on the loss scale, which a run in FP32 would need for a change to FP16 only."""
+    would_change = report.format == FLOAT16.name and run_format(report.session) == FLOAT32
+    return "Loss scale, for a change to FP16" if would_change else "Loss scale"
 
 
 def _loss_scale(report: RangeReport) -> Iterator[Line]:
@@ -179,21 +185,19 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
     if advice.dynamic is not None and advice.recommended is not None and advice.needed is not False:
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
         which = "it" if start == advice.static_scale else "the scale of the first steps"
-        scaler = f"torch.amp.GradScaler(init_scale={start:.17g}, growth_interval={interval})"
+        scaler = f"torch.amp.GradScaler(device_type, init_scale={start:.17g}, growth_interval={interval})"
         yield Line(f"A dynamic scaler may begin with {which}: {scaler}")
     for pair in advice.conflicts[1:]:
         needs, limit = pair.needs_large, pair.needs_small
         yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
-        finite = ", by what was finite" if report.events else ""
+        finite = "" if advice.all_finite else ", where all was finite"
         yield Line(f"The window over time{finite}: " + "; ".join(_block(group[0], group[-1]) for group in groups))
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
-    """Return whether the window moves by more than one power of two (less is noise) or any block has no window."""
-    if any(block.log2_lowest is None for block in blocks):
-        return True
+    """Return whether the window moves by more than one power of two; less is noise."""
     ends = [
         [end for block in blocks if (end := getattr(block, name)) is not None]
         for name in ("log2_lowest", "log2_highest")
@@ -265,11 +269,11 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         ),
     ]
     k = log2_recommended(report.loss_scale)
-    # At scale 1 this column would repeat the one before.
-    if kind in GRADIENT_KINDS and k != 0:
+    # At scale 1 this column would repeat the one before, and without a scale to suggest it would be empty.
+    if kind in GRADIENT_KINDS and k:
         columns.append(
             (
-                Column("at ?" if k is None else f"at 2^{k}"),
+                Column(f"at 2^{k}"),
                 lambda layer: _flushed(layer, flushed_at_recommended(layer, report)),
             )
         )
@@ -342,7 +346,13 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
     if layer.overflowed:
         yield f"{layer.overflowed:,} overflow"
     if histogram is not None and not histogram.nonzero:
-        yield "all zero" if histogram.zeros else "no finite value"
+        yield (
+            "no finite value"
+            if not histogram.zeros
+            else "all finite values are zero"
+            if histogram.infs + histogram.nans
+            else "all zero"
+        )
     if layer.rounding_noise:
         yield "rounding noise"
 

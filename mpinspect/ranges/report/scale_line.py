@@ -35,7 +35,8 @@ def scale_line(advice: LossScaleAdvice) -> str:
         largest = bare_power(advice.highest)
         return f"No loss scale to suggest; no scale serves all: {bare_power(advice.lowest)} is needed, {largest} the largest"
     if advice.needed is False:
-        return f"Scale 1 will do; {scale_window(advice)}"
+        will = "will do" if advice.all_finite else "would do"
+        return f"Scale 1 {will}; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
     doubt = "" if advice.needed else " (if one is needed)"
     return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"

@@ -7,13 +7,13 @@ modules it reads only what torch.nn.Module itself stores in their ``__dict__``.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.wrappers import registered, unwrapped
 
 #: Modules alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
@@ -22,7 +22,7 @@ _frozen: list[weakref.ref[nn.Module]] = []
 
 def living_modules() -> list[nn.Module]:
     """Return every module alive in this process, in no particular order. Takes some 50 ms for a million objects."""
-    found = {id(each): each for each in gc.get_objects() if issubclass(type(each), nn.Module)}
+    found = {id(each): each for each in living(lambda kind: issubclass(kind, nn.Module))}
     for reference in _frozen:
         module = reference()
         if module is not None:

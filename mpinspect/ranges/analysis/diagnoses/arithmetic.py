@@ -63,6 +63,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         value, name, bits = found.figures["value"], format_name(found.text), _SIGNIFICAND_BITS[found.text]
         overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
         # A cross-entropy is rounded once, behind a log-softmax; a sum of products or differences at each term.
+        broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
         cancels = any(operator in _CANCELLING for operator in found.names) and "NllLoss" not in found.names
         yield Finding(
             "loss-in-16-bits",
@@ -70,7 +71,8 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
             "",
             f"The loss is computed in {name}"
             + (
-                f", and in step {found.step} it is {value:g}: a square or a sum of it is beyond what {name} holds."
+                f", and in step {found.step} it is {value:g}: a square or a sum of it is beyond what {name} holds"
+                + ("." if broke else "; the gradients are finite all the same.")
                 if overflowed
                 else f" ({' of '.join(found.names[:4])}): each of its terms is rounded to {bits} bits (a relative 2^-{bits}), "
                 "so that where they nearly cancel what is left is rounding."

@@ -34,6 +34,13 @@ def _brackets(*parts: str) -> str:
     return f" ({told})" if told else ""
 
 
+def _aftermath(event: Event | None) -> str:
+    """What became of the weights, where the optimizer stepped on it."""
+    if event is None or event.skipped is not False or event.gradients_finite:
+        return ""
+    return " The optimizer stepped on it: the weights are lost, go back to a checkpoint before that step."
+
+
 def _elements(found: Measurement) -> str:
     number = found.figures["elements"]
     return f"{number:.0f} element{'' if number == 1 else 's'}"
@@ -97,7 +104,7 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
             "error" if event is not None else "warning",
             "",
             f"In step {found.step} the {name} infinities or NaNs{_brackets(_elements(found), _rows(found))}: neither the "
-            "model nor the precision made them.",
+            f"model nor the precision made them.{_aftermath(event)}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
             f'assert torch.isfinite({whose}).all(), "bad sample"',
@@ -120,11 +127,11 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             "error",
             module,
             f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: {found.figures['elements']:.0f} rows "
-            f"were masked as a whole{_brackets(_rows(found))}, and 0/0 is NaN.",
+            f"were masked as a whole{_brackets(_rows(found))}, and 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
-            "Leave each row at least one key (an empty sample, a wrong padding side, a mask applied twice), or mask by a large "
-            "finite number.",
-            "mask[~mask.any(-1)] = True  # a row that sees nothing sees everything, and is ignored by the loss",
+            "Leave each row at least one key, or mask by a large finite number. Causes are an empty sample, padding on the wrong "
+            "side, or a mask that is applied twice.",
+            "mask[~mask.any(-1)] = True  # True: is seen. A row that sees nothing sees all, and the loss ignores it",
             step=found.step,
         )
         return
@@ -143,7 +150,7 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
             "error",
             module,
             f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
-            f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN.",
+            f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
             {"rows": list(found.names)},
             "Add an epsilon to what is divided by, or bound it from below.",
             "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
@@ -162,7 +169,9 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
     for found in case.measured("examined-argument"):
         module, event = _where(case, found), _event_at(case, found.step)
         loss_finite = bool(found.figures.get("loss_finite", 0.0))
-        place = f"in or before {module!r}" if module else "in the loss, or on the way to it"
+        in_model = event is not None and not event.after and event.what not in LOSSES
+        place = "in the model's own code" if in_model else "in the loss, or on the way to it"
+        place = f"in or before {module!r}" if module else place
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
         if event is None:
             effect = "the loss is not finite, its gradients are: the step did no harm"
@@ -206,11 +215,12 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
         "weights-exploded",
         "error",
         first.name.rpartition(".")[0] or first.name,
-        f"The weights exploded{rate}: by step {first.step} {some([each.name for each in at_once], 3)} had grown to "
-        f"{ratio:.2g} times their norm at the start"
+        f"The weights exploded{rate}: by step {first.step} the norm of {some([each.name for each in at_once], 3)} had grown to "
+        f"{ratio:.2g} times what it was at the start"
         + (f", and in step {before} the forward was no longer finite." if broken else "."),
         {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": max(rates) if rates else None},
-        "Lower the learning rate, warm it up, or clip the gradients. No precision and no loss scale mends this.",
+        "Lower the learning rate (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss "
+        "scale mends this.",
         f"optimizer = {kind}(model.parameters(), lr={max(rates) / 10:g})\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
         if rates
         else "",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, quoted
+from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
@@ -48,8 +48,8 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
         "warning",
         "",
         f"In step {first.step} the gradients were {how} while they were still multiplied by the loss scale"
-        f"{f' of {power_of_two(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them. "
-        "The limit was meant for the true gradients, which are that much smaller, and moves with the scale.",
+        f"{f' of {power_of_two(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them"
+        f"{_again(found)}. The limit was meant for the true gradients, which are smaller by the loss scale.",
         {
             "factor": factor,
             "is_uniform": bool(first.figures["is_uniform"]),
@@ -85,6 +85,11 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
         return
 
 
+def _again(found: Sequence[Measurement]) -> str:
+    """In how many of the measured steps it was so, where that is more than one."""
+    return f" (so in {len(found)} measured steps)" if len(found) > 1 else ""
+
+
 def _is_average(found: list[Measurement]) -> bool:
     """Whether gradients were divided by one small whole number each time: an average over micro-batches, which is linear."""
     factors = [each.figures["factor"] for each in found]
@@ -117,7 +122,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     if squares > FLOAT16.max_finite or not_finite:
         norm = math.sqrt(squares)
         cause = (
-            f"{not_finite:.0f} of them held infinities, and so did the norm"
+            f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite"
             if not_finite
             else f"the gradients are FP16, and their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond "
             f"{FLOAT16.max_finite:g} there"
@@ -127,11 +132,14 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             "error",
             "",
             f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
-            "it left nothing.",
+            f"it left nothing{_again(found)}.",
             evidence,
-            "Compute norms in FP32 and clip by that"
-            + (", and skip the steps in which it is not finite." if not_finite else "."),
-            "norms = [p.grad.float().norm() for p in parameters]\ntotal = torch.stack(norms).norm()  # FP32"
+            "Keep the weights in FP32, so that their gradients are, and skip a step whose norm is not finite all the same."
+            if not_finite
+            else "Compute norms in FP32 and clip by that.",
+            (f"{fp32_weights(FLOAT16.name)}\n" if not_finite else "")
+            + "total = torch.stack([p.grad.float().norm() for p in parameters]).norm()  # FP32\n"
+            "for p in parameters:\n    p.grad.mul_((max_norm / total).clamp(max=1))"
             + ("\nif torch.isfinite(total):\n    optimizer.step()" if not_finite else ""),
             INFERRED,
             first.step,
@@ -143,7 +151,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "",
         f"In step {first.step} the backward gave gradients, and the optimizer was given "
         + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times of them")
-        + f" ({len(found)} of the measured steps): the weights learn nothing from them.",
+        + f"{_again(found)}: the weights learn nothing from them.",
         evidence,
         "Look at what stands between backward() and step(): zero_grad(), a mask, a factor.",
         "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
@@ -165,7 +173,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
         "error",
         first.name,
         f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
-        "finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
+        f"finite values before the optimizer stepped{_again(found)}: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
         "Mend what makes them, and until then skip a step that has one, as a GradScaler does.",
         "if all(torch.isfinite(p.grad).all() for p in parameters):\n    optimizer.step()",
@@ -187,7 +195,7 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
         "warning",
         first.name,
         f"In step {found[0].step} no backward reached {_grouped(first.names)}, and the optimizer stepped with the gradients "
-        "that an earlier step had left there.",
+        f"that an earlier step had left there{_again(found)}.",
         {"parameters": len(first.names), "names": list(first.names[:20]), "measured_steps": len(found)},
         "Zero every gradient before each backward, also those of branches that this batch does not use.",
         "optimizer.zero_grad(set_to_none=True)",
@@ -213,8 +221,11 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "error",
         "",
         f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
-        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far (the largest was "
-        f"{found[0].figures['largest']:.3g}, then {found[-1].figures['largest']:.3g}).",
+        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far (the largest element of .grad "
+        f"rose from {found[0].figures['largest']:.3g} to {found[-1].figures['largest']:.3g})."
+        if found[0].figures["largest"] < found[-1].figures["largest"]
+        else f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
+        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step, those of the model too where the optimizer steps copies of its weights.",
         "optimizer.zero_grad()  # or model.zero_grad()",
@@ -236,8 +247,8 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
                 "gradients-missing",
                 "warning",
                 names[0],
-                f"{len(names)} parameters that the optimizer is to train never got a gradient: {_grouped(names)}. Nothing of "
-                "the loss reaches them: a result is detached, taken as a number or under no_grad, or the module is not used.",
+                f"{len(names)} parameters that the optimizer is to train never got a gradient, those of {_grouped(names)}: "
+                "nothing of the loss reaches them: a result is detached, taken as a number or under no_grad, or the module is not used.",
                 {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
                 "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
                 "meant to learn.",
@@ -293,17 +304,17 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
     a head is trained on a backbone.
     """
     for found in case.measured("not-optimized"):
-        share = found.figures["fraction"]
+        share, module = found.figures["fraction"], found.name.rpartition(".")[0]
         yield Finding(
             "parameters-not-optimized",
             # Where most of the model is left out that is mostly meant: a head is trained on a backbone that nobody froze.
             "warning" if share < 0.5 else "info",
             found.name,
-            f"{len(found.names)} parameters get gradients and are in no optimizer that was seen: {_grouped(found.names)}. They "
-            "stay as they are.",
+            f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "
+            f"{_grouped(found.names)}: they stay as they are.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
-            "Make the optimizer after the last module was added, or freeze what is not meant to learn.",
-            'optimizer.add_param_group({"params": [...]})',
+            "Make the optimizer after the last module was added, or add it to the optimizer; freeze what is not meant to learn.",
+            f'optimizer.add_param_group({{"params": model.get_submodule({quoted(module)}).parameters()}})',
         )
 
 

@@ -71,18 +71,17 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     recommended = case.advised.advice.recommended
     needs_one = case.advised.advice.needed is True
     highest = case.advised.advice.highest or settled
+    or_lower = " or lower (no loss scale is needed at all)" if case.advised.advice.needed is False else ""
     start = min(settled, highest, recommended if recommended and needs_one else settled)
     yield Finding(
         "initial-scale-too-high",
         "warning" if is_grave else "info",
         opening[0].module,
-        f"The initial loss scale, {power_of_two(first)}, is {2**too_high} times ({too_high} powers of two) too large: the first "
-        f"{skipped} of {steps} steps were skipped until the scaler had come down to {power_of_two(settled)}.",
+        f"The initial loss scale, {power_of_two(first)}, is at least {2**too_high} times ({too_high} powers of two) too large: "
+        f"the first {skipped} of {steps} steps were skipped until the scaler had come down to {power_of_two(settled)}.",
         {"init_scale": first, "settled": settled, "powers_of_two": too_high, "skipped_steps": skipped, "steps": steps},
-        f"Begin at {power_of_two(start)}{' or lower: none is needed' if case.advised.advice.needed is False else ''}."
-        if is_grave
-        else "",
-        f"scaler = torch.amp.GradScaler(init_scale=2.0**{round(_powers(start))})" if is_grave else "",
+        f"Begin at {power_of_two(start)}{or_lower}." if is_grave else "",
+        f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{round(_powers(start))})" if is_grave else "",
         step=opening[0].step,
     )
 
@@ -118,7 +117,7 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         f"Scale by {power_of_two(wanted)}, and let a scaler skip what overflows."
         if wanted
         else "Let a dynamic scaler find it.",
-        f"scaler = torch.amp.GradScaler({f'init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
+        f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
         step=over[0].step,
     )
 
@@ -160,14 +159,14 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
         f"The loss scale, {power_of_two(used)}, is {'probably ' if certainty == INFERRED else ''}too small: FP16 flushes too "
         f"much of {phrase(*needs.key)}, "
         + (
-            "by the counts that crowd just above its smallest value; "
-            f"{power_of_two(2.0**lowest)} would keep enough whatever was flushed."
+            "for many values lie just above the smallest that it keeps; "
+            f"{power_of_two(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
             if certainty == INFERRED
             else f"which need one {2**powers} times ({powers} powers of two) larger: at least {power_of_two(2.0**lowest)}."
         ),
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
         f"Scale by {power_of_two(2.0**wanted)}, or begin with it in a dynamic scaler.",
-        f"scaler = torch.amp.GradScaler(init_scale=2.0**{wanted})",
+        f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{wanted})",
         certainty,
         scales[0].step,
     )
@@ -194,7 +193,7 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
         "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down.",
         {"powers_of_two": fell, "own_overflows": own},
         "Give each network (each loss with an optimizer of its own) a scaler of its own.",
-        "scaler = torch.amp.GradScaler()  # one that scales this network's loss alone",
+        "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone",
         INFERRED,
         first,
     )
@@ -256,7 +255,8 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     mend, code = f"Mend the forward of {module}", ""
     if run_format(case.session) == FLOAT16:
         mend = (
-            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it in FP32 or BF16"
+            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it, and what takes its "
+            "result, in FP32 or BF16"
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
     yield Finding(
@@ -313,7 +313,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         # The loop scales by hand, and the inspector was told.
         return
     recommended = case.advised.advice.recommended
-    wanted = f"init_scale=2.0**{round(_powers(recommended))}" if recommended and recommended > 1 else ""
+    wanted = f", init_scale=2.0**{round(_powers(recommended))}" if recommended and recommended > 1 else ""
     in_half = FLOAT16.name in case.precision.weights
     yield Finding(
         "scaler-missing-in-float16",
@@ -324,8 +324,8 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         {"backwards": case.progress.backwards, "recommended": recommended},
         ("Keep FP32 weights (a GradScaler unscales no FP16 gradients), and scale" if in_half else "Scale")
         + " the loss; if the loop does so by hand, give the inspector the scale (loss_scale=).",
-        (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "")
-        + f"scaler = torch.amp.GradScaler({wanted})\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "") + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"
+        "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     )
 
 

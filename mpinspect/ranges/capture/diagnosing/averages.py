@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.garbage_collection import living
 
 #: Steps at whose end copies are searched for among all Python objects, some 100 ms each time. Shorter runs are not searched.
 _LOOKED_FOR = (8, 64)
@@ -105,11 +104,7 @@ class Averages(Observer):
                 shapes.setdefault(tuple(watched.parameter.shape), []).append(watched)
             ours |= {id(watched.parameter), id(watched.parameter.grad)}
         ours |= self._optimizers.states()
-        objects = gc.get_objects()
-        # Only types are checked: reading an attribute of a lazy proxy would trigger it. No Python loop: there may be millions.
-        tensors = compress(objects, map(_TYPES.__contains__, map(type, objects)))
-        found = [each for each in tensors if id(each) not in ours and id(each) not in self._copies]
-        del objects
+        found = [each for each in living(_TYPES.__contains__) if id(each) not in ours and id(each) not in self._copies]
         if not self._copies:
             self._first_step = step
         for each in found:

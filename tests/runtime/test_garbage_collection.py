@@ -1,0 +1,49 @@
+"""What is asked of the garbage collector must leave nothing behind: a reference too many breaks other threads."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import torch
+
+from mpinspect.runtime.garbage_collection import living, without_collection
+
+
+class Proxy:
+    """An object that would load something if any of its attributes were read."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f"{name} was read")
+
+
+def test_living_finds_the_objects_of_the_wanted_types():
+    proxy, modules = Proxy(), [torch.nn.Linear(1, 1) for _ in range(3)]
+    found = living(lambda kind: issubclass(kind, torch.nn.Module))
+    assert {id(module) for module in modules} <= {id(each) for each in found}
+    assert all(isinstance(each, torch.nn.Module) for each in found)
+    parameters = living(frozenset({torch.nn.Parameter}).__contains__)
+    assert any(each is modules[0].weight for each in parameters)
+    del proxy
+
+
+def test_living_refers_to_no_other_object_when_it_returns():
+    """``tuple(generator)`` in another thread fails if somebody else refers to the tuple: not until a collection, at once."""
+    others = [[number] for number in range(1000)]
+    with without_collection():
+        before = [sys.getrefcount(each) for each in others]
+        found = living(lambda kind: issubclass(kind, torch.nn.Module))
+        assert [sys.getrefcount(each) for each in others] == before
+    del found
+
+
+def test_collection_is_as_it_was_afterwards():
+    assert gc.isenabled()
+    living(lambda kind: False)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        living(lambda kind: False)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
