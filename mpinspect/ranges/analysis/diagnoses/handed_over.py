@@ -248,7 +248,8 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
                 "warning",
                 names[0],
                 f"{len(names)} parameters that the optimizer is to train never got a gradient, those of {_grouped(names)}: "
-                "nothing of the loss reaches them: a result is detached, taken as a number or under no_grad, or the module is not used.",
+                "nothing of the loss reaches them. A result is detached, taken as a number or under no_grad, or the module is "
+                "not used.",
                 {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
                 "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
                 "meant to learn.",
