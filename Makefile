@@ -66,6 +66,20 @@ lint: $(VENV)/.dev ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.PHONY: docs
+docs: $(VENV)/.docs ## build the documentation site, offline, warnings as errors, into build/docs
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
+	@echo "build/docs/index.html opens in a browser"
+
+# What a package index gets, and what somebody gets from there: installed without its dependencies into an environment that borrows
+# those of .venv, and run from a folder that is no checkout.
+.PHONY: dist
+dist: $(VENV)/.docs ## build wheel and sdist into dist, check their metadata, install the wheel elsewhere and run it
+	rm -rf dist build/lib build/installed
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) benchmarks/installed.py $(BIN)/python dist/*.whl
+
 .PHONY: format
 format: $(VENV)/.dev ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
@@ -133,6 +147,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing mpinspect and what its tests need into $(VENV)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.package
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "installing what builds the documentation and the distribution into $(VENV)"
+	@$(PIP) -e '.[dev,docs]'
+	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
 	@echo "installing what the benchmarks compare with into $(VENV)"

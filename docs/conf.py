@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SOURCE = PROJECT["urls"]["Source"]
+import mpinspect
 
-project = PROJECT["name"]
-release = PROJECT["version"]
+ROOT = Path(__file__).parents[1]
+(SOURCE,) = re.findall(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+
+project = "mpinspect"
+release = mpinspect.__version__
 author = "mpinspect contributors"
 copyright = author
 
