@@ -56,7 +56,7 @@ def output(command: list[str], directory: Path) -> str:
     done = subprocess.run(
         command,
         cwd=directory,
-        env={**os.environ, "MPLBACKEND": "agg", "COLUMNS": "100", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "MPLBACKEND": "agg", "COLUMNS": "88", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
