@@ -6,7 +6,6 @@ The pages are Markdown that reads on GitHub as it stands: links to files of the 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -23,9 +22,7 @@ copyright = author
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
 exclude_patterns = ["_build"]
-nitpicky = False
 
 html_theme = "furo"
 html_title = f"mpinspect {release}"

@@ -1,9 +1,10 @@
 """Every Python block of README.md and docs/ runs, in order, and every link to a file in the repository leads somewhere.
 
-A block that can't run here stands below ``<!-- no-run -->`` and must compile all the same. In docs/tutorials/ what is printed is held to the
-truth, too. There a Python block that begins with ``# train.py`` is that file and a ``diff`` makes another one of it. The commands of a ``console`` block run,
-and its other lines are all that they print, where ``...`` stands for any lines. The lines of a ``text`` block were printed in
-this order by the page's other Python blocks, its commands, or the README's tutorial.
+A block that can't run here stands below ``<!-- no-run -->`` and must compile all the same.
+
+In docs/tutorials/ what is shown as printed is compared with what is. A Python block that begins with ``# train.py`` is that file, and a
+``diff`` block makes another file of it. The command of a ``console`` block runs, and the lines below it are what it prints. The lines of a ``text``
+block were printed, in this order, by one of the page's commands or by its other Python blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import mpinspect
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -77,7 +80,9 @@ def run_page(page: Path, directory: Path) -> str:
     return output([sys.executable, "-W", "error", str(program)], cwd)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in TUTORIALS and script(page).strip()], ids=identity)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in TUTORIALS and script(page).strip()], ids=identity
+)
 def test_the_code_of_a_page_runs(page, tmp_path):
     run_page(page, tmp_path)
 
@@ -141,7 +146,9 @@ def printed_as_shown(shown: str, printed: str) -> bool:
 
 
 def test_the_readme_shows_a_report_that_its_tutorial_prints():
-    (shown,) = (found["body"] for found in FENCE.finditer((ROOT / "README.md").read_text("utf-8")) if found["kind"] == "text")
+    (shown,) = (
+        found["body"] for found in FENCE.finditer((ROOT / "README.md").read_text("utf-8")) if found["kind"] == "text"
+    )
     tutorial = (ROOT / "docs" / "tutorials" / "nan.md").read_text("utf-8")
     assert shown in tutorial
 
@@ -174,6 +181,19 @@ def test_the_readme_reads_outside_of_the_repository():
     assert len(targets) == len(re.findall(r"\]\(https://", text)) > 10
     for target in targets:
         assert (ROOT / target).exists(), target
+
+
+def test_the_reference_has_every_public_name():
+    described = re.findall(r"^\.\. auto\w+:: (\S+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
+    assert set(mpinspect.__all__) - {"__version__"} == {name for name in described if "." not in name}
+
+
+def test_every_page_is_in_the_documentations_contents():
+    docs = ROOT / "docs"
+    listed = re.findall(r"^[a-z0-9/-]+$", (docs / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(
+        page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md") if page.stem != "index"
+    )
 
 
 def test_the_readme_names_the_targets_that_the_makefile_has():
