@@ -2,9 +2,9 @@
 
 A block that can't run here stands below ``<!-- no-run -->`` and must compile all the same.
 
-In docs/tutorials/ what is shown as printed is compared with what is. A Python block that begins with ``# train.py`` is that file, and a
-``diff`` block makes another file of it. The command of a ``console`` block runs, and the lines below it are what it prints. The lines of a ``text``
-block were printed, in this order, by one of the page's commands or by its other Python blocks.
+In docs/tutorials/ what is shown as printed is compared with what is. A Python block that begins with ``# train.py`` is that file,
+and a ``diff`` block makes another file of it. The command of a ``console`` block runs, and the lines below it are what it prints.
+The lines of a ``text`` block were printed, in this order, by one of the page's commands or by its other Python blocks.
 """
 
 from __future__ import annotations
