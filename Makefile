@@ -66,6 +66,31 @@ lint: $(VENV)/.dev ## ruff (rules and format) and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.PHONY: docs
+docs: $(VENV)/.docs ## build the documentation site, offline, warnings as errors, into build/docs
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
+	@echo "build/docs/index.html opens in a browser"
+
+# What a package index gets, and what somebody gets from there: the wheel alone in an environment that borrows its dependencies from
+# .venv (a .pth file within a borrowed folder is not followed, so the editable install is out of sight), run where no checkout is.
+OUTSIDE := build/outside
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+
+.PHONY: dist
+dist: $(VENV)/.docs ## build wheel and sdist into dist, check their metadata, install the wheel in a clean environment and run it
+	rm -rf dist build/lib $(OUTSIDE)
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m venv $(OUTSIDE)/venv
+	$(BIN)/python -c '$(SITE)' > "$$($(OUTSIDE)/venv/bin/python -c '$(SITE)')/borrowed.pth"
+	$(OUTSIDE)/venv/bin/python -m pip install --quiet --no-deps --no-index dist/*.whl
+	printf 'import torch\n\nmodel = torch.nn.Linear(64, 8)\n' > $(OUTSIDE)/model.py
+	cd $(OUTSIDE) && unset PYTHONPATH && export PATH="$$PWD/venv/bin:$$PATH" && \
+		python -c 'import mpinspect; print(mpinspect.__file__); assert "outside" in mpinspect.__file__' && \
+		mpinspect demo --quiet --steps 5 --log-dir demo && mpinspect report demo --html report.html --png report.png && \
+		grep -q '<script' report.html && mpinspect lint model.py:model --input 64,64 && \
+		python -c 'import mpinspect, torch, model; print(mpinspect.probe(model.model, lambda m, x: m(x).norm(), [torch.ones(4, 64)]))'
+
 .PHONY: format
 format: $(VENV)/.dev ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix .
@@ -133,6 +158,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing mpinspect and what its tests need into $(VENV)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.package
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "installing what builds the documentation and the distribution into $(VENV)"
+	@$(PIP) -e '.[dev,docs]'
+	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
 	@echo "installing what the benchmarks compare with into $(VENV)"

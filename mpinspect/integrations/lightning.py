@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib import import_module
+from inspect import getdoc
 from typing import Any
 
 from mpinspect.integrations.inspecting import InspectsTraining
@@ -56,6 +57,6 @@ def _callback_class() -> Any:
 def __getattr__(name: str) -> Any:
     if name != "InspectorCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    body = {"__module__": __name__, "__doc__": f"{InspectsTraining.__doc__}\n{LightningHooks.__doc__}"}
+    body = {"__module__": __name__, "__doc__": f"{getdoc(LightningHooks)}\n\n{getdoc(InspectsTraining)}"}
     made = globals()[name] = type(name, (LightningHooks, _callback_class()), body)
     return made

@@ -7,6 +7,7 @@ The class is created at the first access, so that this module can be imported wi
 
 from __future__ import annotations
 
+from inspect import getdoc
 from typing import Any
 
 from mpinspect.integrations.inspecting import InspectsTraining
@@ -44,6 +45,6 @@ def _callback_class() -> Any:
 def __getattr__(name: str) -> Any:
     if name != "InspectorCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    body = {"__module__": __name__, "__doc__": f"{InspectsTraining.__doc__}\n{TransformersHooks.__doc__}"}
+    body = {"__module__": __name__, "__doc__": f"{getdoc(TransformersHooks)}\n\n{getdoc(InspectsTraining)}"}
     made = globals()[name] = type(name, (TransformersHooks, _callback_class()), body)
     return made

@@ -280,7 +280,7 @@ class ExponentHistogram:
     # -- sums -------------------------------------------------------------------------------------------------
 
     def sum_abs(self) -> Interval:
-        """Return the sum of |x| over the finite elements: bounds from the counts, estimate with uniform significands.
+        """Return the sum of ``|x|`` over the finite elements: bounds by the counts, estimate for uniform significands.
 
         Terms are added in float64; a sum beyond float64's range is inf.
         """
@@ -291,9 +291,9 @@ class ExponentHistogram:
         return self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=2)
 
     def lost_l1_share(self, format: FormatLike, log2_scale: int = 0) -> Interval:
-        """Return the flushed share of the L1 norm (sum of |x|), 0..1.
+        """Return the flushed share of the L1 norm (sum of ``|x|``), 0..1.
 
-        The share is an estimate with bounds, since an exponent gives |x| only within a factor of 2.
+        The share is an estimate with bounds, since an exponent gives ``|x|`` only within a factor of 2.
         """
         format = as_format(format)
         if self._flush_edge(format, log2_scale) < self.min_exponent:

@@ -44,7 +44,7 @@ class Inspector:
 
     Training is bit-identical to training without the inspector, and no error of the inspector reaches the training. No
     tensor or graph is kept, except one copy of the weights during a sampled ``optimizer.step()`` if updates are
-    captured. Training never waits for the GPU: counts are copied to the host asynchronously and read a step later.
+    captured. Training never waits for the GPU: counts are copied to the host asynchronously and read a step later::
 
         with mpinspect.Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
             train()

@@ -33,6 +33,8 @@ _FRAMEWORKS = ("tensorflow", "keras", "jax", "paddle", "mxnet", "cupy", "torch")
 class Recorder:
     """Records gradients of any framework, given as arrays, and reports on them as an Inspector does on a torch model.
 
+    A loop::
+
         with mpinspect.Recorder("runs/a") as recorder:
             for step, batch in enumerate(batches):
                 gradients = ...                                   # as they are, the loss scale still in them

@@ -35,6 +35,8 @@ _log = logging.getLogger("mpinspect.training")
 class MixedPrecision:
     """Trains a model in mixed precision, and says when and why a step was skipped.
 
+    A loop::
+
         precision = mpinspect.MixedPrecision(model, optimizer, precision="fp16-master")
         for x, y in data:
             precision.zero_grad()

@@ -1,22 +1,35 @@
 """Every Python block of README.md and docs/ runs, in order, and every link to a file in the repository leads somewhere.
 
 A block that can't run here stands below ``<!-- no-run -->`` and must compile all the same.
+
+In docs/tutorials/ what is shown as printed is compared with what is. A Python block that begins with ``# train.py`` is that file,
+and a ``diff`` block makes another file of it. The command of a ``console`` block runs, and the lines below it are what it prints.
+The lines of a ``text`` block were printed, in this order, by one of the page's commands or by its other Python blocks.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import mpinspect
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *TUTORIALS]
 BLOCK = re.compile(r"^(?P<skip><!-- no-run -->\n\s*)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(?P<kind>python|console|text|diff)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (?P<name>\w+\.py)\n")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)(?P<target>[^)#\s]+)")
+INEXACT = re.compile(r"\d+\.\d+|\d+(?=%)")
+#: The repository's address.
+(SOURCE,) = re.findall(r'^Source = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def blocks(page: Path) -> list[tuple[int, bool, str]]:
@@ -29,10 +42,10 @@ def blocks(page: Path) -> list[tuple[int, bool, str]]:
 
 
 def script(page: Path) -> str:
-    """The page's running blocks as one program whose line numbers are those of the page."""
+    """The page's running blocks, but for files, as one program whose line numbers are those of the page."""
     lines: list[str] = []
     for first, runs, code in blocks(page):
-        if runs:
+        if runs and not FILE.match(code):
             lines += [""] * (first - 1 - len(lines)) + code.splitlines()
     return "\n".join(lines) + "\n"
 
@@ -41,21 +54,103 @@ def identity(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if script(page).strip()], ids=identity)
-def test_the_code_of_a_page_runs(page, tmp_path):
-    program = tmp_path / page.with_suffix(".py").name
-    program.write_text(script(page), encoding="utf-8")
-    (tmp_path / "cwd").mkdir()
+def output(command: list[str], directory: Path) -> str:
+    """What a command prints, on both streams; it must end with 0."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
-        cwd=tmp_path / "cwd",
-        env={**os.environ, "MPLBACKEND": "agg"},
+        command,
+        cwd=directory,
+        env={**os.environ, "MPLBACKEND": "agg", "COLUMNS": "88", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        encoding="utf-8",
         timeout=300,
+        check=False,
     )
-    assert done.returncode == 0, f"{identity(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout[-6000:]}"
+    return done.stdout
+
+
+def run_page(page: Path, directory: Path) -> str:
+    program = directory / page.with_suffix(".py").name
+    program.write_text(script(page), encoding="utf-8")
+    cwd = directory / "cwd"
+    cwd.mkdir(exist_ok=True)
+    return output([sys.executable, "-W", "error", str(program)], cwd)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in TUTORIALS and script(page).strip()], ids=identity
+)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=identity)
+def test_a_tutorial_prints_what_it_shows(page, tmp_path):
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    (cwd / "tests").symlink_to(ROOT / "tests")
+    printed = ""
+    fences = [(found["kind"], found["body"]) for found in FENCE.finditer(page.read_text(encoding="utf-8"))]
+    for kind, body in fences:
+        if kind == "python" and (file := FILE.match(body)):
+            (cwd / file["name"]).write_text(body, encoding="utf-8")
+        elif kind == "diff":
+            apply(body, cwd)
+        elif kind == "console":
+            command, _, shown = body.partition("\n")
+            words = shlex.split(command.removeprefix("$ "))
+            assert words[0] == "mpinspect", command
+            told = output([sys.executable, "-m", *words], cwd)
+            assert printed_as_shown(shown, told), f"{command}\n{told}"
+            printed += told
+    if script(page).strip():
+        printed += run_page(page, tmp_path)
+    for kind, body in fences:
+        if kind == "text":
+            shown = body.replace("\n", "\n...\n")
+            assert printed_as_shown(f"...\n{shown}", printed), f"{body}\nis not in\n{printed}"
+
+
+def apply(diff: str, directory: Path) -> None:
+    """Make the file that a diff names by ``+++`` of the one that it names by ``---``."""
+    old, new, *lines = diff.splitlines()
+    text = (directory / old.removeprefix("--- ")).read_text(encoding="utf-8")
+    for hunk in "\n".join(lines).split("\n@@\n"):
+        before, after = (
+            "".join(f"{line[1:]}\n" for line in hunk.splitlines() if not line.startswith(sign)) for sign in "+-"
+        )
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (directory / new.removeprefix("+++ ")).write_text(text, encoding="utf-8")
+
+
+def printed_as_shown(shown: str, printed: str) -> bool:
+    """Whether these lines were printed, where ``...`` stands for lines, or for a line's end.
+
+    Decimals and percentages may be 5% off: the last bit of a product in 16 bits is the processor's, and training amplifies it.
+    """
+    lines = [
+        r"(?:.*\n)*?"
+        if line == "..."
+        else r"(\d+(?:\.\d+)?)".join(map(re.escape, INEXACT.split(line.removesuffix("...").rstrip())))
+        + (r".*\n" if line.endswith("...") else r" *\n")
+        for line in shown.splitlines()
+    ]
+    found = re.fullmatch("".join(lines), printed)
+    return found is not None and list(map(float, found.groups())) == pytest.approx(
+        list(map(float, INEXACT.findall(shown))), rel=0.05
+    )
+
+
+def test_the_readme_shows_a_report_that_its_tutorial_prints():
+    (shown,) = (
+        found["body"] for found in FENCE.finditer((ROOT / "README.md").read_text("utf-8")) if found["kind"] == "text"
+    )
+    tutorial = (ROOT / "docs" / "tutorials" / "nan.md").read_text("utf-8")
+    assert shown in tutorial
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
@@ -77,8 +172,35 @@ def test_links_within_the_repository_lead_somewhere(page):
         assert (page.parent / found["target"]).exists(), f"{identity(page)} links to {found['target']}"
 
 
+def test_the_readme_reads_outside_of_the_repository():
+    """On a package index a relative link leads nowhere. Those into the repository lead to files that are there."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not LINK.findall(text)
+    raw = SOURCE.replace("github.com", "raw.githubusercontent.com")
+    targets = re.findall(rf"\]\((?:{re.escape(SOURCE)}/(?:blob|tree)|{re.escape(raw)})/main/([^)#\s]+)", text)
+    assert len(targets) == len(re.findall(r"\]\(https://", text)) > 10
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_the_reference_has_every_public_name():
+    described = re.findall(r"^\.\. auto\w+:: (\S+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
+    assert set(mpinspect.__all__) - {"__version__"} == {name for name in described if "." not in name}
+
+
+def test_every_page_is_in_the_documentations_contents():
+    docs = ROOT / "docs"
+    listed = re.findall(r"^[a-z0-9/-]+$", (docs / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(
+        page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md") if page.stem != "index"
+    )
+
+
 def test_the_readme_names_the_targets_that_the_makefile_has():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        for target in set(re.findall(r"^make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)):
+        text = page.read_text(encoding="utf-8")
+        targets = {*re.findall(r"^make ([a-z]+)", text, re.MULTILINE), *re.findall(r"`make ([a-z-]+)`", text)}
+        assert targets
+        for target in targets:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"

@@ -249,5 +249,5 @@ def test_an_unknown_name_is_answered_with_those_there_are(monkeypatch):
 
 
 def test_the_page_is_linked_to():
-    for page, link in (("README.md", "docs/performance.md"), ("docs/architecture.md", "performance.md")):
-        assert f"]({link})" in (ROOT / page).read_text("utf-8")
+    for page, link in (("README.md", "/docs/performance.md"), ("docs/architecture.md", "(performance.md")):
+        assert f"{link})" in (ROOT / page).read_text("utf-8")
