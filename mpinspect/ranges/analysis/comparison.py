@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, Range
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, merge_tensor_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
-from mpinspect.reporting.words import UNKNOWN, bare_power, percent, steps_named
+from mpinspect.reporting.words import bare_power, percent, steps_named
 
 #: The ids of the findings on what differs between two runs.
 RANGE_DIFF_IDS = (
@@ -28,7 +28,7 @@ RANGE_DIFF_IDS = (
     "settings-differ",
     "steps-not-shared",
 )
-_INFO, _WARNING, _ERROR = SEVERITIES
+_INFO, _WARNING, _ = SEVERITIES
 
 #: First and last step of a stretch.
 Steps = tuple[int, int]
@@ -111,8 +111,8 @@ class RangeDiff:
         only_first, only_second: the tensors that one run alone counted.
         events_only_first, events_only_second: the events that one run alone has.
         scales_part: the first step at which the loss scales differ, and both scales (None: unknown); None if they agree.
-        findings: what differs, and the findings that the second run has and the first has not, the gravest first.
-        gone: the findings that the first run has and the second has not.
+        differences: findings on what differs.
+        new: findings of the second run that the first has not, or has in a milder form; ``gone``: the other way round.
     """
 
     first: RangeReport
@@ -127,8 +127,14 @@ class RangeDiff:
     events_only_first: tuple[Event, ...]
     events_only_second: tuple[Event, ...]
     scales_part: tuple[int, float | None, float | None] | None
-    findings: tuple[Finding, ...] = ()
+    differences: tuple[Finding, ...] = ()
+    new: tuple[Finding, ...] = ()
     gone: tuple[Finding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The differences and the new findings, the gravest first."""
+        return tuple(gravest_first((*self.differences, *self.new)))
 
 
 def compare_ranges(first: RangeReport, second: RangeReport) -> RangeDiff:
@@ -152,15 +158,15 @@ def compare_ranges(first: RangeReport, second: RangeReport) -> RangeDiff:
         events_only_second=tuple(event for at, event in events[1].items() if at not in events[0]),
         scales_part=_scales_part(first.session, second.session),
     )
-    new = new_findings(first.findings, second.findings)
     return replace(
         diff,
-        findings=tuple(gravest_first((*_findings(diff), *new))),
-        gone=new_findings(second.findings, first.findings),
+        differences=tuple(_differences(diff)),
+        new=_added(first.findings, second.findings),
+        gone=_added(second.findings, first.findings),
     )
 
 
-def new_findings(before: Sequence[Finding], after: Sequence[Finding]) -> tuple[Finding, ...]:
+def _added(before: Sequence[Finding], after: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings of ``after`` that ``before`` has not, or has in a milder form."""
     known: dict[tuple[str, str], int] = {}
     for finding in before:
@@ -268,7 +274,7 @@ def _scales_part(first: Session, second: Session) -> tuple[int, float | None, fl
 # -- findings -----------------------------------------------------------------------------------------------------------
 
 
-def _findings(diff: RangeDiff) -> Iterator[Finding]:
+def _differences(diff: RangeDiff) -> Iterator[Finding]:
     if diff.differs is not None:
         yield _parts(diff.differs)
     elif not diff.compared.same_steps:
@@ -289,9 +295,7 @@ def _parts(parting: Parting) -> Finding:
     named = steps_named(parting.first_step, parting.last_step)
     others = f" and {parting.tensors - 1:,} more" if parting.tensors > 1 else ""
     message = f"The counts differ from {named} on, in {phrase(parting.name, parting.kind)}{others}."
-    return Finding(
-        "runs-part", _INFO, parting.name, message, {"tensors": parting.tensors}, step=parting.first_step
-    )
+    return Finding("runs-part", _INFO, parting.name, message, {"tensors": parting.tensors}, step=parting.first_step)
 
 
 def _not_shared(compared: Compared) -> str:
@@ -324,7 +328,7 @@ def _moved(diff: RangeDiff, parting: Parting) -> Finding:
 def _layers_differ(diff: RangeDiff) -> Finding:
     first, second = len(diff.only_first), len(diff.only_second)
     names = [*diff.only_first, *diff.only_second]
-    message = f"{first:,} tensors were counted in the first run alone, {second:,} in the second alone."
+    message = f"{first:,} tensors were counted in A alone, {second:,} in B alone."
     return Finding("layers-differ", _INFO, names[0].name, message, {"only_first": first, "only_second": second})
 
 
@@ -332,8 +336,8 @@ def _events_differ(diff: RangeDiff) -> Finding:
     """Return a warning if the second run alone has an event that did harm."""
     harm = gravest(diff.events_only_second)
     shown = harm or next(iter((*diff.events_only_second, *diff.events_only_first)))
-    whose = "second" if diff.events_only_second else "first"
-    message = f"Infinities or NaNs in the {whose} run alone, first at {first_line(shown)}."
+    whose = "B" if shown in diff.events_only_second else "A"
+    message = f"Infinities or NaNs in {whose} alone, first at {first_line(shown)}."
     evidence = {"only_first": len(diff.events_only_first), "only_second": len(diff.events_only_second)}
     severity = _WARNING if harm else _INFO
     return Finding("events-differ", severity, shown.module, message, evidence, step=shown.step)
@@ -341,20 +345,18 @@ def _events_differ(diff: RangeDiff) -> Finding:
 
 def _scale_window(first: LossScaleAdvice, second: LossScaleAdvice) -> Iterator[Finding]:
     """Yield a finding if the windows of safe scales, where both are known, moved by LEAST_RISE powers of two."""
-    ends = [(getattr(first, end), getattr(second, end)) for end in ("lowest", "highest")]
-    apart = [abs(math.log2(one) - math.log2(other)) for one, other in ends if one and other]
-    needs = first.needed is not None and second.needed is not None and first.needed is not second.needed
-    if not needs and max(apart, default=0) < LEAST_RISE:
+    lows, highs = [_lowest(advice) for advice in (first, second)], [advice.highest for advice in (first, second)]
+    apart = [abs(math.log2(one) - math.log2(other)) for one, other in (lows, highs) if one and other]
+    if max(apart, default=0) < LEAST_RISE:
         return
-    windows = [f"{_power(advice.lowest)} .. {_power(advice.highest)}" for advice in (first, second)]
-    disjoint = any(
-        one is not None and other is not None and one > other
-        for one, other in ((first.lowest, second.highest), (second.lowest, first.highest))
-    )
-    message = f"The window of safe loss scales is {windows[1]} where it was {windows[0]}."
-    evidence = {"first": [first.lowest, first.highest], "second": [second.lowest, second.highest]}
+    # Where no scale of one run's window is in the other's, what suited the one breaks the other.
+    disjoint = any(low and high and low > high for low, high in zip(lows, reversed(highs), strict=True))
+    was, now = (f"{bare_power(low)} .. {bare_power(high)}" for low, high in zip(lows, highs, strict=True))
+    message = f"The window of safe loss scales is {was} in A and {now} in B."
+    evidence = {"first": [lows[0], highs[0]], "second": [lows[1], highs[1]]}
     yield Finding("scale-window-moved", _WARNING if disjoint else _INFO, "", message, evidence)
 
 
-def _power(scale: float | None) -> str:
-    return UNKNOWN if scale is None else bare_power(scale)
+def _lowest(advice: LossScaleAdvice) -> float | None:
+    """Return the window's lower end; None where values flushed before they were counted leave it open."""
+    return None if advice.needed is None else advice.lowest
