@@ -135,6 +135,8 @@ class Recording:
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
         self._unwritten: list[Window] = []
+        #: Sampled steps of all windows added.
+        self._sampled_steps = 0
         self._sinks = Sinks(sinks)
         self._clock = clock
         self._tell = tell
@@ -247,11 +249,12 @@ class Recording:
 
     def wants_window(self, sampled_steps: int) -> bool:
         """Return whether the open window should be closed: it is long enough, or a write is due."""
-        return sampled_steps >= self._windows.length or self._write_due()
+        return sampled_steps >= self._windows.length or (self._is_even(sampled_steps) and self._write_due())
 
     def add_window(self, window: Window) -> None:
         """Add a closed window, merging earlier windows if there are too many."""
         window = _compact(window)
+        self._sampled_steps += window.sampled_steps
         self._windows.add(window, window_limit(len(self._watched)))
         if self._sinks:
             self._unwritten.append(window)
@@ -268,7 +271,7 @@ class Recording:
             sampled_steps=self.progress.sampled_steps + sampled,
             **self._cost,
         )
-        if self._unwritten and self._write_due():
+        if self._unwritten and self._is_even() and self._write_due():
             self.write()
         self._note_failures()
 
@@ -314,6 +317,15 @@ class Recording:
             self.precision,
             tuple(self.measurements),
         )
+
+    def _is_even(self, open_steps: int = 0) -> bool:
+        """Return whether what is unwritten may end here: at a multiple of the largest power of two that it holds of steps.
+
+        The clock decides when to write. This lets two runs end most of their windows at the same steps, so that they can be
+        compared; a write waits for at most as many steps as it holds.
+        """
+        length = open_steps + sum(window.sampled_steps for window in self._unwritten)
+        return length < 1 or (self._sampled_steps + open_steps) % (1 << (length.bit_length() - 1)) == 0
 
     def _write_due(self) -> bool:
         if not self._sinks or self._sinks.busy:

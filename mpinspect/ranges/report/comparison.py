@@ -23,7 +23,16 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, bare_power, indefinite, percent, share, steps_named, upper_first
+from mpinspect.reporting.words import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    bare_power,
+    indefinite,
+    percent,
+    share,
+    steps_named,
+    upper_first,
+)
 
 #: Rows of tables of what changed.
 ROWS = Limit(8, 100, "more that moved less (--all, JSON)", "more that moved less; JSON has all")
@@ -32,18 +41,16 @@ SETTINGS, _NAMES, _GONE = Limit(20, 100), Limit(12, 50), Limit(5, 20)
 _LAYERS = (
     Column("layer", is_name=True),
     Column("tensor", is_left=True, priority=1),
-    Column("from step", is_left=True, meaning="the first step at which it changed more than it does by itself"),
-    Column(
-        "elsewhere", meaning="share of its elements that lie in other powers of two in B, on average over the steps"
-    ),
-    Column("beyond", meaning="estimate of how much of that exceeds what it changes by itself", priority=3),
-    Column("zero", meaning="share of its elements that are zero", is_optional=True),
-    Column("largest", meaning="largest magnitude, as a power of two", priority=2),
-    Column("flushed", meaning="share of its non-zero elements that the format flushes at scale 1", priority=2),
-    Column("scales", meaning="log2 of the loss scales that suit it, from the least to the largest", priority=4),
-    Column("updates lost", meaning="share of the updates that rounding loses", priority=3, is_optional=True),
+    Column("from step", is_left=True, meaning="where it first moved, more than it does by itself"),
+    Column("elsewhere", meaning="share of its elements in other powers of two in B, a mean over the steps"),
+    Column("beyond", meaning="how much of that is more than it moves by itself", priority=3),
+    Column("zero", meaning="share that is zero", is_optional=True),
+    Column("largest", priority=2),
+    Column("flushed", meaning="share of the non-zero ones that the format flushes at scale 1", priority=2),
+    Column("scales", meaning="log2 of those that suit it", priority=4),
+    Column("updates lost", meaning="share that rounding loses", priority=3, is_optional=True),
 )
-_LEGEND = "A -> B where they differ; ~ estimate, [bounds] where far apart"
+_LEGEND = "A -> B; ~ estimate, [bounds] where far apart; ? not known"
 
 
 # -- the headline -------------------------------------------------------------------------------------------------------
@@ -55,7 +62,7 @@ def headline(diff: RangeDiff) -> str:
     if harm is not None and (diff.moved is None or harm.step < diff.moved.first_step):
         return f"They part at step {harm.step}, where B alone breaks: {first_line(harm)}."
     if diff.moved is not None:
-        return f"They part at {_named(diff.moved)}: {_what(diff.moved)}{_zeros(diff.moved)}."
+        return f"They part {_at(diff.moved)}: {_what(diff.moved)}{_zeros(diff.moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.severity != "info"), None)
@@ -74,6 +81,10 @@ def headline(diff: RangeDiff) -> str:
 def matters(diff: RangeDiff) -> bool:
     """Return whether anything differs that a finding warns of."""
     return any(finding.severity != "info" for finding in diff.findings)
+
+
+def _at(parting: Parting) -> str:
+    return f"{'at' if parting.first_step == parting.last_step else 'in'} {_named(parting)}"
 
 
 def _named(parting: Parting) -> str:
@@ -165,7 +176,9 @@ def _largest(layer: LayerReport) -> str:
 def _window(layer: LayerReport) -> str:
     if layer.log2_scale_needed is None or layer.max_log2_scale is None:
         return NOT_APPLICABLE
-    return f"{layer.log2_scale_needed}..{layer.max_log2_scale}"
+    # What was flushed before it was counted may need a larger scale.
+    hidden = layer.already_flushed_fraction is not None and layer.already_flushed_fraction.high > 0
+    return f"{UNKNOWN if hidden else layer.log2_scale_needed}..{layer.max_log2_scale}"
 
 
 def _updates(layer: LayerReport) -> str:
@@ -193,9 +206,9 @@ def _scales(diff: RangeDiff) -> Iterator[Block]:
     skipped = [report.session.progress.skipped_steps for report in (diff.first, diff.second)]
     if skipped[0] != skipped[1]:
         yield Line(f"Skipped steps: {skipped[0]:,} in A, {skipped[1]:,} in B.")
-    one, other = scale_in_brief(diff.first), scale_in_brief(diff.second)
-    if one != other:
-        yield Items((Item(one, "A"), Item(other, "B")))
+    suggested = [scale_in_brief(report) for report in (diff.first, diff.second)]
+    if suggested[0] != suggested[1]:
+        yield Items((Item(suggested[0], "A"), Item(suggested[1], "B")))
 
 
 def _alone(diff: RangeDiff) -> Iterator[Item]:
@@ -218,9 +231,7 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
         f"{compared.tensors:,} tensors; judged against {diff.first.format}."
     )
     if diff.differs is not None:
-        others = f" and {diff.differs.tensors - 1:,} more" if diff.differs.tensors > 1 else ""
-        where = phrase(diff.differs.name, diff.differs.kind)
-        yield f"Measured: counts differ from {_named(diff.differs)} on, most in {where} (~{percent(diff.differs.elsewhere_fraction)}){others}."
+        yield f"Measured: counts differ from {_named(diff.differs)} on, most in {_most(diff.differs)}."
     if compared.stretches == 1:
         yield "Estimated: one stretch does not tell how far a tensor moves by itself; only chance was allowed for."
     elif diff.differs is not None or not compared.same_steps:
@@ -228,6 +239,11 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
             f"Estimated: a tensor moved where more than {percent(LEAST_BEYOND)} of its elements change by more than between "
             "neighbouring stretches of the steadier run, and than by chance."
         )
+
+
+def _most(parting: Parting) -> str:
+    others = f", and in {parting.tensors - 1:,} more" if parting.tensors > 1 else ""
+    return f"{phrase(parting.name, parting.kind)} ({percent(parting.elsewhere_fraction)} of its elements){others}"
 
 
 def _counted(report: RangeReport) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mpinspect.numeric.formats import FormatLike, as_format
 from mpinspect.ranges.analysis import analyse
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 #: A run directory, an inspector's log_dir, a session file, or a session.
 Run: TypeAlias = "str | PathLike[str] | Session"
+
+Kept = TypeVar("Kept")
+Found = TypeVar("Found")
 
 
 def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffReport:
@@ -50,15 +53,22 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
     models = tuple(ModelDiff(right.name, compare_ranges(*_alike(left.ranges, right.ranges))) for left, right in pairs)
     if not any(model.ranges.compared.tensors for model in models):
         raise SessionError(_nothing_in_common(one, other))
-    paired = [{id(part) for pair in pairs for part in pair}]
-    alone = [tuple(part.name for part in run.parts if id(part) not in paired[0]) for run in (one, other)]
-    shapes = None
-    if one.shapes is not None and other.shapes is not None:
-        shapes = compare_shapes(one.shapes, other.shapes)
-    kernels = None
-    if one.kernels is not None and other.kernels is not None:
-        kernels = compare_kernels(one.kernels, other.kernels)
-    return DiffReport(_side(one), _side(other), models, *alone, shapes, kernels)
+    paired = {id(part) for pair in pairs for part in pair}
+    only_first, only_second = (tuple(part.name for part in run.parts if id(part) not in paired) for run in (one, other))
+    return DiffReport(
+        first=_side(one),
+        second=_side(other),
+        models=models,
+        only_first=only_first,
+        only_second=only_second,
+        shapes=_both(one.shapes, other.shapes, compare_shapes),
+        kernels=_both(one.kernels, other.kernels, compare_kernels),
+    )
+
+
+def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept], Found]) -> Found | None:
+    """Return the comparison; None where a run has nothing to compare."""
+    return None if first is None or second is None else compare(first, second)
 
 
 @dataclass(frozen=True)
