@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.kinds import kind_named, phrase
+from mpinspect.ranges.report.explorer import widget
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.document import (
     Block,
@@ -19,6 +21,7 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
+    Widget,
     bullets,
     section,
     table,
@@ -60,7 +63,7 @@ def headline(diff: RangeDiff) -> str:
     """Return in one sentence whether the runs differ in anything that matters, and what comes first."""
     harm = gravest(diff.events_only_second)
     if harm is not None and (diff.moved is None or harm.step < diff.moved.first_step):
-        return f"They part at step {harm.step}, where B alone breaks: {first_line(harm)}."
+        return f"They part where B alone breaks: {first_line(harm)}."
     if diff.moved is not None:
         return f"They part {_at(diff.moved)}: {_what(diff.moved)}{_zeros(diff.moved)}."
     if not diff.compared.stretches:
@@ -127,7 +130,15 @@ def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
         *section("Loss scale", *_scales(diff)),
         *section("Counted in one run alone", Items(tuple(_alone(diff)))),
         *section("What was compared", *map(Line, _compared(diff))),
+        *_maps(diff),
     )
+
+
+def _maps(diff: RangeDiff) -> Iterator[Widget]:
+    """Yield both runs' maps, below each other."""
+    for name, report in (("A", diff.first), ("B", diff.second)):
+        for each in widget(report):
+            yield replace(each, title=f"The map of {name}", without="The interactive map needs JavaScript.")
 
 
 def _layers(diff: RangeDiff, everything: bool) -> Iterator[Block]:

@@ -73,10 +73,11 @@ def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read of a run; ``shapes`` and ``kernels`` are None where it has none."""
+    """What was read of a run; ``shapes`` and ``kernels`` are None where it has none, ``command`` is "" without a script."""
 
     path: str
     parts: tuple[ModelPart, ...]
+    command: str = ""
     shapes: tuple[Product, ...] | None = None
     kernels: KernelReport | None = None
     notes: tuple[str, ...] = ()
@@ -91,7 +92,8 @@ def _read(run: Run, format: str | None) -> _Read:
         return _Read(path, (ModelPart(session.info.model, analyse(session, format)),))
     report = read_run(path, format)
     notes = list(report.saw)
-    return _Read(path, report.parts, _shapes(path, notes), report.kernels, tuple(notes))
+    command = f"{report.command} ({report.outcome})"
+    return _Read(path, report.parts, command, _shapes(path, notes), report.kernels, tuple(notes))
 
 
 def _shapes(path: str, notes: list[str]) -> tuple[Product, ...] | None:
@@ -110,7 +112,9 @@ def _require_counts(run: _Read) -> None:
     if any(part.ranges.session.windows for part in run.parts):
         return
     goes_on = any(not part.ranges.session.progress.ended for part in run.parts)
-    why = "the run still goes on, or was killed before it wrote anything" if goes_on else "no step was sampled"
+    why = "no model was recorded" if not run.parts else "no step was sampled"
+    if goes_on:
+        why = "the run still goes on and has written none, or it was killed before it did"
     raise SessionError(f"{run.path or 'A session'} holds no counts to compare: {why}.")
 
 
@@ -150,13 +154,15 @@ def _some_layers(parts: Sequence[ModelPart]) -> str:
 
 
 def _side(run: _Read) -> Side:
-    words = []
+    words = [run.command]
     notes = list(run.notes)
     for part in run.parts:
         session = part.ranges.session
         progress = session.progress
         words.append(", ".join(filter(None, (part.name, f"{progress.steps:,} steps", ledger_line(session.precision)))))
         if not progress.ended:
-            notes.append(f"{part.name or 'the run'} still goes on, or was killed: compared as far as it was written")
+            notes.append(
+                f"{part.name or 'the run'} still goes on, or was killed: it is compared as far as it was written"
+            )
         notes += session.notes
-    return Side(run.path, "; ".join(words), tuple(dict.fromkeys(notes)))
+    return Side(run.path, "; ".join(filter(None, words)), tuple(dict.fromkeys(notes)))

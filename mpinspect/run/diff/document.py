@@ -22,6 +22,7 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
+from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 from mpinspect.reporting.words import NOT_APPLICABLE, duration, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
@@ -93,8 +94,9 @@ def _notes(report: DiffReport) -> Iterator[str]:
     if report.first.path and report.first.path == report.second.path:
         yield "A and B are the same run"
     for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
-        # What both runs say says nothing on their difference.
-        yield from (f"{name}: {note}" for note in side.notes if note not in other.notes)
+        # What both runs say, each of its own directory, says nothing on their difference.
+        known = {note.replace(other.path, side.path) for note in other.notes} if other.path else set(other.notes)
+        yield from (f"{name}: {note}" for note in side.notes if note not in known)
 
 
 # -- shapes and kernels -------------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ LAYOUT = Layout(5)
 
 def to_plain(report: DiffReport) -> dict[str, Any]:
     """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
-    body = {"verdict": verdict(report), "matters": any(matters(model.ranges) for model in report.models)}
+    body = {"verdict": verdict(report), "matters": any(each.severity != SEVERITIES[0] for each in report.findings)}
     return headed("mpinspect.diff", 1, plain(body | fields(report, also=("findings",)), _SPECIAL))
 
 
