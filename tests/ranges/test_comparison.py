@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def ids(diff):
 
 def spans(*ends):
     """Windows of every step between these ends."""
-    return run([window(a, b - 1, {LAYER: drawn(-12, a)}) for a, b in zip(ends, ends[1:], strict=False)])
+    return run([window(a, b - 1, {LAYER: drawn(-12, a)}) for a, b in pairwise(ends)])
 
 
 def test_windows_are_merged_until_both_runs_cover_the_same_steps():
@@ -128,7 +129,9 @@ def test_one_element_is_enough_to_differ_and_not_enough_to_move():
     first = training()
     windows = list(first.windows)
     changed = drawn(-12, 7)
-    windows[7] = window(7, 7, {LAYER: ExponentHistogram.from_counts([1], -13) + changed, HEAD: windows[7].tensors[HEAD].histogram})
+    windows[7] = window(
+        7, 7, {LAYER: ExponentHistogram.from_counts([1], -13) + changed, HEAD: windows[7].tensors[HEAD].histogram}
+    )
     diff = compared(first, run(windows))
     assert diff.differs is not None
     assert (diff.differs.first_step, diff.differs.last_step, diff.differs.name) == (7, 7, "body.weight")

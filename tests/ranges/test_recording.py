@@ -109,8 +109,8 @@ def test_runs_of_unlike_pace_end_their_windows_at_the_same_steps(monkeypatch: py
         other = last_steps(monkeypatch, pace)
         common = sorted({*quick} & {*other})
         # Windows hold at most what twice the interval brings, and of two runs no more than a pair of windows lies between.
-        assert max(b - a for a, b in zip(other, other[1:], strict=False)) <= 2 * max(pace)
-        assert max(b - a for a, b in zip(common, common[1:], strict=False)) <= 256
+        assert max(b - a for a, b in pairwise(other)) <= 2 * max(pace)
+        assert max(b - a for a, b in pairwise(common)) <= 256
         assert common[-1] > 1700
 
 

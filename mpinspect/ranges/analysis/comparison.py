@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.parting import Course, Stretch, courses, stretche
 from mpinspect.ranges.analysis.ranges import layer_report, tensor_infos
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
-from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, merge_tensor_windows
+from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
 from mpinspect.reporting.words import bare_power, percent, steps_named
 
@@ -204,11 +204,11 @@ def _layers(
 ) -> Iterator[LayerChange]:
     infos = tensor_infos(report.session, {})
     format = FORMATS[report.format]
+    totals = [_totals(windows) for windows in zip(*((each.first, each.second) for each in aligned), strict=True)]
     for key, course in found.items():
-        one = _total([stretch.first.tensors.get(key) for stretch in aligned])
-        other = _total([stretch.second.tensors.get(key) for stretch in aligned])
-        if one is None or other is None:
+        if any(key not in side for side in totals):
             continue
+        one, other = (side[key] for side in totals)
         info = infos[key] if key in infos else tensor_infos(report.session, {key: one})[key]
         yield LayerChange(
             key.name,
@@ -227,9 +227,8 @@ def _badness(change: LayerChange) -> tuple[bool, float, float]:
     return change.moved_from is not None, change.beyond_fraction, change.elsewhere_fraction
 
 
-def _total(parts: Sequence[TensorWindow | None]) -> TensorWindow | None:
-    counted = [part for part in parts if part is not None]
-    return merge_tensor_windows(counted) if counted else None
+def _totals(windows: Sequence[Window]) -> Mapping[TensorKey, TensorWindow]:
+    return merge_windows(*windows).tensors
 
 
 def _steps(aligned: Sequence[Stretch], row: int | None) -> Steps | None:

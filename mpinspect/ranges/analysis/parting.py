@@ -155,43 +155,41 @@ def _made(ours: Sequence[Window], theirs: Sequence[Window], first: Session, seco
 
 def _distances(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> tuple[Floats, Floats, Flags]:
     """Return, by stretch and tensor: the shares elsewhere and beyond, and whether one run alone is not finite."""
-    first, second = (
-        np.stack([_shares(window, keys) for window in windows])
-        for windows in ([stretch.first for stretch in aligned], [stretch.second for stretch in aligned])
-    )
+    first, elements = _shares([stretch.first for stretch in aligned], keys)
+    second, others = _shares([stretch.second for stretch in aligned], keys)
     change = np.abs(first - second)
-    elements = np.array([[_elements(stretch, key) for key in keys] for stretch in aligned], dtype=np.float32)
-    by_chance = np.sqrt(2 * np.fmax(first, second) / np.fmax(elements, 1)[..., None])
+    by_chance = np.sqrt(2 * np.fmax(first, second) / np.fmax(np.fmin(elements, others), 1)[..., None])
     allowed = np.fmax(_OF_NEIGHBOURS * np.fmin(_by_itself(first), _by_itself(second)), _OF_CHANCE * by_chance)
     broken = [(shares[..., 1 - _OTHERS :] > 0).any(axis=2) for shares in (first, second)]
     return change.sum(axis=2) / 2, np.maximum(change - allowed, 0).sum(axis=2) / 2, broken[0] != broken[1]
 
 
-def _shares(window: Window, keys: Sequence[TensorKey]) -> Floats:
-    """Return each tensor's shares by place, one row per tensor; NaN where it was not counted."""
-    shares = np.zeros((len(keys), _HIGH - _LOW + 1 + _OTHERS), dtype=np.float32)
-    for row, key in zip(shares, keys, strict=True):
-        histogram = window.tensors[key].histogram if key in window.tensors else None
-        if histogram is None or not histogram.total:
-            row[:] = np.nan
-            continue
-        places = np.clip(np.arange(len(histogram.counts)) + histogram.min_exponent, _LOW, _HIGH) - _LOW
-        np.add.at(row, places, histogram.counts / histogram.total)
-        row[-_OTHERS:] = np.array([histogram.zeros, histogram.infs, histogram.nans]) / histogram.total
-    return shares
-
-
-def _elements(stretch: Stretch, key: TensorKey) -> int:
-    """Return the number of elements that the run with fewer counted."""
-    sides = (stretch.first.tensors, stretch.second.tensors)
-    return min(tensors[key].histogram.total if key in tensors else 0 for tensors in sides)
+def _shares(windows: Sequence[Window], keys: Sequence[TensorKey]) -> tuple[Floats, Floats]:
+    """Return the shares of elements by window, tensor and place, NaN where a tensor was not counted; and the elements."""
+    shares = np.zeros((len(windows), len(keys), _HIGH - _LOW + 1 + _OTHERS), dtype=np.float32)
+    elements = np.zeros(shares.shape[:2], dtype=np.float32)
+    for row, window in enumerate(windows):
+        for place, key in enumerate(keys):
+            tensor = window.tensors.get(key)
+            elements[row, place] = total = 0 if tensor is None else tensor.histogram.total
+            if tensor is None or not total:
+                shares[row, place] = np.nan
+                continue
+            histogram = tensor.histogram
+            places = np.arange(len(histogram.counts)) + (histogram.min_exponent - _LOW)
+            if len(places) and (places[0] < 0 or places[-1] > _HIGH - _LOW):
+                np.add.at(shares[row, place], np.clip(places, 0, _HIGH - _LOW), histogram.counts / total)
+            else:
+                shares[row, place, places] = histogram.counts / total
+            shares[row, place, -_OTHERS:] = histogram.zeros / total, histogram.infs / total, histogram.nans / total
+    return shares, elements
 
 
 def _by_itself(shares: Floats) -> Floats:
     """Return the largest change between neighbouring stretches near each one, by tensor and place; 0 where none is known."""
+    # steps[row] is the change from the stretch before to this one.
     steps = np.zeros_like(shares)
     steps[1:] = np.nan_to_num(np.abs(shares[1:] - shares[:-1]))
-    # steps[row] is the change from the stretch before to this one.
     return np.stack([steps[max(0, row - _NEAR) : row + _NEAR + 2].max(axis=0) for row in range(len(shares))])
 
 

@@ -112,7 +112,7 @@ def _require_counts(run: _Read) -> None:
     if any(part.ranges.session.windows for part in run.parts):
         return
     goes_on = any(not part.ranges.session.progress.ended for part in run.parts)
-    why = "no model was recorded" if not run.parts else "no step was sampled"
+    why = "no model was recorded that can be read" if not run.parts else "no step was sampled"
     if goes_on:
         why = "the run still goes on and has written none, or it was killed before it did"
     raise SessionError(f"{run.path or 'A session'} holds no counts to compare: {why}.")
