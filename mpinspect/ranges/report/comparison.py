@@ -49,11 +49,13 @@ _LAYERS = (
     Column("beyond", meaning="how much of that is more than it moves by itself", priority=3),
     Column("zero", meaning="share that is zero", is_optional=True),
     Column("largest", priority=2),
-    Column("flushed", meaning="share of the non-zero ones that the format flushes at scale 1", priority=2),
+    Column("flushed", meaning="share of the non-zero ones that the format flushes at scale 1", priority=1),
     Column("scales", meaning="log2 of those that suit it", priority=4),
     Column("updates lost", meaning="share that rounding loses", priority=3, is_optional=True),
 )
-_LEGEND = "A -> B; ~ estimate, [bounds] where far apart; ? not known"
+_LEGEND = "A -> B; ~ estimate, 0%..88% bounds, ? not known"
+#: Bounds of a share that are further apart say more than the estimate between them.
+_FAR = 0.1
 
 
 # -- the headline -------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def _row(change: LayerChange) -> tuple[str, ...]:
         f"~{percent(change.beyond_fraction)}",
         _both(*map(percent, change.zeros_fraction)),
         _both(_largest(first), _largest(second)),
-        _both(share(first.flushed_fraction), share(second.flushed_fraction)),
+        _both(_flushed(first), _flushed(second)),
         _both(_window(first), _window(second)),
         _both(_updates(first), _updates(second)),
     )
@@ -190,6 +192,14 @@ def _window(layer: LayerReport) -> str:
     # What was flushed before it was counted may need a larger scale.
     hidden = layer.already_flushed_fraction is not None and layer.already_flushed_fraction.high > 0
     return f"{UNKNOWN if hidden else layer.log2_scale_needed}..{layer.max_log2_scale}"
+
+
+def _flushed(layer: LayerReport) -> str:
+    """Return the share flushed; its bounds alone where these are far apart, as after a run in the format itself."""
+    found = layer.flushed_fraction
+    if found is None or found.high - found.low <= _FAR:
+        return share(found)
+    return f"{percent(found.low)}..{percent(found.high)}"
 
 
 def _updates(layer: LayerReport) -> str:
