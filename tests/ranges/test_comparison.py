@@ -122,7 +122,7 @@ def test_a_run_and_itself_have_no_difference():
     assert diff.differs is diff.moved is None
     assert diff.findings == diff.gone == diff.settings == ()
     assert {(change.elsewhere_fraction, change.beyond_fraction) for change in diff.layers} == {(0.0, 0.0)}
-    assert headline(diff) == "No difference: all 2 tensors have equal counts in steps 0-23."
+    assert headline(diff) == "No difference: all 2 tensors have equal counts in all 24 steps counted of steps 0-23."
 
 
 def test_one_element_is_enough_to_differ_and_not_enough_to_move():

@@ -83,7 +83,9 @@ def test_the_first_line_names_the_step_and_the_layer(pair, capsys):
 
 def test_the_same_run_twice(pair, capsys):
     out, _ = printed(pair[0], pair[0], "--fail-on", "info", capsys=capsys)
-    assert out.startswith("No difference: all 7 tensors have equal counts in steps 0-39.\n")
+    assert " ".join(out.split()).startswith(
+        "No difference: all 7 tensors have equal counts in all 40 steps counted of steps 0-39. A "
+    )
     assert "A and B are the same run" in out
     assert "What moved" not in out
     assert "none moved more than it does by itself" in printed(pair[0], pair[0], "--all", capsys=capsys).out
@@ -158,6 +160,17 @@ def test_models_are_matched_by_name_and_the_worst_comes_first(tmp_path, capsys):
 def test_a_run_of_one_model_is_compared_with_a_saved_session(tmp_path, pair):
     report = diff(run_of(tmp_path / "run", Net=sessions.word_model()), pair[1])
     assert [model.name for model in report.models] == ["WordModel"]
+
+
+def test_notes_are_shown_where_only_one_run_has_them(tmp_path):
+    runs = [
+        run_of(tmp_path / name, {"shapes": {"matmuls": []}, "saw": ["seen twice"]}, Net=sessions.word_model())
+        for name in "ab"
+    ]
+    (runs[1] / "report.json").write_text(json.dumps({"shapes": {"matmuls": []}, "saw": ["seen twice", "seen once"]}))
+    said = str(diff(*runs))
+    assert "- B: seen once" in said
+    assert not any(words in said for words in ("seen twice", "shapes were recorded"))
 
 
 def shapes(n):
@@ -272,7 +285,9 @@ def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp
         made, windows=made.windows[:2], progress=dataclasses.replace(made.progress, steps=20, ended=False)
     )
     out, _ = printed(pair[0], saved(tmp_path / "unfinished", unfinished), capsys=capsys)
-    assert out.startswith("No difference: all 7 tensors have equal counts in steps 0-19.\n")
+    assert " ".join(out.split()).startswith(
+        "No difference: all 7 tensors have equal counts in all 20 steps counted of steps 0-19. A "
+    )
     assert "B: WordModel still goes on, or was killed: it is compared as far as it was written" in out
     assert "20 so far" in out
 

@@ -86,12 +86,14 @@ class Compared:
 
     Args:
         steps: the first and the last step compared; None if the runs counted no steps in common.
-        stretches: number of stretches compared.
+        sampled_steps: number of steps that the second run counted in the stretches compared.
+        stretches: number of these.
         same_steps: how many of these hold steps that both runs certainly counted alike, so that equality can be told.
         tensors: number of tensors that both runs counted.
     """
 
     steps: Steps | None
+    sampled_steps: int
     stretches: int
     same_steps: int
     tensors: int
@@ -180,7 +182,8 @@ def _added(before: Sequence[Finding], after: Sequence[Finding]) -> tuple[Finding
 
 def _compared(aligned: Sequence[Stretch], tensors: int) -> Compared:
     steps = (aligned[0].first_step, aligned[-1].last_step) if aligned else None
-    return Compared(steps, len(aligned), sum(stretch.same_steps for stretch in aligned), tensors)
+    counted = sum(stretch.second.sampled_steps for stretch in aligned)
+    return Compared(steps, counted, len(aligned), sum(stretch.same_steps for stretch in aligned), tensors)
 
 
 def _parting(

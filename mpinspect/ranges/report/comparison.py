@@ -112,7 +112,10 @@ def _zeros(parting: Parting) -> str:
 def _equal(diff: RangeDiff) -> str:
     compared = diff.compared
     assert compared.steps is not None
-    alike = f"all {compared.tensors:,} tensors have equal counts in {steps_named(*compared.steps)}"
+    where = steps_named(*compared.steps)
+    if compared.sampled_steps > 1:
+        where = f"all {compared.sampled_steps:,} steps counted of {where}"
+    alike = f"all {compared.tensors:,} tensors have equal counts in {where}"
     if compared.same_steps == compared.stretches:
         return alike
     return f"{alike}, as far as both runs counted the same steps, and none moved where they did not"
@@ -248,8 +251,8 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
     stretches = "1 stretch" if compared.stretches == 1 else f"{compared.stretches:,} stretches"
     of_those = "" if compared.same_steps == compared.stretches else f", {compared.same_steps:,} of them"
     yield (
-        f"{upper_first(steps_named(*compared.steps))} in {stretches}{of_those} of the same steps in both runs; "
-        f"{compared.tensors:,} tensors; judged against {diff.first.format}."
+        f"{upper_first(steps_named(*compared.steps))}, {compared.sampled_steps:,} of them counted, in {stretches}{of_those} of "
+        f"the same steps in both runs; {compared.tensors:,} tensors; judged against {diff.first.format}."
     )
     if diff.differs is not None:
         yield f"Measured: counts differ from {_named(diff.differs)} on, most in {_most(diff.differs)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -86,7 +86,7 @@ class _Read:
 def _read(run: Run, format: str | None) -> _Read:
     if isinstance(run, Session):
         return _Read("", (ModelPart(run.info.model, analyse(run, format)),))
-    path = fspath(run)
+    path = str(Path(run))
     if not is_run_directory(path):
         session = read_session(path)
         return _Read(path, (ModelPart(session.info.model, analyse(session, format)),))

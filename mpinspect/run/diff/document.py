@@ -95,7 +95,7 @@ def _notes(report: DiffReport) -> Iterator[str]:
         yield "A and B are the same run"
     for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
         # What both runs say, each of its own directory, says nothing on their difference.
-        known = {note.replace(other.path, side.path) for note in other.notes} if other.path else set(other.notes)
+        known = {note.replace(f"{other.path}/", f"{side.path}/") for note in other.notes}
         yield from (f"{name}: {note}" for note in side.notes if note not in known)
 
 
