@@ -122,7 +122,7 @@ def test_a_run_and_itself_have_no_difference():
     assert diff.differs is diff.moved is None
     assert diff.findings == diff.gone == diff.settings == ()
     assert {(change.elsewhere_fraction, change.beyond_fraction) for change in diff.layers} == {(0.0, 0.0)}
-    assert headline(diff) == "No difference: all 2 tensors have equal counts in all 24 steps counted of steps 0-23."
+    assert headline(diff) == "No difference: the counts of 2 tensors are equal in all 24 steps counted of steps 0-23."
 
 
 def test_one_element_is_enough_to_differ_and_not_enough_to_move():
@@ -257,6 +257,12 @@ def test_settings_that_differ_are_named_and_what_is_not_known_is_not():
     assert [each.name for each in changed_settings(run([]), second)] == ["every", "torch"]
 
 
+def test_settings_that_changed_nothing_are_in_the_headline():
+    first = training(steps=4)
+    diff = compared(first, dataclasses.replace(first, info=dataclasses.replace(first.info, versions={"torch": "2.13"})))
+    assert headline(diff).endswith("are equal in all 4 steps counted of steps 0-3; other settings: torch.")
+
+
 def test_a_parameter_of_another_shape_is_a_setting_and_one_of_a_single_run_a_layer():
     info = s.TensorInfo("a.weight", WEIGHT_GRADIENT, "a", "Linear", (3, 5))
     first = run([], watched=(info,))
@@ -272,6 +278,7 @@ def test_layers_of_one_run_alone_are_listed():
     )
     assert (diff.only_first, diff.only_second) == ((HEAD,), (other,))
     assert ids(diff) == {"layers-differ"}
+    assert headline(diff) == "No difference: the counts of 1 tensor are equal in step 0; 2 tensors in one run alone."
     assert [change.name for change in diff.layers] == [LAYER.name]
 
 

@@ -84,9 +84,9 @@ def test_the_first_line_names_the_step_and_the_layer(pair, capsys):
 def test_the_same_run_twice(pair, capsys):
     out, _ = printed(pair[0], pair[0], "--fail-on", "info", capsys=capsys)
     assert " ".join(out.split()).startswith(
-        "No difference: all 7 tensors have equal counts in all 40 steps counted of steps 0-39. A "
+        "No difference: the counts of 7 tensors are equal in all 40 steps counted of steps 0-39. A "
     )
-    assert "A and B are the same run" in out
+    assert "- B: it is the same run as A" in out
     assert "What moved" not in out
     assert "none moved more than it does by itself" in printed(pair[0], pair[0], "--all", capsys=capsys).out
 
@@ -286,7 +286,7 @@ def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp
     )
     out, _ = printed(pair[0], saved(tmp_path / "unfinished", unfinished), capsys=capsys)
     assert " ".join(out.split()).startswith(
-        "No difference: all 7 tensors have equal counts in all 20 steps counted of steps 0-19. A "
+        "No difference: the counts of 7 tensors are equal in all 20 steps counted of steps 0-19. A "
     )
     assert "B: WordModel still goes on, or was killed: it is compared as far as it was written" in out
     assert "20 so far" in out

@@ -31,6 +31,7 @@ from mpinspect.reporting.words import (
     UNKNOWN,
     bare_power,
     indefinite,
+    number_of,
     percent,
     share,
     steps_named,
@@ -73,14 +74,29 @@ def headline(diff: RangeDiff) -> str:
     grave = next((finding for finding in diff.new if finding.severity != "info"), None)
     if grave is not None:
         return f"B alone has {indefinite(grave.severity)}: {grave.message}"
+    return f"{_nothing_moved(diff)}{_besides(diff)}."
+
+
+def _nothing_moved(diff: RangeDiff) -> str:
     if diff.differs is not None:
         return (
             f"Nothing that matters moved: the counts differ from {_named(diff.differs)} on, but no tensor's by more than it "
-            "changes by itself."
+            "changes by itself"
         )
     if not diff.compared.same_steps:
-        return "Nothing that matters moved, though the runs counted other steps: whether they are equal can't be told."
-    return f"No difference: {_equal(diff)}."
+        return "Nothing that matters moved, though the runs counted other steps: whether they are equal can't be told"
+    return f"No difference: {_equal(diff)}"
+
+
+def _besides(diff: RangeDiff) -> str:
+    """Return words on what no count shows: tensors of one run alone, settings."""
+    alone = len(diff.only_first) + len(diff.only_second)
+    words = [f"{number_of(alone, 'tensor')} in one run alone"] if alone else []
+    # How far the runs went is no setting.
+    names = [change.name for change in diff.settings if change.name != "steps"]
+    if diff.differs is None and names:
+        words.append(f"other settings: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
+    return "".join(f"; {each}" for each in words)
 
 
 def matters(diff: RangeDiff) -> bool:
@@ -115,7 +131,7 @@ def _equal(diff: RangeDiff) -> str:
     where = steps_named(*compared.steps)
     if compared.sampled_steps > 1:
         where = f"all {compared.sampled_steps:,} steps counted of {where}"
-    alike = f"all {compared.tensors:,} tensors have equal counts in {where}"
+    alike = f"the counts of {number_of(compared.tensors, 'tensor')} are equal in {where}"
     if compared.same_steps == compared.stretches:
         return alike
     return f"{alike}, as far as both runs counted the same steps, and none moved where they did not"

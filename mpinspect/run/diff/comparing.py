@@ -57,7 +57,7 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
     only_first, only_second = (tuple(part.name for part in run.parts if id(part) not in paired) for run in (one, other))
     return DiffReport(
         first=_side(one),
-        second=_side(other),
+        second=_side(other, one),
         models=models,
         only_first=only_first,
         only_second=only_second,
@@ -153,9 +153,11 @@ def _some_layers(parts: Sequence[ModelPart]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _side(run: _Read) -> Side:
+def _side(run: _Read, before: _Read | None = None) -> Side:
     words = [run.command]
     notes = list(run.notes)
+    if run.path and before is not None and before.path and Path(run.path).resolve() == Path(before.path).resolve():
+        notes.append("it is the same run as A")
     for part in run.parts:
         session = part.ranges.session
         progress = session.progress

@@ -24,7 +24,7 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import NOT_APPLICABLE, duration, percent
+from mpinspect.reporting.words import NOT_APPLICABLE, duration, number_of, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 
@@ -54,9 +54,9 @@ def verdict(report: DiffReport) -> str:
     if first and len(report.models) > 1:
         words = f"{first.name}: {words}"
     if report.shapes is not None and report.shapes.changes:
-        words = f"{words[:-1]}; shapes differ in {_count(len(report.shapes.changes), 'product')}."
+        words = f"{words[:-1]}; shapes differ in {number_of(len(report.shapes.changes), 'product')}."
     if report.kernels is not None and report.kernels.changes:
-        words = f"{words[:-1]}; kernels differ in {_count(len(report.kernels.changes), 'module')}."
+        words = f"{words[:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
     return words
 
 
@@ -65,10 +65,6 @@ def _urgency(model: ModelDiff) -> tuple[bool, bool, int]:
     diff = model.ranges
     parting = diff.moved or diff.differs
     return not matters(diff), parting is None, parting.first_step if parting else 0
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _side(side: Side, name: str) -> Item:
@@ -91,8 +87,6 @@ def _alone(report: DiffReport) -> Iterator[Item]:
 
 
 def _notes(report: DiffReport) -> Iterator[str]:
-    if report.first.path and report.first.path == report.second.path:
-        yield "A and B are the same run"
     for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
         # What both runs say, each of its own directory, says nothing on their difference.
         known = {note.replace(f"{other.path}/", f"{side.path}/") for note in other.notes}

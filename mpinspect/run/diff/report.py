@@ -63,7 +63,7 @@ class DiffReport(RendersItself):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What differs, and what B has and A has not, the gravest first. None if nothing differs."""
+        """What differs, and what B has and A has not, the gravest first; empty if nothing differs."""
         found = [finding for model in self.models for finding in model.ranges.findings]
         for products in (self.shapes, self.kernels):
             found += () if products is None else products.findings
