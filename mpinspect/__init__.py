@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.probe import probe
     from mpinspect.ranges.recorder import Recorder
     from mpinspect.ranges.session import Session
+    from mpinspect.run.diff import diff
     from mpinspect.runtime.emulation import half_arithmetic
     from mpinspect.shapes.analysis import ShapeReport
     from mpinspect.shapes.lint import lint_shapes
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "classify_kernel",
     "count_exponents",
+    "diff",
     "half_arithmetic",
     "lint_shapes",
     "probe",
@@ -90,6 +92,7 @@ _WHEN_USED = {
     "ShapeReport": "shapes.analysis",
     "classify_kernel": "kernels.names",
     "count_exponents": "counting",
+    "diff": "run.diff",
     "half_arithmetic": "runtime.emulation",
     "lint_shapes": "shapes.lint",
     "probe": "ranges.probe",

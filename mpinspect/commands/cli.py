@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mpinspect.commands import demo, kernels, lint, report, run
+from mpinspect.commands import demo, diff, kernels, lint, report, run
 from mpinspect.commands.output import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
 from mpinspect.reporting.streams import printable, say
 from mpinspect.runtime.version import __version__
@@ -112,6 +112,12 @@ def _escape_unprintable_names() -> None:
 COMMANDS = (
     Command(
         "report", "Show what a recorded run says: ranges, findings, the loss scale.", report.add_options, report.run
+    ),
+    Command(
+        "diff",
+        "Compare two runs: what changed, which layers moved, and the first step at which the runs part.",
+        diff.add_options,
+        diff.run,
     ),
     Command(
         "demo", "Train a small language model with the inspector on and show its report.", demo.add_options, demo.run

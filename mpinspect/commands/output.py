@@ -104,6 +104,16 @@ def range_finding(text: str) -> str:
     return finding_named(text, FINDING_IDS)
 
 
+def known_format(text: str) -> str:
+    """Parse the name of a number format, or raise argparse.ArgumentTypeError."""
+    from mpinspect.numeric.formats import as_format
+
+    try:
+        return as_format(text).name
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def with_suffix(suffix: str) -> Callable[[str], str]:
     """Return a parser of paths that must end in ``suffix``."""
 

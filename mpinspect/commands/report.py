@@ -6,7 +6,15 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.output import UnusableError, add_output_options, print_text, range_finding, save_to, status
+from mpinspect.commands.output import (
+    UnusableError,
+    add_output_options,
+    known_format,
+    print_text,
+    range_finding,
+    save_to,
+    status,
+)
 
 if TYPE_CHECKING:
     from mpinspect.ranges.analysis.report import RangeReport
@@ -23,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show every layer, and every block of repeated ones")
     parser.add_argument(
         "--format",
-        type=_format,
+        type=known_format,
         metavar="NAME",
         help="judge against float16, bfloat16, float8_e4m3, ... (what the run uses)",
     )
@@ -38,15 +46,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_text(report, everything=options.all)
     return status(report.findings, options.fail_on)
-
-
-def _format(text: str) -> str:
-    from mpinspect.numeric.formats import as_format
-
-    try:
-        return as_format(text).name
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _read(path: str, format: str | None) -> RangeReport | RunReport:

@@ -26,6 +26,8 @@ PICTURE = "curves.png"
 UNSCALED = Way("FP16, no scaling", "fp16-amp", 1.0)
 #: The initial scale of the "talk" policy is too large for any model, so that the run shows how it is halved.
 DYNAMIC = Way("FP16, dynamic scaling", "fp16-amp", "talk")
+#: Directory, in that of the FP32 run, of the session of the unscaled run with the first seed, to compare both.
+UNSCALED_RUN = "fp16-no-scaling"
 _TITLE = "A language model in FP32, and in FP16 with and without loss scaling"
 _ANNOUNCEMENT = (
     "\nThe same training in FP16 follows: without scaling, with the recommended scale, with a dynamic scale."
@@ -109,7 +111,8 @@ def run(
     try:
         for number, (way, seed) in enumerate(todo, start=2):
             with progress(setting.steps, quiet, f"{way.name} ({number} of {1 + len(todo)})") as advance:
-                curves.append(trained(way, setting, text, seed, advance))
+                log_dir = directory / UNSCALED_RUN if (way, seed) == (UNSCALED, seeds[0]) else None
+                curves.append(trained(way, setting, text, seed, advance, log_dir))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"{len(curves)} of {1 + len(todo)} runs were finished; the table and the curves hold those"
@@ -118,7 +121,9 @@ def run(
         notes = _notes(setting, text, report, curves)
         comparison = Comparison(setting, report, tuple(curves), notes, directory / PICTURE)
         _draw(comparison)
-        _print(quiet, "", comparison, whereabouts(directory, [*pictures, comparison.picture]))
+        unscaled = directory / UNSCALED_RUN
+        shown = whereabouts(directory, [*pictures, comparison.picture], unscaled if unscaled.exists() else None)
+        _print(quiet, "", comparison, shown)
     return comparison
 
 

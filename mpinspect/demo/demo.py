@@ -257,8 +257,12 @@ def draw(report: RangeReport, directory: Path) -> list[Path]:
     return paths
 
 
-def whereabouts(directory: Path, pictures: list[Path]) -> str:
-    """Return text with the paths of the pictures and the commands that show the run."""
+def whereabouts(directory: Path, pictures: list[Path], unscaled: Path | None = None) -> str:
+    """Return text with the paths of the pictures and the commands that show the run.
+
+    Args:
+        unscaled: directory of the same training in FP16 without loss scaling, if it was recorded too.
+    """
     lines = [
         "",
         "Pictures:",
@@ -266,6 +270,8 @@ def whereabouts(directory: Path, pictures: list[Path]) -> str:
         "TensorBoard:",
         f"  {_command('tensorboard')} --logdir {directory}",
     ]
+    if unscaled is not None:
+        lines += ["What FP16 without loss scaling changes:", f"  {_command('mpinspect')} diff {directory} {unscaled}"]
     return "\n".join([*lines, "This report again:", f"  {_command('mpinspect')} report {directory}"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from mpinspect.demo.demo import (
 )
 from mpinspect.demo.loss_curves import Curve
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.inspector import Inspector
 from mpinspect.training.mixed_precision import MixedPrecision
 
 #: A function called with each step's loss, a 0-d tensor.
@@ -111,22 +113,29 @@ def inspected(
     return report, Curve(FP32.name, seed, None, None, 0, tuple(losses.training), tuple(losses.validation))
 
 
-def trained(way: Way, setting: Setting, text: Text, seed: int, after_step: AfterStep) -> Curve:
-    """Train through MixedPrecision and return the losses; weights and batches are the same for every way."""
+def trained(
+    way: Way, setting: Setting, text: Text, seed: int, after_step: AfterStep, log_dir: Path | None = None
+) -> Curve:
+    """Train through MixedPrecision and return the losses; weights and batches are the same for every way.
+
+    Args:
+        log_dir: where an inspector writes the run's session; None for no inspector.
+    """
     model = word_model(seed, setting.vocabulary)
     optimizer = torch.optim.Adam(model.parameters(), lr=setting.learning_rate)
     mixed = MixedPrecision(model, optimizer, precision=way.precision, loss_scale=way.loss_scale)
     losses = _Losses(setting, text, mixed.weights, after_step)
     start = None if way.loss_scale is None else mixed.loss_scale
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(setting.steps):
-        batch = text.training.batch(generator, setting.batch_tokens)
-        mixed.zero_grad()
-        with mixed.autocast():
-            loss = word_loss(model, batch)
-        mixed.backward(loss)
-        mixed.step()
-        losses(loss.detach())
+    with nullcontext() if log_dir is None else Inspector(model, optimizers=optimizer, log_dir=log_dir):
+        for _ in range(setting.steps):
+            batch = text.training.batch(generator, setting.batch_tokens)
+            mixed.zero_grad()
+            with mixed.autocast():
+                loss = word_loss(model, batch)
+            mixed.backward(loss)
+            mixed.step()
+            losses(loss.detach())
     return Curve(
         name=way.name,
         seed=seed,

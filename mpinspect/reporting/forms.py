@@ -41,6 +41,7 @@ KINDS = {
     "kernels": Kind(
         "mpinspect.kernels.report.document", "mpinspect.kernels.report.json", "mpinspect.kernels.report.plot"
     ),
+    "diff": Kind("mpinspect.run.diff.document", "mpinspect.run.diff.document"),
     "run": Kind("mpinspect.run.report.document", "mpinspect.run.report.json", "mpinspect.run.report.picture"),
 }
 #: The renderers by suffix: ``render(document) -> str``.

@@ -57,7 +57,7 @@ class RendersItself:
         display(HTML(f'{frame} srcdoc="{page}"></iframe>'))
 
     def to_json(self) -> str:
-        """Return the report as JSON text (schemas: docs/report-schema.md, docs/shape-lint.md, docs/tensor-cores.md)."""
+        """Return the report as JSON text (schemas: docs/report-schema.md, shape-lint.md, tensor-cores.md, run.md)."""
         from mpinspect.reporting.forms import render
 
         return render(self, ".json")

@@ -109,6 +109,11 @@ def steps_named(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
+def number_of(number: int, thing: str) -> str:
+    """Return a number of things in words: "1 step", "1,000 steps"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def lower_first(sentence: str) -> str:
     """Return the sentence with a lower-case first letter, to continue another sentence."""
     return sentence[:1].lower() + sentence[1:]

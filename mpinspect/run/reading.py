@@ -63,6 +63,14 @@ def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
     return RunReport(first.command or folder.name, first.outcome, tuple(parts), None, kernels, tuple(saw), str(folder))
 
 
+def recorded_shapes(path: str | PathLike[str]) -> dict[str, Any] | None:
+    """Return the shapes in the report that a run's first process wrote at its end, as plain data; None if it has none."""
+    for place in _processes(Path(path)).values():
+        shapes = _report(place).get("shapes")
+        return shapes if isinstance(shapes, dict) else None
+    return None
+
+
 # -- which processes ------------------------------------------------------------------------------------------------------
 
 

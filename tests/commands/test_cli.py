@@ -297,6 +297,7 @@ def test_every_finding_is_listed():
     from pathlib import Path
 
     from mpinspect.ranges import analysis
+    from mpinspect.ranges.analysis.comparison import RANGE_DIFF_IDS
     from mpinspect.ranges.analysis.report import FINDING_IDS
 
     texts = [
@@ -307,7 +308,7 @@ def test_every_finding_is_listed():
         for text in texts
         for name in re.findall(r'Finding\(\s*"([a-z0-9-]+)"|^_ID = "([a-z-]+)"', text, re.MULTILINE)
     }
-    assert {one or other for one, other in made} == set(FINDING_IDS)
+    assert {one or other for one, other in made} == {*FINDING_IDS, *RANGE_DIFF_IDS}
 
 
 def test_a_session_is_read_and_reported_without_torch(run_dir):

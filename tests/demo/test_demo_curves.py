@@ -14,6 +14,8 @@ from mpinspect.demo import demo, loss_curves, plot_curves
 from mpinspect.demo import runs as demo_runs
 from mpinspect.demo.loss_curves import Curve
 from mpinspect.demo.runs import FP32, Setting, Text, Way
+from mpinspect.ranges.session import Session
+from mpinspect.run.diff import diff
 from mpinspect.training.mixed_precision import MixedPrecision
 
 TINY = Setting(steps=5, batch_tokens=64, tokens=20_000, vocabulary=64, validate_every=2)
@@ -50,6 +52,28 @@ def curve(name, seed=0, final=4.0, *, scales=(None, None), skipped=0, best=None)
     return Curve(name, seed, *scales, skipped, tuple(4 - 0.1 * step for step in range(20)), validation, name != "FP32")
 
 
+# -- what scaling is for ----------------------------------------------------------------------------------------------
+
+
+def test_diff_names_the_output_layer_and_the_first_step_of_fp16_without_scaling(tmp_path):
+    """The demo's own vocabulary, and as many words a step as a test has time for."""
+    setting = Setting(steps=2, batch_tokens=2048, tokens=20_000, validate_every=2)
+    text = Text.read(setting)
+    demo_runs.inspected(setting, text, 0, tmp_path / "fp32", lambda loss: None)
+    for name, scale in (("unscaled", 1.0), ("scaled", 2.0**13)):
+        way = Way(name, "fp16-amp", scale)
+        demo_runs.trained(way, setting, text, 0, lambda loss: None, tmp_path / name)
+    (model,) = diff(tmp_path / "fp32", tmp_path / "unscaled").models
+    assert model.ranges.moved.name == model.ranges.differs.name == "output"
+    assert model.ranges.moved.kind == "activation_gradient"
+    assert model.ranges.moved.first_step == 0
+    assert {"computes in", "scaler"} <= {change.name for change in model.ranges.settings}
+    # With a loss scale all differ by rounding, and none moved.
+    (model,) = diff(tmp_path / "fp32", tmp_path / "scaled").models
+    assert model.ranges.differs.first_step == 0
+    assert model.ranges.moved is None
+
+
 # -- a run --------------------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +85,14 @@ def test_every_way_is_trained_with_every_seed(compared):
         # Every second step, and the last.
         assert [step for step, _ in run.validation_losses] == [2, 4, 5]
         assert run.emulated == (run.name != "FP32")
+
+
+def test_the_unscaled_run_of_the_first_seed_is_recorded(compared):
+    _, printed, directory = compared
+    session = Session.load(directory / "fp16-no-scaling")
+    assert session.progress.steps == 5
+    assert session.precision.autocast == ("float16",)
+    assert f"diff {directory} {directory / 'fp16-no-scaling'}" in printed
 
 
 def test_the_scales_are_those_of_each_way(compared):

@@ -87,6 +87,37 @@ def _at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "WRITE_COST_FACTOR", 0)
 
 
+# -- when windows end ---------------------------------------------------------------------------------------------------
+
+
+def last_steps(monkeypatch: pytest.MonkeyPatch, steps_a_second: list[float]) -> list[int]:
+    """Where the windows end that a run of this pace writes, one after the other, at intervals of a second."""
+    monkeypatch.setattr(recordings, "WRITE_INTERVAL_S", 1.0)
+    sink, now = Kept(), [0.0]
+    recording = Recording(s.RunInfo(), [sink], clock=lambda: now[0])
+    for number, pace in enumerate(steps_a_second):
+        now[0] += 1 / pace
+        step(recording, number)
+        recording._sinks.wait()
+    return [window.last_step for window in sink.of("window")]
+
+
+def test_runs_of_unlike_pace_end_their_windows_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock decides when to write; runs can be compared from one common end of a window to the next."""
+    quick = last_steps(monkeypatch, [100.0] * 2000)
+    for pace in ([70.0] * 2000, [100.0 + 40 * (number % 300 > 150) for number in range(2000)]):
+        other = last_steps(monkeypatch, pace)
+        common = sorted({*quick} & {*other})
+        # Windows hold at most what twice the interval brings, and of two runs no more than a pair of windows lies between.
+        assert max(b - a for a, b in pairwise(other)) <= 2 * max(pace)
+        assert max(b - a for a, b in pairwise(common)) <= 256
+        assert common[-1] > 1700
+
+
+def test_slow_steps_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last_steps(monkeypatch, [0.5] * 6) == [0, 1, 2, 3, 4, 5]
+
+
 # -- beside the training ------------------------------------------------------------------------------------------------
 
 

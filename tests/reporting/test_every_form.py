@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import re
@@ -15,11 +16,15 @@ from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.probe import ProbeReport
-from mpinspect.ranges.session import Session
-from mpinspect.reporting.document import Widget
+from mpinspect.ranges.session import RunInfo, Session, TensorKey
+from mpinspect.reporting.document import Parts, Widget
 from mpinspect.reporting.forms import KINDS, document, render
 from mpinspect.reporting.text import print_to
+from mpinspect.run.diff import DiffReport, ModelDiff, diff
+from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes
+from mpinspect.run.diff.report import Side
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
@@ -53,6 +58,32 @@ def probe(*names):
     return ProbeReport(layers, advice, 1024.0, True, "cpu", 2, Session(), names, names)
 
 
+def hostile_diff():
+    """Two runs of hostile layers, whose names, settings, findings and events differ, of hostile models."""
+    names = (*sessions.HOSTILE_NAMES, HOSTILE)
+    first, second = (
+        sessions.session(
+            {TensorKey(name, WEIGHT_GRADIENT): sessions.bell(centre - i) for i, name in enumerate(each)}, model=HOSTILE
+        )
+        for each, centre in ((names[1:], -12), (names[:-1], -20))
+    )
+    event = dataclasses.replace(sessions.culprit(), module=HOSTILE, tensor=HOSTILE)
+    broken = dataclasses.replace(
+        second, events=(event,), notes=(HOSTILE,), info=RunInfo(HOSTILE, versions={HOSTILE: HOSTILE})
+    )
+    report = diff(first, broken)
+    product = Product(HOSTILE, HOSTILE, HOSTILE, 8, 8, 8, 1, HOSTILE, 1, HOSTILE)
+    side = Side(HOSTILE, HOSTILE, (HOSTILE,))
+    return dataclasses.replace(
+        report,
+        first=side,
+        models=(*report.models, ModelDiff(HOSTILE, report.models[0].ranges)),
+        only_first=(HOSTILE,),
+        shapes=compare_shapes((), (product,)),
+        kernels=compare_kernels(kernels(HOSTILE), kernels(f"{HOSTILE}b")),
+    )
+
+
 REPORTS = {
     "ranges everything": lambda: sessions.report_by_hand(sessions.everything()),
     "ranges empty": lambda: analyse(Session()),
@@ -63,6 +94,8 @@ REPORTS = {
     "shapes hostile": lambda: shapes(HOSTILE),
     "kernels empty": lambda: analyse_kernels([]),
     "kernels hostile": lambda: kernels(HOSTILE),
+    "diff empty": lambda: DiffReport(Side("", ""), Side("", ""), ()),
+    "diff hostile": hostile_diff,
     "run empty": lambda: RunReport("a.py", "ended"),
     "run hostile": lambda: RunReport(
         HOSTILE,
@@ -131,6 +164,15 @@ def test_markdown(name, reports):
         columns = cells
 
 
+def has_widget(blocks):
+    """Whether a block is a widget, or one of the documents in it holds one."""
+    return any(
+        isinstance(block, Widget)
+        or (isinstance(block, Parts) and any(has_widget(part.document.blocks) for part in block.parts))
+        for block in blocks
+    )
+
+
 class Page(html.parser.HTMLParser):
     """The tags of a page, and whether each is closed by its own."""
 
@@ -163,7 +205,7 @@ def test_html_is_well_formed_and_static_and_names_are_text_in_it(name, reports):
     assert_plain(text)
     page, fragment = Page(text), Page(reports[name]._repr_html_())
     has_map = "data-widget" in page.attributes
-    assert has_map == any(isinstance(block, Widget) for block in document(reports[name]).blocks)
+    assert has_map == has_widget(document(reports[name]).blocks)
     assert not {"img", "link"} & page.tags
     assert ("script" in page.tags) == has_map
     of_map = {"type", "data-widget"} if has_map else set()

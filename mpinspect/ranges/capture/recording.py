@@ -135,6 +135,10 @@ class Recording:
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
         self._unwritten: list[Window] = []
+        #: Sampled steps of all windows added.
+        self._sampled_steps = 0
+        #: The number of sampled steps at whose multiples a write that is due may be done; 0 while none is due.
+        self._stride = 0
         self._sinks = Sinks(sinks)
         self._clock = clock
         self._tell = tell
@@ -247,11 +251,12 @@ class Recording:
 
     def wants_window(self, sampled_steps: int) -> bool:
         """Return whether the open window should be closed: it is long enough, or a write is due."""
-        return sampled_steps >= self._windows.length or self._write_due()
+        return sampled_steps >= self._windows.length or self._write_due(sampled_steps)
 
     def add_window(self, window: Window) -> None:
         """Add a closed window, merging earlier windows if there are too many."""
         window = _compact(window)
+        self._sampled_steps += window.sampled_steps
         self._windows.add(window, window_limit(len(self._watched)))
         if self._sinks:
             self._unwritten.append(window)
@@ -278,6 +283,7 @@ class Recording:
         self._unwritten.clear()
         self._sinks.pass_on((lambda: merge_windows(*windows)) if windows else None, self.progress)
         self._written_at = self._clock()
+        self._stride = 0
 
     def flush(self) -> None:
         """Write, and wait until every sink has all records, so that the session file is complete while the run continues."""
@@ -315,10 +321,20 @@ class Recording:
             tuple(self.measurements),
         )
 
-    def _write_due(self) -> bool:
+    def _write_due(self, open_steps: int = 0) -> bool:
+        """Return whether to write now; ``open_steps`` is the number of sampled steps in the open window.
+
+        The clock decides when a write is due. It is done at the next multiple of the largest power of two of steps that are
+        unwritten then, so that two runs, however fast, end most windows at the same steps and can be compared.
+        """
         if not self._sinks or self._sinks.busy:
             return False
-        return self._clock() >= self._written_at + max(WRITE_INTERVAL_S, WRITE_COST_FACTOR * self._sinks.cost_s)
+        if self._clock() < self._written_at + max(WRITE_INTERVAL_S, WRITE_COST_FACTOR * self._sinks.cost_s):
+            return False
+        if not self._stride:
+            unwritten = open_steps + sum(window.sampled_steps for window in self._unwritten)
+            self._stride = 1 << (max(unwritten, 1).bit_length() - 1)
+        return (self._sampled_steps + open_steps) % self._stride == 0
 
     def _progress(self, **changes: object) -> None:
         self.progress = replace(self.progress, **changes)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.session import Progress
-from mpinspect.reporting.words import UNKNOWN, bare_power, format_name, lower_first, power_of_two
+from mpinspect.reporting.words import UNKNOWN, bare_power, format_name, lower_first, number_of, power_of_two
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
@@ -15,16 +15,12 @@ def steps_and_samples(progress: Progress, state: str = "") -> str:
     Args:
         state: words to put after "steps".
     """
-    words = [f"{_count(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
+    words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
     if progress.skipped_steps:
         words.append(f"{progress.skipped_steps:,} skipped")
     if progress.backwards > progress.steps + 1:
         words.append(f"{progress.backwards:,} backwards")
     return ", ".join(words)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def scale_line(advice: LossScaleAdvice) -> str:

@@ -1,0 +1,117 @@
+"""Lists the settings in which two runs differ: precision, optimizers, scalers, shapes, sampling, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.kinds import PARAMETER_KINDS
+from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session
+from mpinspect.reporting.words import NOT_APPLICABLE, format_name, power_of_two
+
+Record = TypeVar("Record")
+#: Settings in words, by name; what a run does not have, or what is not known of it, has no entry.
+Settings = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs: its name, and its value in either run in words ("-" where a run has none)."""
+
+    name: str
+    first: str
+    second: str
+
+
+def changed_settings(first: Session, second: Session) -> Iterator[Change]:
+    """Yield the settings that differ, precision first. What is not known of a run is not compared."""
+    parts = [_shapes, _inspector]
+    if first.precision.weights and second.precision.weights:
+        parts = [_precision, _optimizers, _scalers, *parts]
+    for part in parts:
+        one, other = part(first), part(second)
+        # A parameter of one run alone is a layer that differs, not a setting.
+        names = [name for name in one if name in other] if part is _shapes else dict.fromkeys([*one, *other])
+        for name in names:
+            here, there = one.get(name, NOT_APPLICABLE), other.get(name, NOT_APPLICABLE)
+            if here != there:
+                yield Change(name, here, there)
+
+
+def _precision(session: Session) -> Settings:
+    ledger, format = session.precision, run_format(session)
+    found = {
+        "computes in": format.name if format is not None else "",
+        "weights": _names(ledger.weights),
+        "gradients": _names(ledger.gradients),
+        "autocast": _names(dtype or "none" for dtype in ledger.autocast),
+        "outputs": _names(ledger.outputs),
+        "loss": _names(ledger.losses),
+    }
+    return {name: format_name(words) for name, words in found.items() if words}
+
+
+def _optimizers(session: Session) -> Settings:
+    found: Settings = {}
+    for name, optimizer in _numbered("optimizer", session.precision.optimizers):
+        found |= _optimizer(name, optimizer)
+    return found
+
+
+def _optimizer(name: str, optimizer: OptimizerRecord) -> Settings:
+    found = {name: optimizer.type} | {f"{name} {key}": f"{value:g}" for key, value in optimizer.settings.items()}
+    states = sorted({dtype for dtypes in optimizer.states.values() for dtype in dtypes.split(", ")})
+    if states:
+        found[f"{name} states"] = _names(states)
+    if optimizer.masters:
+        found[f"{name} masters"] = f"{optimizer.masters:,} elements"
+    return found
+
+
+def _scalers(session: Session) -> Settings:
+    found: Settings = {}
+    for name, scaler in _numbered("scaler", [scaler for scaler in session.precision.scalers if scaler.enabled]):
+        found |= _scaler(name, scaler)
+    return found
+
+
+def _scaler(name: str, scaler: ScalerRecord) -> Settings:
+    found = {name: scaler.type}
+    if scaler.init_scale is not None:
+        found[f"{name} init_scale"] = power_of_two(scaler.init_scale)
+    if scaler.growth_interval is not None:
+        found[f"{name} growth_interval"] = f"{scaler.growth_interval:g}"
+    return found
+
+
+def _shapes(session: Session) -> Settings:
+    return {
+        f"shape of {info.name}": "x".join(map(str, info.shape))
+        for info in session.watched
+        if info.kind in PARAMETER_KINDS and info.shape
+    }
+
+
+def _inspector(session: Session) -> Settings:
+    info, progress = session.info, session.progress
+    found = {
+        "model": info.model,
+        "captured": ", ".join(info.kinds),
+        "every": f"{info.every:,}",
+        "watch": "on" if info.watch else "off",
+        "max_overhead": "" if info.max_overhead is None else f"{info.max_overhead:g}",
+        "steps": f"{progress.steps:,}{'' if progress.ended else ' so far'}",
+    }
+    return {name: words for name, words in found.items() if words} | dict(info.versions)
+
+
+def _numbered(name: str, records: Iterable[Record]) -> Iterator[tuple[str, Record]]:
+    """Yield the records with the name, numbered from the second on."""
+    for number, record in enumerate(records, start=1):
+        yield (name if number == 1 else f"{name} {number}"), record
+
+
+def _names(dtypes: Iterable[str]) -> str:
+    return ", ".join(map(format_name, dtypes))

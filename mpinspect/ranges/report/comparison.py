@@ -1,0 +1,293 @@
+"""Lays out what differs between two runs of a model, A and B: headline, layers, settings, findings, events, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
+from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.analysis.parting import LEAST_BEYOND
+from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.kinds import kind_named, phrase
+from mpinspect.ranges.report.explorer import widget
+from mpinspect.ranges.report.scale_line import scale_in_brief
+from mpinspect.reporting.document import (
+    Block,
+    Column,
+    Findings,
+    Item,
+    Items,
+    Limit,
+    Line,
+    Tables,
+    Widget,
+    bullets,
+    section,
+    table,
+)
+from mpinspect.reporting.words import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    bare_power,
+    indefinite,
+    number_of,
+    percent,
+    share,
+    steps_named,
+    upper_first,
+)
+
+#: Rows of tables of what changed.
+ROWS = Limit(8, 100, "more that moved less (--all, JSON)", "more that moved less; JSON has all")
+SETTINGS, _NAMES, _GONE = Limit(20, 100), Limit(12, 50), Limit(5, 20)
+
+_LAYERS = (
+    Column("layer", is_name=True),
+    Column("tensor", is_left=True, priority=1),
+    Column("from step", is_left=True, meaning="where it first moved, more than it does by itself"),
+    Column("elsewhere", meaning="share of its elements in other powers of two in B, a mean over the steps"),
+    Column("beyond", meaning="how much of that is more than it moves by itself", priority=3),
+    Column("zero", meaning="share that is zero", is_optional=True),
+    Column("largest", priority=2),
+    Column("flushed", meaning="share of the non-zero ones that the format flushes at scale 1", priority=1),
+    Column("scales", meaning="log2 of those that suit it", priority=4),
+    Column("updates lost", meaning="share that rounding loses", priority=3, is_optional=True),
+)
+_LEGEND = "A -> B; ~ estimate, 0%..88% bounds, ? not known"
+#: Bounds of a share that are further apart say more than the estimate between them.
+_FAR = 0.1
+
+
+# -- the headline -------------------------------------------------------------------------------------------------------
+
+
+def headline(diff: RangeDiff) -> str:
+    """Return in one sentence whether the runs differ in anything that matters, and what comes first."""
+    harm = gravest(diff.events_only_second)
+    if harm is not None and (diff.moved is None or harm.step < diff.moved.first_step):
+        return f"They part where B alone breaks: {first_line(harm)}."
+    if diff.moved is not None:
+        return f"They part {_at(diff.moved)}: {_what(diff.moved)}{_zeros(diff.moved)}."
+    if not diff.compared.stretches:
+        return "Whether they part is not known: no step was counted in both."
+    grave = next((finding for finding in diff.new if finding.severity != "info"), None)
+    if grave is not None:
+        return f"B alone has {indefinite(grave.severity)}: {grave.message}"
+    return f"{_nothing_moved(diff)}{_besides(diff)}."
+
+
+def _nothing_moved(diff: RangeDiff) -> str:
+    if diff.differs is not None:
+        return (
+            f"Nothing that matters moved: the counts differ from {_named(diff.differs)} on, but no tensor's by more than it "
+            "changes by itself"
+        )
+    if not diff.compared.same_steps:
+        return "Nothing that matters moved, though the runs counted other steps: whether they are equal can't be told"
+    return f"No difference: {_equal(diff)}"
+
+
+def _besides(diff: RangeDiff) -> str:
+    """Return words on what no count shows: tensors of one run alone, settings."""
+    alone = len(diff.only_first) + len(diff.only_second)
+    words = [f"{number_of(alone, 'tensor')} in one run alone"] if alone else []
+    # How far the runs went is no setting.
+    names = [change.name for change in diff.settings if change.name != "steps"]
+    if diff.differs is None and names:
+        words.append(f"other settings: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
+    return "".join(f"; {each}" for each in words)
+
+
+def matters(diff: RangeDiff) -> bool:
+    """Return whether anything differs that a finding warns of."""
+    return any(finding.severity != "info" for finding in diff.findings)
+
+
+def _at(parting: Parting) -> str:
+    return f"{'at' if parting.first_step == parting.last_step else 'in'} {_named(parting)}"
+
+
+def _named(parting: Parting) -> str:
+    return steps_named(parting.first_step, parting.last_step)
+
+
+def _what(parting: Parting) -> str:
+    where = phrase(parting.name, parting.kind)
+    return f"{percent(parting.elsewhere_fraction)} of {where} lie in other powers of two"
+
+
+def _zeros(parting: Parting) -> str:
+    """Return words on zeros, if these are half of what differs."""
+    one, other = parting.zeros_fraction
+    if abs(one - other) < parting.elsewhere_fraction / 2:
+        return ""
+    return f" ({percent(one)} of them zero in A, {percent(other)} in B)"
+
+
+def _equal(diff: RangeDiff) -> str:
+    compared = diff.compared
+    assert compared.steps is not None
+    where = steps_named(*compared.steps)
+    if compared.sampled_steps > 1:
+        where = f"all {compared.sampled_steps:,} steps counted of {where}"
+    alike = f"the counts of {number_of(compared.tensors, 'tensor')} are equal in {where}"
+    if compared.same_steps == compared.stretches:
+        return alike
+    return f"{alike}, as far as both runs counted the same steps, and none moved where they did not"
+
+
+# -- the blocks ---------------------------------------------------------------------------------------------------------
+
+
+def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
+    """Return what stands below the headline; ``everything`` shows every tensor."""
+    return (
+        *_layers(diff, everything),
+        *section("Settings that differ", _settings(diff)),
+        *section("Findings in B alone", Findings(diff.new)),
+        *section("Findings in A alone", bullets([finding.message for finding in diff.gone], _GONE)),
+        *section("Infinite or NaN in one run alone", Items(tuple(_events(diff)))),
+        *section("Loss scale", *_scales(diff)),
+        *section("Counted in one run alone", Items(tuple(_alone(diff)))),
+        *section("What was compared", *map(Line, _compared(diff))),
+        *_maps(diff),
+    )
+
+
+def _maps(diff: RangeDiff) -> Iterator[Widget]:
+    """Yield both runs' maps, below each other."""
+    for name, report in (("A", diff.first), ("B", diff.second)):
+        for each in widget(report):
+            yield replace(each, title=f"The map of {name}", without="The interactive map needs JavaScript.")
+
+
+def _layers(diff: RangeDiff, everything: bool) -> Iterator[Block]:
+    """Yield the table of the tensors that moved; if none did, of those whose counts differ."""
+    moved = [change for change in diff.layers if change.moved_from is not None]
+    # In stretches of other steps equality is not known, and the distance speaks.
+    differ = [change for change in diff.layers if change.elsewhere_fraction > 0 or change.differs_from is not None]
+    shown = diff.layers if everything else moved or differ
+    title = f"What moved, worst first: {len(moved):,} of {len(diff.layers):,} tensors"
+    if not moved:
+        title = (
+            f"Counts differ in {len(differ):,} of {len(diff.layers):,} tensors; none moved more than it does by itself"
+        )
+    yield from section(title, table(_LAYERS, map(_row, shown), limit=None if everything else ROWS, legend=_LEGEND))
+
+
+def _row(change: LayerChange) -> tuple[str, ...]:
+    first, second = change.first, change.second
+    return (
+        change.name or "(the model)",
+        kind_named(change.kind).title.lower(),
+        NOT_APPLICABLE if change.moved_from is None else _span(change.moved_from),
+        percent(change.elsewhere_fraction),
+        f"~{percent(change.beyond_fraction)}",
+        _both(*map(percent, change.zeros_fraction)),
+        _both(_largest(first), _largest(second)),
+        _both(_flushed(first), _flushed(second)),
+        _both(_window(first), _window(second)),
+        _both(_updates(first), _updates(second)),
+    )
+
+
+def _both(first: str, second: str) -> str:
+    return first if first == second else f"{first} -> {second}"
+
+
+def _span(steps: Steps) -> str:
+    first, last = steps
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _largest(layer: LayerReport) -> str:
+    return f"2^{layer.histogram.max_exponent}" if layer.histogram and layer.histogram.nonzero else NOT_APPLICABLE
+
+
+def _window(layer: LayerReport) -> str:
+    if layer.log2_scale_needed is None or layer.max_log2_scale is None:
+        return NOT_APPLICABLE
+    # What was flushed before it was counted may need a larger scale.
+    hidden = layer.already_flushed_fraction is not None and layer.already_flushed_fraction.high > 0
+    return f"{UNKNOWN if hidden else layer.log2_scale_needed}..{layer.max_log2_scale}"
+
+
+def _flushed(layer: LayerReport) -> str:
+    """Return the share flushed; its bounds alone where these are far apart, as after a run in the format itself."""
+    found = layer.flushed_fraction
+    if found is None or found.high - found.low <= _FAR:
+        return share(found)
+    return f"{percent(found.low)}..{percent(found.high)}"
+
+
+def _updates(layer: LayerReport) -> str:
+    """Return the share of updates lost in the storage format that loses most."""
+    return percent(max(lost.fraction for lost in layer.lost_updates.values())) if layer.lost_updates else ""
+
+
+def _settings(diff: RangeDiff) -> Tables:
+    columns = (Column("setting", is_name=True), Column("A", is_left=True), Column("B", is_left=True))
+    rows = ((change.name, change.first, change.second) for change in diff.settings)
+    return table(columns, rows, limit=SETTINGS)
+
+
+def _events(diff: RangeDiff) -> Iterator[Item]:
+    for name, events in (("A", diff.events_only_first), ("B", diff.events_only_second)):
+        if events:
+            rest = f"; {len(events) - 1:,} more" if len(events) > 1 else ""
+            yield Item(f"{first_line(gravest(events) or events[0])}{rest}", name)
+
+
+def _scales(diff: RangeDiff) -> Iterator[Block]:
+    if diff.scales_part is not None:
+        step, one, other = diff.scales_part
+        yield Line(f"The scales differ from step {step} on: {bare_power(one)} in A, {bare_power(other)} in B.")
+    skipped = [report.session.progress.skipped_steps for report in (diff.first, diff.second)]
+    if skipped[0] != skipped[1]:
+        yield Line(f"Skipped steps: {skipped[0]:,} in A, {skipped[1]:,} in B.")
+    suggested = [scale_in_brief(report) for report in (diff.first, diff.second)]
+    if suggested[0] != suggested[1]:
+        yield Items((Item(suggested[0], "A"), Item(suggested[1], "B")))
+
+
+def _alone(diff: RangeDiff) -> Iterator[Item]:
+    for name, keys in (("A", diff.only_first), ("B", diff.only_second)):
+        for kind in dict.fromkeys(key.kind for key in keys):
+            names = tuple(key.name or "(the model)" for key in keys if key.kind == kind)
+            yield Item(kind_named(kind).title.lower(), name, names=names, limit=_NAMES)
+
+
+def _compared(diff: RangeDiff) -> Iterator[str]:
+    """Yield what was compared, what of it is measured and what estimated."""
+    compared = diff.compared
+    if compared.steps is None:
+        yield f"The runs counted no steps in common: {_counted(diff.first)} in A, {_counted(diff.second)} in B."
+        return
+    stretches = "1 stretch" if compared.stretches == 1 else f"{compared.stretches:,} stretches"
+    of_those = "" if compared.same_steps == compared.stretches else f", {compared.same_steps:,} of them"
+    yield (
+        f"{upper_first(steps_named(*compared.steps))}, {compared.sampled_steps:,} of them counted, in {stretches}{of_those} of "
+        f"the same steps in both runs; {compared.tensors:,} tensors; judged against {diff.first.format}."
+    )
+    if diff.differs is not None:
+        yield f"Measured: counts differ from {_named(diff.differs)} on, most in {_most(diff.differs)}."
+    if compared.stretches == 1:
+        yield "Estimated: one stretch does not tell how far a tensor moves by itself; only chance was allowed for."
+    elif diff.differs is not None or not compared.same_steps:
+        yield (
+            f"Estimated: a tensor moved where more than {percent(LEAST_BEYOND)} of its elements change by more than between "
+            "neighbouring stretches of the steadier run, and than by chance."
+        )
+
+
+def _most(parting: Parting) -> str:
+    others = f", and in {parting.tensors - 1:,} more" if parting.tensors > 1 else ""
+    return f"{phrase(parting.name, parting.kind)} ({percent(parting.elsewhere_fraction)} of its elements){others}"
+
+
+def _counted(report: RangeReport) -> str:
+    windows = report.session.windows
+    if not windows:
+        return "nothing"
+    return steps_named(min(window.first_step for window in windows), max(window.last_step for window in windows))

@@ -1,0 +1,170 @@
+"""Reads two runs and compares what both have: models, shapes, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from mpinspect.numeric.formats import FormatLike, as_format
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.comparison import compare_ranges
+from mpinspect.ranges.analysis.precision import ledger_line
+from mpinspect.ranges.session import Session, narrowest
+from mpinspect.ranges.store import SessionError, read_session
+from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes
+from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
+from mpinspect.run.reading import is_run_directory, read_run, recorded_shapes
+from mpinspect.run.report import ModelPart
+from mpinspect.runtime.decoding import DecodingError, typed
+
+if TYPE_CHECKING:
+    from mpinspect.kernels.analysis import KernelReport
+    from mpinspect.ranges.analysis.report import RangeReport
+
+#: A run directory, an inspector's log_dir, a session file, or a session.
+Run: TypeAlias = "str | PathLike[str] | Session"
+
+Kept = TypeVar("Kept")
+Found = TypeVar("Found")
+
+
+def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffReport:
+    """Compare two runs: what changed in settings, layers, events, shapes and kernels, and from which step they part.
+
+    Args:
+        first, second: a run directory of ``mpinspect run``, the inspector's log_dir, a session file, or a ``Session``.
+            The first is the one to compare with: a baseline.
+        format: the number format to judge both against; None for the format that both use, or, where they use two, the
+            narrower one.
+
+    Raises:
+        SessionError: a run can't be read, nothing was counted in it, or the two have no layer in common.
+        ValueError: ``format`` is the name of no known format.
+        OSError: a directory can't be listed.
+    """
+    name = None if format is None else as_format(format).name
+    one, other = _read(first, name), _read(second, name)
+    for run in (one, other):
+        _require_counts(run)
+    pairs = _pairs(one, other)
+    models = tuple(ModelDiff(right.name, compare_ranges(*_alike(left.ranges, right.ranges))) for left, right in pairs)
+    if not any(model.ranges.compared.tensors for model in models):
+        raise SessionError(_nothing_in_common(one, other))
+    paired = {id(part) for pair in pairs for part in pair}
+    only_first, only_second = (tuple(part.name for part in run.parts if id(part) not in paired) for run in (one, other))
+    return DiffReport(
+        first=_side(one),
+        second=_side(other, one),
+        models=models,
+        only_first=only_first,
+        only_second=only_second,
+        shapes=_both(one.shapes, other.shapes, compare_shapes),
+        kernels=_both(one.kernels, other.kernels, compare_kernels),
+    )
+
+
+def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept], Found]) -> Found | None:
+    """Return the comparison; None where a run has nothing to compare."""
+    return None if first is None or second is None else compare(first, second)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read of a run; ``shapes`` and ``kernels`` are None where it has none, ``command`` is "" without a script."""
+
+    path: str
+    parts: tuple[ModelPart, ...]
+    command: str = ""
+    shapes: tuple[Product, ...] | None = None
+    kernels: KernelReport | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _read(run: Run, format: str | None) -> _Read:
+    if isinstance(run, Session):
+        return _Read("", (ModelPart(run.info.model, analyse(run, format)),))
+    path = str(Path(run))
+    if not is_run_directory(path):
+        session = read_session(path)
+        return _Read(path, (ModelPart(session.info.model, analyse(session, format)),))
+    report = read_run(path, format)
+    notes = list(report.saw)
+    command = f"{report.command} ({report.outcome})"
+    return _Read(path, report.parts, command, _shapes(path, notes), report.kernels, tuple(notes))
+
+
+def _shapes(path: str, notes: list[str]) -> tuple[Product, ...] | None:
+    """Return the products of one step; add a note if they can't be read."""
+    shapes = recorded_shapes(path)
+    if shapes is None:
+        return None
+    try:
+        return typed(tuple[Product, ...], shapes.get("matmuls"))
+    except DecodingError as error:
+        notes.append(f"the shapes can't be read: report.json is damaged ({error})")
+        return None
+
+
+def _require_counts(run: _Read) -> None:
+    if any(part.ranges.session.windows for part in run.parts):
+        return
+    goes_on = any(not part.ranges.session.progress.ended for part in run.parts)
+    why = "no model was recorded that can be read" if not run.parts else "no step was sampled"
+    if goes_on:
+        why = "the run still goes on and has written none, or it was killed before it did"
+    raise SessionError(f"{run.path or 'A session'} holds no counts to compare: {why}.")
+
+
+def _pairs(first: _Read, second: _Read) -> list[tuple[ModelPart, ModelPart]]:
+    """Return the models of both runs by name; where each run has one model, those two."""
+    if len(first.parts) == len(second.parts) == 1:
+        return [(first.parts[0], second.parts[0])]
+    by_name = {part.name: part for part in first.parts}
+    found = [(by_name[part.name], part) for part in second.parts if part.name in by_name]
+    if not found:
+        names = [", ".join(part.name for part in run.parts) for run in (first, second)]
+        raise SessionError(
+            f"{first.path} and {second.path} have no model in common: {names[0]} against {names[1]}. Give one model of each, "
+            f"as {Path(first.path or 'runs/a') / first.parts[0].name}."
+        )
+    return found
+
+
+def _alike(first: RangeReport, second: RangeReport) -> tuple[RangeReport, RangeReport]:
+    """Return the reports, both judged in the narrower format of the two."""
+    format = narrowest((first.format, second.format))
+    one, other = (report if report.format == format else analyse(report.session, format) for report in (first, second))
+    return one, other
+
+
+def _nothing_in_common(first: _Read, second: _Read) -> str:
+    names = [_some_layers(run.parts) for run in (first, second)]
+    return (
+        f"{first.path or 'The first'} and {second.path or 'the second'} have no layer in common ({names[0]} against "
+        f"{names[1]}): give two runs of one model, with the same kinds of tensor captured."
+    )
+
+
+def _some_layers(parts: Sequence[ModelPart]) -> str:
+    names = [f"{layer.name or '(the model)'!r}" for part in parts for layer in part.ranges.layers if layer.samples]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _side(run: _Read, before: _Read | None = None) -> Side:
+    words = [run.command]
+    notes = list(run.notes)
+    if run.path and before is not None and before.path and Path(run.path).resolve() == Path(before.path).resolve():
+        notes.append("it is the same run as A")
+    for part in run.parts:
+        session = part.ranges.session
+        progress = session.progress
+        words.append(", ".join(filter(None, (part.name, f"{progress.steps:,} steps", ledger_line(session.precision)))))
+        if not progress.ended:
+            notes.append(
+                f"{part.name or 'the run'} still goes on, or was killed: it is compared as far as it was written"
+            )
+        notes += session.notes
+    return Side(run.path, "; ".join(filter(None, words)), tuple(dict.fromkeys(notes)))

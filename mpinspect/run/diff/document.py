@@ -1,0 +1,156 @@
+"""Lays out what differs between two runs, and its JSON: the headline, both runs, then each model, shapes and kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.report.comparison import ROWS, blocks, headline, matters
+from mpinspect.ranges.session import LostUpdates
+from mpinspect.reporting.document import (
+    Block,
+    Column,
+    Document,
+    Findings,
+    Item,
+    Items,
+    Limit,
+    Part,
+    Parts,
+    bullets,
+    section,
+    table,
+)
+from mpinspect.reporting.finding import SEVERITIES
+from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
+from mpinspect.reporting.words import NOT_APPLICABLE, duration, number_of, percent
+from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
+from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
+
+_NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON)")
+
+
+def document(report: DiffReport, *, everything: bool = False) -> Document:
+    """Return the report as a document whose title is the verdict; ``everything`` shows every tensor."""
+    only = report.models[0] if len(report.models) == 1 else None
+    return Document(
+        verdict(report),
+        (
+            *(blocks(only.ranges, everything=everything) if only else [_models(report, everything)]),
+            *section("Models of one run alone", Items(tuple(_alone(report)))),
+            *(_shapes(report.shapes, everything) if report.shapes else ()),
+            *(_kernels(report.kernels, everything) if report.kernels else ()),
+            *section("Notes", bullets(_notes(report), _NOTES)),
+        ),
+        verdict=(Items((_side(report.first, "A"), _side(report.second, "B"))),),
+    )
+
+
+def verdict(report: DiffReport) -> str:
+    """Return in one sentence whether the runs differ in anything that matters, and what comes first."""
+    first = min(report.models, key=_urgency, default=None)
+    words = headline(first.ranges) if first else "Nothing was compared."
+    if first and len(report.models) > 1:
+        words = f"{first.name}: {words}"
+    if report.shapes is not None and report.shapes.changes:
+        words = f"{words[:-1]}; shapes differ in {number_of(len(report.shapes.changes), 'product')}."
+    if report.kernels is not None and report.kernels.changes:
+        words = f"{words[:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
+    return words
+
+
+def _urgency(model: ModelDiff) -> tuple[bool, bool, int]:
+    """Return a sort key: models in which something matters first, then by the step from which they part."""
+    diff = model.ranges
+    parting = diff.moved or diff.differs
+    return not matters(diff), parting is None, parting.first_step if parting else 0
+
+
+def _side(side: Side, name: str) -> Item:
+    return Item(": ".join(filter(None, (side.path, side.words))), name)
+
+
+def _models(report: DiffReport, everything: bool) -> Parts:
+    order = sorted(range(len(report.models)), key=lambda place: _urgency(report.models[place]))
+    parts = [
+        Part(f"{model.name}: {headline(model.ranges)}", Document("", blocks(model.ranges, everything=everything)))
+        for model in report.models
+    ]
+    return Parts(tuple(parts), None if everything else _MODELS, tuple(map(order.index, range(len(parts)))))
+
+
+def _alone(report: DiffReport) -> Iterator[Item]:
+    for name, models in (("A", report.only_first), ("B", report.only_second)):
+        if models:
+            yield Item(", ".join(models), name)
+
+
+def _notes(report: DiffReport) -> Iterator[str]:
+    for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
+        # What both runs say, each of its own directory, says nothing on their difference.
+        known = {note.replace(f"{other.path}/", f"{side.path}/") for note in other.notes}
+        yield from (f"{name}: {note}" for note in side.notes if note not in known)
+
+
+# -- shapes and kernels -------------------------------------------------------------------------------------------------
+
+
+def _shapes(diff: ShapesDiff, everything: bool) -> Iterator[Block]:
+    columns = (
+        Column("module", is_name=True),
+        Column("role", is_left=True),
+        Column("A", is_left=True),
+        Column("B", is_left=True),
+    )
+    rows = ((each.module, each.role, _products(each.first), _products(each.second)) for each in diff.changes)
+    yield from section("Shapes of one step that differ", table(columns, rows, limit=None if everything else ROWS))
+
+
+def _products(products: tuple[Product, ...]) -> str:
+    return "; ".join(dict.fromkeys(product.words for product in products)) or NOT_APPLICABLE
+
+
+def _kernels(diff: KernelsDiff, everything: bool) -> Iterator[Block]:
+    columns = (
+        Column("module", is_name=True),
+        Column("time in A"),
+        Column("in B"),
+        Column("on Tensor Cores in A"),
+        Column("in B"),
+    )
+    rows = (
+        (each.module, *map(duration, each.time_us), *map(percent, each.tensor_core_fraction)) for each in diff.changes
+    )
+    yield from section(
+        "Kernels of one profiled step that differ",
+        table(columns, rows, limit=None if everything else ROWS),
+        Findings(diff.new),
+    )
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------------
+
+#: Each layer and each finding has its own line.
+LAYOUT = Layout(5)
+
+
+def to_plain(report: DiffReport) -> dict[str, Any]:
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
+    body = {"verdict": verdict(report), "matters": any(each.severity != SEVERITIES[0] for each in report.findings)}
+    return headed("mpinspect.diff", 1, plain(body | fields(report, also=("findings",)), _SPECIAL))
+
+
+def _range_report(report: RangeReport) -> dict[str, Any]:
+    """Return what identifies a run's report, which ``mpinspect report`` gives in full."""
+    names = ("steps", "sampled_steps", "skipped_steps", "ended")
+    progress = {name: getattr(report.session.progress, name) for name in names}
+    return {"model": report.session.info.model, "format": report.format, **progress, "verdict": report.verdict}
+
+
+_SPECIAL: Special = {
+    RangeReport: _range_report,
+    # The counts are in the session files.
+    LayerReport: lambda layer: fields(layer, but=("name", "kind", "histogram")),
+    LostUpdates: lambda updates: fields(updates, also=("fraction",)),
+}

@@ -1,0 +1,182 @@
+"""Compares the matrix products of two runs: their shapes in one recorded step, their kernels in one profiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import duration, percent
+from mpinspect.runtime.decoding import Between
+
+if TYPE_CHECKING:
+    from mpinspect.kernels.analysis import KernelReport
+
+#: The ids of the findings on shapes and kernels that differ.
+PRODUCT_DIFF_IDS = ("kernels-differ", "shapes-differ")
+
+#: Changes of a module's share on Tensor Cores that count: verdicts are facts, but one step's times weigh them.
+LEAST_SHARE = 0.05
+#: Ratio of a module's times in two profiled steps that counts: a busy GPU's clock and its other work make less.
+LEAST_RATIO = 1.25
+#: Least share of a run's kernel time that a module's change of time must come to.
+_LEAST_TIME = 0.01
+
+_Size = Annotated[int, Between(0, (1 << 63) - 1)]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of one step, as in a report's JSON (docs/shape-lint.md)."""
+
+    module: str
+    role: str
+    op: str
+    m: _Size
+    n: _Size
+    k: _Size
+    batch: _Size
+    dtype: str
+    calls: _Size
+    verdict: str
+
+    @property
+    def words(self) -> str:
+        """The product in words: "64x1023x512 float16, degraded, 3 calls"."""
+        batch = f"{self.batch}x" if self.batch != 1 else ""
+        calls = f", {self.calls:,} calls" if self.calls != 1 else ""
+        return f"{batch}{self.m}x{self.n}x{self.k} {self.dtype}, {self.verdict}{calls}"
+
+
+@dataclass(frozen=True)
+class ProductChange:
+    """The products of a module in one role ("forward", "dgrad", "wgrad"), in either run."""
+
+    module: str
+    role: str
+    first: tuple[Product, ...]
+    second: tuple[Product, ...]
+
+
+@dataclass(frozen=True)
+class ShapesDiff:
+    """The modules whose products differ, of so many products in the second run."""
+
+    changes: tuple[ProductChange, ...]
+    products: int
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        if not self.changes:
+            return ()
+        modules = list(dict.fromkeys(change.module for change in self.changes))
+        message = f"The matrix products of {len(modules):,} modules have other shapes, dtypes or verdicts."
+        return (Finding("shapes-differ", "info", modules[0], message, {"modules": modules}),)
+
+
+@dataclass(frozen=True)
+class KernelChange:
+    """A module's kernels in either run: their time, and the share of it on Tensor Cores, native or degraded."""
+
+    module: str
+    time_us: tuple[float, float]
+    tensor_core_fraction: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class KernelsDiff:
+    """What differs in the kernels of one profiled step of either run.
+
+    Args:
+        time_us: time of all kernels.
+        tensor_core_fraction: share of the matrix products' time on Tensor Cores; None without products.
+        changes: the modules whose kernels changed, the largest change of time first.
+        new, gone: findings that one run alone has.
+    """
+
+    time_us: tuple[float, float]
+    tensor_core_fraction: tuple[float | None, float | None]
+    changes: tuple[KernelChange, ...]
+    new: tuple[Finding, ...] = ()
+    gone: tuple[Finding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        if not self.changes:
+            return self.new
+        one, other = (percent(share) if share is not None else "no product" for share in self.tensor_core_fraction)
+        message = (
+            f"The kernels of {len(self.changes):,} modules changed; on Tensor Cores: {one} of the products' time in A, "
+            f"{other} in B; {duration(self.time_us[0])} and {duration(self.time_us[1])} in all."
+        )
+        evidence = {"time_us": self.time_us, "tensor_core_fraction": self.tensor_core_fraction}
+        return (Finding("kernels-differ", "info", self.changes[0].module, message, evidence), *self.new)
+
+
+def compare_shapes(first: Sequence[Product], second: Sequence[Product]) -> ShapesDiff:
+    """Return the modules and roles whose products are not the same, in the second run's order."""
+    one, other = _by_role(first), _by_role(second)
+    changes = [
+        ProductChange(*place, one.get(place, ()), other.get(place, ()))
+        for place in dict.fromkeys([*other, *one])
+        if sorted(one.get(place, ()), key=_order) != sorted(other.get(place, ()), key=_order)
+    ]
+    return ShapesDiff(tuple(changes), len(second))
+
+
+def compare_kernels(first: KernelReport, second: KernelReport) -> KernelsDiff:
+    """Return the modules whose time on Tensor Cores, or time at all, changed by more than two steps of one run differ."""
+    one, other = _by_module(first), _by_module(second)
+    total = max(first.shares.kernel_time_us, second.shares.kernel_time_us)
+    none = (0.0, 0.0)
+    found = [
+        _kernels(module, one.get(module, none), other.get(module, none)) for module in dict.fromkeys([*other, *one])
+    ]
+    changes = sorted((change for change in found if _counts(change, total)), key=_gap, reverse=True)
+    known = [{(finding.id, finding.layer) for finding in report.findings} for report in (first, second)]
+    return KernelsDiff(
+        (first.shares.kernel_time_us, second.shares.kernel_time_us),
+        (first.tensor_core_fraction, second.tensor_core_fraction),
+        tuple(changes),
+        tuple(finding for finding in second.findings if (finding.id, finding.layer) not in known[0]),
+        tuple(finding for finding in first.findings if (finding.id, finding.layer) not in known[1]),
+    )
+
+
+def _by_role(products: Iterable[Product]) -> dict[tuple[str, str], tuple[Product, ...]]:
+    found: dict[tuple[str, str], tuple[Product, ...]] = {}
+    for product in products:
+        place = product.module, product.role
+        found[place] = (*found.get(place, ()), product)
+    return found
+
+
+def _order(product: Product) -> tuple[object, ...]:
+    return product.op, product.m, product.n, product.k, product.batch, product.dtype, product.calls, product.verdict
+
+
+def _by_module(report: KernelReport) -> dict[str, tuple[float, float]]:
+    """Return the time and the time on Tensor Cores of each module whose name is known."""
+    return {
+        row.module: (row.time_us, row.verdict_time_us.get("native", 0.0) + row.verdict_time_us.get("degraded", 0.0))
+        for row in report.by_module
+        if row.module
+    }
+
+
+def _kernels(module: str, first: tuple[float, float], second: tuple[float, float]) -> KernelChange:
+    shares = [used / time if time else 0.0 for time, used in (first, second)]
+    return KernelChange(module, (first[0], second[0]), (shares[0], shares[1]))
+
+
+def _counts(change: KernelChange, total: float) -> bool:
+    low, high = sorted(change.time_us)
+    if high < _LEAST_TIME * total:
+        return False
+    one, other = change.tensor_core_fraction
+    return abs(one - other) >= LEAST_SHARE or (high >= LEAST_RATIO * low and high - low >= _LEAST_TIME * total)
+
+
+def _gap(change: KernelChange) -> float:
+    return abs(change.time_us[0] - change.time_us[1])

@@ -1,0 +1,301 @@
+"""Two runs read and compared: run directories, sessions, several models, shapes, kernels, every bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import made_kernels
+import pytest
+import sessions
+import shape_records
+
+import mpinspect
+from mpinspect.commands import cli
+from mpinspect.kernels.analysis import analyse_kernels
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
+from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.store import FILE_NAME, SessionError
+from mpinspect.reporting import forms
+from mpinspect.run.diff import diff
+from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes
+from mpinspect.runtime import gpus
+from mpinspect.shapes.analysis import analyse_shapes
+
+DECODER = TensorKey("decoder", ACTIVATION_GRADIENT)
+
+
+def flushed() -> Session:
+    """The word model, half of whose decoder's gradients are zero."""
+    made = sessions.word_model()
+    tensors = dict(made.windows[0].tensors)
+    kept = tensors[DECODER].histogram
+    half = ExponentHistogram.from_counts(
+        kept.counts // 2, kept.min_exponent, zeros=kept.nonzero - int((kept.counts // 2).sum())
+    )
+    tensors[DECODER] = dataclasses.replace(tensors[DECODER], histogram=half)
+    # The first of four windows is as in the healthy run.
+    windows = (made.windows[0], *(dataclasses.replace(each, tensors=tensors) for each in made.windows[1:]))
+    return dataclasses.replace(made, windows=windows)
+
+
+def saved(place, session):
+    place.mkdir(parents=True)
+    session.save(place)
+    return place
+
+
+def run_of(place, report=None, **models):
+    """A run directory with these models, and the report that the run wrote at its end."""
+    for name, session in models.items():
+        saved(place / name, session)
+    (place / "run.json").write_text(json.dumps({"command": "train.py", "outcome": "ended", "saw": [], "models": []}))
+    if report is not None:
+        (place / "report.json").write_text(json.dumps(report))
+    return place
+
+
+def printed(*words, capsys, status=0):
+    assert cli.main(["diff", *map(str, words)]) == status
+    return capsys.readouterr()
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return saved(tmp_path / "healthy", sessions.word_model()), saved(tmp_path / "flushed", flushed())
+
+
+# -- two sessions -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_line_names_the_step_and_the_layer(pair, capsys):
+    out, err = printed(*pair, capsys=capsys)
+    lines = out.splitlines()
+    assert " ".join(out.split()).startswith(
+        "They part in steps 10-19: 50% of the activation gradients of 'decoder' lie in other powers of two (0% of them zero "
+        "in A, 50% in B). A "
+    )
+    assert "What moved, worst first: 1 of 7 tensors" in lines
+    assert any(line.split()[:5] == ["decoder", "activation", "gradients", "10-19", "38%"] for line in lines)
+    assert err == ""
+
+
+def test_the_same_run_twice(pair, capsys):
+    out, _ = printed(pair[0], pair[0], "--fail-on", "info", capsys=capsys)
+    assert " ".join(out.split()).startswith(
+        "No difference: the counts of 7 tensors are equal in all 40 steps counted of steps 0-39. A "
+    )
+    assert "- B: it is the same run as A" in out
+    assert "What moved" not in out
+    assert "none moved more than it does by itself" in printed(pair[0], pair[0], "--all", capsys=capsys).out
+
+
+def test_every_form_and_json_say_the_same(pair, tmp_path, capsys):
+    page, text = tmp_path / "d.html", tmp_path / "d.md"
+    out, _ = printed(*pair, "--json", "--html", page, "--md", text, capsys=capsys)
+    found = json.loads(out)
+    assert (found["schema"], found["schema_version"], found["matters"]) == ("mpinspect.diff", 1, True)
+    assert found["verdict"].startswith("They part in steps 10-19: 50%")
+    (model,) = found["models"]
+    moved = model["ranges"]["moved"]
+    assert (moved["first_step"], moved["name"], moved["kind"]) == (10, "decoder", "activation_gradient")
+    assert model["ranges"]["layers"][0]["zeros_fraction"] == [0.0, pytest.approx(0.375, abs=0.01)]
+    assert {finding["id"] for finding in found["findings"]} >= {"runs-part", "layers-moved"}
+    assert text.read_text("utf-8").startswith("# They part in steps 10-19: 50%")
+    assert page.read_text("utf-8").count("data-widget=") == 2
+
+
+@pytest.mark.parametrize(
+    ("fail_on", "status"),
+    [([], 0), (["warning"], 1), (["error"], 0), (["layers-moved"], 1), (["runs-part"], 1), (["events-differ"], 0)],
+)
+def test_fail_on(pair, fail_on, status, capsys):
+    printed(*pair, *(word for name in fail_on for word in ("--fail-on", name)), capsys=capsys, status=status)
+
+
+def test_a_misspelt_finding_is_wrong_usage(pair, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["diff", *map(str, pair), "--fail-on", "layer-moved"])
+    assert error.value.code == 2
+    assert "neither a severity nor a finding" in capsys.readouterr().err
+
+
+def test_in_python_sessions_and_paths_may_be_mixed(pair):
+    report = mpinspect.diff(sessions.word_model(), pair[1])
+    assert str(report).startswith("They part in steps 10-19: ")
+    assert [finding.id for finding in report.findings][:1] == ["layers-moved"]
+    assert report.models[0].ranges.moved.name == "decoder"
+    with pytest.raises(ValueError, match="float99"):
+        mpinspect.diff(*pair, format="float99")
+
+
+def test_runs_in_two_formats_are_judged_in_the_narrower_one(pair):
+    report = mpinspect.diff(*pair, format="bfloat16")
+    assert report.models[0].ranges.first.format == "bfloat16"
+    precision = mpinspect.Session.load(pair[0]).precision
+    ledger = dataclasses.replace(precision, weights={"float32": 9}, autocast=("bfloat16",))
+    other = dataclasses.replace(sessions.word_model(), precision=ledger)
+    for both in ((pair[0], other), (other, pair[0])):
+        diffed = mpinspect.diff(*both).models[0].ranges
+        assert (diffed.first.format, diffed.second.format) == ("float16", "float16")
+
+
+# -- run directories ----------------------------------------------------------------------------------------------------
+
+
+def test_models_are_matched_by_name_and_the_worst_comes_first(tmp_path, capsys):
+    first = run_of(tmp_path / "a", Net=sessions.word_model(), Critic=sessions.word_model(), Old=sessions.word_model())
+    second = run_of(tmp_path / "b", Net=sessions.word_model(), Critic=flushed())
+    report = diff(first, second)
+    assert {model.name for model in report.models} == {"Net", "Critic"}
+    assert (report.only_first, report.only_second) == (("Old",), ())
+    assert "models-differ" in {finding.id for finding in report.findings}
+    out = printed(first, second, capsys=capsys).out
+    assert out.startswith("Critic: They part in steps 10-19: ")
+    assert "Net: No difference: " in out
+    assert out.count("train.py (ended)") == 2
+
+
+def test_a_run_of_one_model_is_compared_with_a_saved_session(tmp_path, pair):
+    report = diff(run_of(tmp_path / "run", Net=sessions.word_model()), pair[1])
+    assert [model.name for model in report.models] == ["WordModel"]
+
+
+def test_notes_are_shown_where_only_one_run_has_them(tmp_path):
+    runs = [
+        run_of(tmp_path / name, {"shapes": {"matmuls": []}, "saw": ["seen twice"]}, Net=sessions.word_model())
+        for name in "ab"
+    ]
+    (runs[1] / "report.json").write_text(json.dumps({"shapes": {"matmuls": []}, "saw": ["seen twice", "seen once"]}))
+    said = str(diff(*runs))
+    assert "- B: seen once" in said
+    assert not any(words in said for words in ("seen twice", "shapes were recorded"))
+
+
+def shapes(n):
+    products = (*shape_records.linear(64, n, 4096, name="hidden"), *shape_records.linear(64, 4096, 512, name="head"))
+    return analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net")
+
+
+def test_shapes_are_compared_where_both_runs_have_them(tmp_path, capsys):
+    first, second = (
+        run_of(tmp_path / name, {"shapes": json.loads(shapes(n).to_json())}, Net=sessions.word_model())
+        for name, n in (("a", 1023), ("b", 1024))
+    )
+    report = diff(first, second)
+    assert {change.module for change in report.shapes.changes} == {"hidden"}
+    assert {change.role for change in report.shapes.changes} == {"forward", "dgrad", "wgrad"}
+    out = printed(first, second, "--fail-on", "shapes-differ", capsys=capsys, status=1).out
+    assert "; shapes differ in 3 products." in " ".join(out.split())
+    assert "64x1023x4096 float16, degraded" in " ".join(out.split())
+    assert diff(first, first).shapes.changes == ()
+    assert diff(first, run_of(tmp_path / "c", Net=sessions.word_model())).shapes is None
+
+
+def test_shapes_that_can_t_be_read_are_a_note(tmp_path):
+    damaged = {"shapes": {"matmuls": [{"module": 3}]}}
+    first, second = (run_of(tmp_path / name, damaged, Net=sessions.word_model()) for name in "ab")
+    report = diff(first, second)
+    assert report.shapes is None
+    assert any("report.json is damaged" in note for note in report.second.notes)
+
+
+def test_products_are_the_same_in_any_order():
+    one = Product("a", "forward", "aten::mm", 8, 8, 8, 1, "float16", 2, "native")
+    other = dataclasses.replace(one, n=16, verdict="off", calls=1)
+    assert compare_shapes((one, other), (other, one)).changes == ()
+    (change,) = compare_shapes((one,), (one, other)).changes
+    assert (change.first, change.second) == ((one,), (one, other))
+    assert other.words == "8x16x8 float16, off"
+
+
+def kernels(name, time_us, module="net.0"):
+    product = made_kernels.kernel(name, time_us, made_kernels.mm(64, 64, 64), module=module, module_is_path=True)
+    rest = made_kernels.kernel(made_kernels.NATIVE, 50, made_kernels.mm(8, 8, 8), module="net.1", module_is_path=True)
+    return analyse_kernels([made_kernels.trace(product, rest)])
+
+
+def test_kernels_that_leave_the_tensor_cores_or_take_longer_are_named():
+    native = kernels(made_kernels.NATIVE, 50)
+    assert compare_kernels(native, native).findings == ()
+    # A tenth of the time is within what two steps differ by.
+    assert compare_kernels(native, kernels(made_kernels.NATIVE, 55)).changes == ()
+    slower = compare_kernels(native, kernels(made_kernels.NATIVE, 100))
+    assert [(each.module, each.time_us) for each in slower.changes] == [("net.0", (50, 100))]
+    off = compare_kernels(native, kernels(made_kernels.SGEMM, 50))
+    assert off.tensor_core_fraction == (1.0, 0.5)
+    assert [each.tensor_core_fraction for each in off.changes] == [(1.0, 0.0)]
+    assert "kernels-differ" in {finding.id for finding in off.findings}
+    assert "eligible-not-used" in {finding.id for finding in off.new}
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def refused(first, second, capsys):
+    out, err = printed(first, second, capsys=capsys, status=2)
+    assert out == ""
+    assert err.startswith("mpinspect: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_two_models_without_a_layer_in_common(tmp_path, pair, capsys):
+    other = saved(tmp_path / "other", sessions.all_sessions()["layers_300"])
+    err = refused(pair[0], other, capsys)
+    assert "have no layer in common ('embedding.weight', 'hidden.weight', 'hidden.bias', ... against" in err
+
+
+def test_models_of_other_names(tmp_path, capsys):
+    first = run_of(tmp_path / "a", Net=sessions.word_model(), Critic=sessions.word_model())
+    second = run_of(tmp_path / "b", Actor=sessions.word_model())
+    err = refused(first, second, capsys)
+    assert "against Actor" in err
+    assert "Give one model of each" in err
+
+
+def test_nothing_to_compare(tmp_path, pair, capsys):
+    empty = saved(tmp_path / "empty", dataclasses.replace(Session(), progress=sessions.word_model().progress))
+    assert "holds no counts to compare: no step was sampled" in refused(pair[0], empty, capsys)
+    begun = saved(tmp_path / "begun", Session())
+    assert "the run still goes on and has written none" in refused(begun, pair[0], capsys)
+    none = run_of(tmp_path / "none", Net=sessions.word_model())
+    (none / "Net" / FILE_NAME).write_bytes(b"PK\x03\x04 not ours")
+    assert "no model was recorded that can be read" in refused(none, pair[0], capsys)
+
+
+def test_missing_foreign_and_newer_files(tmp_path, pair, capsys):
+    assert "There is no" in refused(pair[0], tmp_path / "nowhere", capsys)
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"PK\x03\x04 not ours")
+    assert "is not an mpinspect session file" in refused(foreign, pair[0], capsys)
+    newer = pair[1] / FILE_NAME
+    data = bytearray(newer.read_bytes())
+    data[9] = 9
+    newer.write_bytes(data)
+    assert "newer mpinspect" in refused(*pair, capsys)
+    with pytest.raises(SessionError):
+        mpinspect.diff(*pair)
+
+
+def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp_path, capsys):
+    made = sessions.word_model()
+    unfinished = dataclasses.replace(
+        made, windows=made.windows[:2], progress=dataclasses.replace(made.progress, steps=20, ended=False)
+    )
+    out, _ = printed(pair[0], saved(tmp_path / "unfinished", unfinished), capsys=capsys)
+    assert " ".join(out.split()).startswith(
+        "No difference: the counts of 7 tensors are equal in all 20 steps counted of steps 0-19. A "
+    )
+    assert "B: WordModel still goes on, or was killed: it is compared as far as it was written" in out
+    assert "20 so far" in out
+
+
+@pytest.mark.parametrize("name", [name for name in sessions.all_sessions() if name not in ("empty", "no_gradients")])
+def test_every_session_can_be_compared_with_itself(name):
+    session = sessions.all_sessions()[name]
+    report = diff(session, session)
+    assert report.findings == ()
+    for suffix in (".txt", ".md", ".html", ".json"):
+        assert forms.render(report, suffix)
