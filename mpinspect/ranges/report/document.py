@@ -11,7 +11,7 @@ from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
-from mpinspect.ranges.report.explorer import widget
+from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -22,8 +22,8 @@ from mpinspect.ranges.report.layers import (
     repeated,
     seen_layers,
 )
-from mpinspect.ranges.report.scale_line import scale_in_brief, scale_line, steps_and_samples
-from mpinspect.ranges.session import END, Event
+from mpinspect.ranges.report.scale_line import event_facts, event_line, scale_in_brief, scale_line, steps_and_samples
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -43,7 +43,7 @@ from mpinspect.reporting.document import (
     most,
     section,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, power_of_two, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
 LAYERS = Limit(
@@ -62,12 +62,15 @@ def title(report: RangeReport) -> str:
     return f"{report.session.info.model or 'A model'} against {report.format}"
 
 
-def document(report: RangeReport, *, everything: bool = False, verdict: bool = True) -> Document:
+def document(
+    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes = NO_NOTES
+) -> Document:
     """Return the report as a document.
 
     Args:
         everything: whether every layer has its own row; if not, repeated blocks share one and the worst rows are shown.
         verdict: whether the document begins with its title and the verdict.
+        notes: what else is known about the modules, shown in the interactive map.
     """
     session = report.session
     # For a healthy run, the verdict is all that most readers want to know.
@@ -76,7 +79,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
         title(report) if verdict else "",
         (
             *section("Findings", Findings(report.findings)),
-            *widget(report),
+            *widget(report, notes),
             *section("Infinite or NaN", *_events(report.events)),
             *section("Loss scale", *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
@@ -129,35 +132,15 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
     if not events:
         return
     first = events[0]
-    yield Line(f"first: {_where(first)}", "error")
-    yield Line("; ".join(_facts(first)))
+    yield Line(f"first: {event_line(first)}", "error")
+    yield Line("; ".join(event_facts(first)))
     if first.last_maxima:
         yield Line(
             "largest magnitudes before, oldest first: " + ", ".join(f"{value:.3g}" for value in first.last_maxima)
         )
     if first.explanation:
         yield Line(first.explanation)
-    yield Items(tuple(Item(_where(event)) for event in events[1:]), EVENTS)
-
-
-def _facts(event: Event) -> Iterator[str]:
-    if event.phase == END:
-        yield "no step reported it"
-    else:
-        yield f"loss scale {power_of_two(event.loss_scale) if event.loss_scale else 'unknown'}"
-    if event.forward_finite is not None:
-        yield f"the forward was {'finite' if event.forward_finite else 'not finite'}"
-    if event.gradients_finite is not None:
-        yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
-    if event.skipped is not None:
-        yield f"the optimizer's step was {'skipped' if event.skipped else 'taken'}"
-
-
-def _where(event: Event) -> str:
-    batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
-    tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
-    what = event.what.replace("_", " ")
-    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} in the {what}{tensor}"
+    yield Items(tuple(Item(event_line(event)) for event in events[1:]), EVENTS)
 
 
 # -- the loss scale -------------------------------------------------------------------------------------------------
