@@ -264,11 +264,11 @@ export function render(root, data) {
   const controls = element("div", { className: "controls" }, label("Tensors", kind), label("Format", format), label("Search", search));
   const said = element("p", { className: "said", role: "status", "aria-live": "polite" });
   const hasScrubber = data.blocks.length > 1;
-  const [shares, history] = [element("div", {}), element("div", {})];
+  const [shares, timeline] = [element("div", {}), element("div", {})];
   const ofScale = element("figure", {},
     element("div", { className: "controls" }, element("b", {}, "Loss scale"), scaleWords, ...(data.recommended === null ? [] : [recommended])), shares, scale);
   const overSteps = element("figure", {},
-    element("div", { className: "controls" }, element("b", {}, "Steps"), blockWords, ...(hasScrubber ? [whole] : [])), history, ...(hasScrubber ? [block] : []));
+    element("div", { className: "controls" }, element("b", {}, "Steps"), blockWords, ...(hasScrubber ? [whole] : [])), timeline, ...(hasScrubber ? [block] : []));
   const legends = [element("figcaption", { className: "legend" }), element("figcaption", { className: "legend" })];
   ofScale.append(legends[0]);
   overSteps.append(legends[1]);
@@ -629,7 +629,7 @@ export function render(root, data) {
       ...data.events.map((/** @type {any} */ event) => svg("g", { class: "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
-    history.replaceChildren(picture);
+    timeline.replaceChildren(picture);
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     legends[1].replaceChildren(known.length ? key("scales", "loss scale") : element("span", { className: "entry" }, "the loss scale is not known"),
       ...(falls.length ? [key("fall", "the scale fell, as after a skipped step")] : []),
@@ -637,7 +637,7 @@ export function render(root, data) {
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []), ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
       ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords()}`)]));
     if (storages.length) drawLost(across, wide, shade);
-    if (hasScrubber) history.onclick = (/** @type {MouseEvent} */ event) => change({ block: blockAt(drawn.under(event)) });
+    if (hasScrubber) timeline.onclick = (/** @type {MouseEvent} */ event) => change({ block: blockAt(drawn.under(event)) });
     align(block, wide);
   }
   /** @param {Axis} across @param {number} wide @param {(of: any, into: Element, low: number) => void} shade */
@@ -657,7 +657,7 @@ export function render(root, data) {
       });
       drawn.picture.append(svg("path", { d: path, class: `curve lost${place}` }));
     });
-    history.append(drawn.picture);
+    timeline.append(drawn.picture);
     legends[1].append(...storages.map((storage, place) => key(`lost${place}`, `updates lost in ${storage.label}, ${of}${storage.measured ? "" : ", if stored so"}`)));
   }
   /** The events, as a list that leads to their steps and layers. */
