@@ -25,6 +25,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
 from mpinspect.run.report.by_module import ModuleRow, by_module
+from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
 
 #: How many modules are shown, those with most FLOPs; JSON has all.
@@ -63,11 +64,12 @@ def _models(report: RunReport, everything: bool) -> Parts:
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
     is_only = len(parts) == 1
+    notes = module_notes(report)
     return Parts(
         tuple(
             Part(
                 f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(part.ranges, everything=everything, verdict=not is_only),
+                forms.document(part.ranges, everything=everything, verdict=not is_only, notes=notes[part.name]),
             )
             for part in parts
         ),
