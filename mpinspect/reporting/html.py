@@ -34,6 +34,7 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
+from mpinspect.reporting.page import for_page
 
 #: Colours have a contrast of at least 4.5:1 against both backgrounds of their scheme.
 STYLE = """
@@ -114,7 +115,7 @@ def render(document: Document) -> str:
 
     Only the scripts of the document's widgets run: the page's security policy lists their hashes and allows no others.
     """
-    document = escaped(document)
+    document = for_page(escaped(document))
     body = _article(document)
     kinds = {(widget.package, widget.name): widget for widget in _widgets(document.blocks)}
     scripts = [_resource(*kind, "js") + "\nstart();\n" for kind in kinds]
@@ -130,7 +131,7 @@ def render(document: Document) -> str:
 
 def fragment(document: Document) -> str:
     """Return the document, without widgets, as an HTML element for a notebook cell; its style affects only itself."""
-    return f"<style>{STYLE}</style>\n{_article(static(escaped(document)))}\n"
+    return f"<style>{STYLE}</style>\n{_article(static(for_page(escaped(document))))}\n"
 
 
 def _resource(package: str, name: str, suffix: str) -> str:

@@ -37,6 +37,7 @@ from mpinspect.reporting.document import (
     Line,
     Table,
     Tables,
+    Term,
     bullets,
     is_empty,
     lines,
@@ -54,6 +55,19 @@ EVENTS = Limit(5, 10)
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
+#: What a page explains where a word first occurs.
+TERMS = (
+    Term(
+        "loss scale",
+        r"\b[Ll]oss scale",
+        "the factor by which the loss is multiplied before the backward, so that small gradients survive in 16 bits",
+    ),
+    Term("flushed", r"\bflush", "not zero, but rounds to zero in the format"),
+    Term("subnormal", r"\bsubnormal", "survives, with fewer bits"),
+    Term("served", r"\bserve", "a layer of whose gradient at most 1% of the sum of magnitudes is flushed"),
+    Term("window", r"\bwindow", "the loss scales that serve every layer without overflow"),
+    Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
+)
 _LEGEND = "~ estimate, [bounds] where far apart; ? not known; {0..11}: the worst of them"
 
 
@@ -98,6 +112,7 @@ def document(
             *section("Notes", bullets(session.notes, NOTES)),
         ),
         verdict=verdict_blocks(report.verdict) if verdict else (),
+        terms=TERMS,
     )
 
 

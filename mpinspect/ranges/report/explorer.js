@@ -681,7 +681,7 @@ export function render(root, data) {
     return first === last ? `step ${first}` : `steps ${first} to ${last}`;
   };
   function draw() {
-    width = isNarrow() ? NARROW : WIDE;
+    width = isNarrow() ? NARROW : WIDE - 36 * (headings.length - 7);
     shown = rows();
     ends = span();
     kind.value = state.kind ?? "";

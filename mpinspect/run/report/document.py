@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpinspect.ranges.report.document import title, verdict_blocks
+from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
@@ -46,6 +46,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
             *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
         ),
+        terms=TERMS,
     )
 
 
@@ -112,7 +113,7 @@ def _brief(report: RunReport) -> Iterator[Item]:
     if any(counts.values()):
         yield Item(", ".join(f"{number} {name}" for name, number in counts.items() if number), "findings")
     if report.log_dir:
-        yield Item(f"{report.log_dir} (report.html opens in a browser)", "files")
+        yield Item(report.log_dir, "files")
 
 
 def _shapes(report: RunReport) -> str:
