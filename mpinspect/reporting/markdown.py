@@ -163,5 +163,5 @@ def _parts(block: Parts, level: int) -> Iterator[str]:
         if number:
             yield ""
         yield from (_heading(part.title, level + 1), "")
-        yield from _document(part.document, level + 2)
+        yield from _document(part.document, level + 2 if part.document.title else level + 1)
     yield from _rest(rest_words(block.limit, left, page=True))
