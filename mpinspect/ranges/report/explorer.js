@@ -513,7 +513,7 @@ export function render(root, data) {
   }
   /** The end of a long name: it tells layers apart. The whole stands in the title, and below once the layer is chosen. */
   const shortened = (/** @type {string} */ name) => {
-    const most = isNarrow() ? 16 : 48;
+    const most = isNarrow() ? 16 : 42;
     return name.length > most ? `…${name.slice(1 - most)}` : name;
   };
   const tone = (/** @type {number} */ count, /** @type {number} */ all, /** @type {number} */ limit) => (share(count, all) > limit ? "warning" : "");
@@ -524,8 +524,9 @@ export function render(root, data) {
     const isPartial = layer.floor !== null && h.zeros > 0;
     const over = found.low === found.high ? percent(share(found.high, all)) : `${percent(share(found.low, all))}..${percent(share(found.high, all))}`;
     const broken = [h.infs && "inf", h.nans && "NaN"].filter(Boolean).join(", ") || "none";
+    if (!all) return ["-", "-", "-", broken, "-"];
     return [`${isPartial ? "~" : ""}${percent(share(found.flushed, all))}`, percent(share(found.subnormal, all)),
-      over, broken, all ? `2^${h.min + h.counts.length - 1}` : "-"];
+      over, broken, `2^${h.min + h.counts.length - 1}`];
   }
   function drawDetail() {
     const layer = chosen();
@@ -581,7 +582,7 @@ export function render(root, data) {
     const of = chosen() ? "of the chosen layer" : "of the worst layer";
     const lost = percent(low[state.scale - SCALES[0]]);
     const drawn = chart(wide, 176, `Share of the elements flushed and overflowed, ${of}, against the loss scale. At ${power(state.scale)} ${lost} are flushed.`,
-      { ends: /** @type {[number, number]} */ (SCALES), ticks: wide < 420 ? [-24, -8, 8, 24, 40] : [-24, -16, -8, 0, 8, 16, 24, 32, 40], words: power, title: "loss scale" },
+      { ends: /** @type {[number, number]} */ (SCALES), ticks: wide < 500 ? [-24, -8, 8, 24, 40] : [-24, -16, -8, 0, 8, 16, 24, 32, 40], words: power, title: "loss scale" },
       { ends: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], words: (part) => `${100 * part}%`, title: "of the elements" });
     const { picture, x, y, bottom } = drawn;
     const path = (/** @type {number[]} */ values) => values.map((value, place) => `${place ? "L" : "M"}${x(SCALES[0] + place).toFixed(1)} ${y(value).toFixed(1)}`).join("");
@@ -667,7 +668,8 @@ export function render(root, data) {
       const button = element("button", { type: "button" }, element("bdi", {}, event.words));
       button.addEventListener("click", () => {
         if (hasScrubber) state.block = blockAt(event.step);
-        choose(layers.find((/** @type {any} */ each) => each.module === event.module && each.kind === state.kind)
+        choose(layers.find((/** @type {any} */ each) => each.name === event.tensor && each.kind === event.kind)
+          ?? layers.find((/** @type {any} */ each) => each.module === event.module && each.kind === state.kind)
           ?? layers.find((/** @type {any} */ each) => each.module === event.module));
       });
       const maxima = event.maxima.length ? `; largest magnitudes before: ${event.maxima.map((/** @type {number} */ each) => Number(each.toPrecision(3))).join(", ")}` : "";
@@ -701,7 +703,7 @@ export function render(root, data) {
     const losing = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && share(found.flushed, found.all) > 0.01; }).length;
     const over = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.high > 0; }).length;
     const broken = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.h.infs + found.h.nans > 0; }).length;
-    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} tensors ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
     drawShares();
     drawHistory();
     drawAxis(colours());
@@ -800,6 +802,7 @@ export function render(root, data) {
     },
   });
   draw();
+  if (!before) bringIntoView(shown.findLastIndex((/** @type {any} */ row) => row.layer === chosen()));
 }
 
 /** @param {number} value @param {number} low @param {number} high */

@@ -150,8 +150,9 @@ def _event(event: Event) -> dict[str, Any]:
     return {
         "step": event.step,
         "module": printable(event.module),
+        "tensor": printable(event.tensor),
+        "kind": event.what,
         "value": event.value,
-        "skipped": bool(event.skipped),
         "words": printable(event_line(event)),
         "facts": printable("; ".join(event_facts(event))),
         "explanation": printable(event.explanation),
