@@ -20,12 +20,19 @@ def for_page(document: Document) -> Document:
     return _explained(_said_once(document, ()), set())
 
 
+def _sections(blocks: Iterable[Block]) -> tuple[Section, ...]:
+    """Return the blocks of a summary, which are all sections."""
+    return tuple(block for block in blocks if isinstance(block, Section))
+
+
 # -- nothing twice ----------------------------------------------------------------------------------------------------
 
 
 def _said_once(document: Document, above: tuple[str, ...]) -> Document:
     said = (*above, document.alarm, *(block.text for block in document.verdict if isinstance(block, Line)))
-    return replace(document, blocks=_all_once(document.blocks, said), summary=_all_once(document.summary, said))
+    return replace(
+        document, blocks=_all_once(document.blocks, said), summary=_sections(_all_once(document.summary, said))
+    )
 
 
 def _all_once(blocks: Iterable[Block], said: tuple[str, ...]) -> tuple[Block, ...]:
@@ -68,13 +75,13 @@ def _explained(document: Document, told: set[str]) -> Document:
     """Return the document with a line at the end of each block in which terms first occur; adds their names to ``told``."""
     verdict = (*document.verdict, *_meanings(document.verdict, document.terms, told))
     # In a page's order: the first part of the summary stands above the blocks, the others below.
-    first = _all_explained(document.summary[:1], document.terms, told)
+    first = _sections(_all_explained(document.summary[:1], document.terms, told))
     blocks = _all_explained(document.blocks, document.terms, told)
     return replace(
         document,
         verdict=verdict,
         blocks=blocks,
-        summary=(*first, *_all_explained(document.summary[1:], document.terms, told)),
+        summary=(*first, *_sections(_all_explained(document.summary[1:], document.terms, told))),
     )
 
 

@@ -65,7 +65,11 @@ TERMS = (
     Term("flushed", r"\bflush", "not zero, but rounds to zero in the format"),
     Term("subnormal", r"\bsubnormal", "survives, with fewer bits"),
     Term("served", r"\bserve", "at most 1% of the sum of the gradient's magnitudes is flushed"),
-    Term("window", r"\bwindow", "the loss scales at which nothing overflows and no layer loses over 1% of the sum of its magnitudes"),
+    Term(
+        "window",
+        r"\bwindow",
+        "the loss scales at which nothing overflows and no layer loses over 1% of the sum of its magnitudes",
+    ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
 _LEGEND = "~ estimate, [bounds] where far apart; ? not known; {0..11}: the worst of them"
