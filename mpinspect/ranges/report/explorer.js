@@ -568,15 +568,20 @@ export function render(root, data) {
     drawnCurves = { of, low: worst((h, k) => flushed(h, state.format, k)), high: worst((h, k) => overflowed(h, state.format, k)[1]) };
     return drawnCurves;
   }
-  /** @param {HTMLElement} slider @param {number} wide */
-  function align(slider, wide) {
+  /** @param {HTMLElement} slider */
+  function align(slider) {
     // A slider's ends are half a thumb from its edges.
     Object.assign(slider.style, { marginLeft: `${LEFT - 8}px`, width: `${wide - LEFT - RIGHT + 16}px` });
   }
-  function drawShares() {
+  /** Pixels for a chart; 0 once the page's width, or what stands in it, has changed. Reading it costs a layout of the page. */
+  let wide = 0;
+  function measure() {
+    if (wide && ofScale.hidden === !isScaled()) return;
     ofScale.hidden = !isScaled();
+    wide = Math.max(overSteps.clientWidth, 240);
+  }
+  function drawShares() {
     if (ofScale.hidden) return;
-    const wide = Math.max(ofScale.clientWidth, 240);
     const { low, high } = curves();
     const window = data.windows[state.format.name];
     const of = chosen() ? "of the chosen layer" : "of the worst layer";
@@ -593,7 +598,7 @@ export function render(root, data) {
       upright(clamp(data.own, SCALES[0], SCALES[1]), "own"), upright(state.scale, "now"));
     picture.addEventListener("click", (event) => change({ scale: Math.round(drawn.under(event)) }));
     shares.replaceChildren(picture);
-    align(scale, wide);
+    align(scale);
     legends[0].replaceChildren(key("flushes", `flushed, ${of}`), key("overflows", "overflowed"),
       window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: every layer is served (at most 1% of the sum of its magnitudes is flushed), none overflows`)
         : element("span", { className: "entry" }, `no safe window is known for ${state.format.label}`),
@@ -603,7 +608,9 @@ export function render(root, data) {
   const blockAt = (step) => Math.max(0, data.blocks.findLastIndex((/** @type {any} */ each) => each.first <= step));
   /** The loss scale over the steps, what happened, and below it the lost updates; the scrubber lies below on the same axis. */
   function drawHistory() {
-    const wide = Math.max(overSteps.clientWidth, 240);
+    const of = JSON.stringify([wide, state.block, state.kind, state.layer]);
+    if (timeline.dataset.of === of) return;
+    timeline.dataset.of = of;
     const known = data.scales.map((/** @type {[number, number | null]} */ [, value]) => value).filter((/** @type {number | null} */ value) => value !== null);
     const ends = known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1];
     const across = { ends: /** @type {[number, number]} */ ([0, Math.max(lastStep, 1)]), ticks: ticks(0, Math.max(lastStep, 1), wide / 90), words: number, title: "step" };
@@ -637,12 +644,12 @@ export function render(root, data) {
       ...(data.skipped ? [element("span", { className: "entry" }, `${number(data.skipped)} ${data.skipped === 1 ? "step was" : "steps were"} skipped`)] : []),
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []), ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
       ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords()}`)]));
-    if (storages.length) drawLost(across, wide, shade);
+    if (storages.length) drawLost(across, shade);
     if (hasScrubber) timeline.onclick = (/** @type {MouseEvent} */ event) => change({ block: blockAt(drawn.under(event)) });
-    align(block, wide);
+    align(block);
   }
-  /** @param {Axis} across @param {number} wide @param {(of: any, into: Element, low: number) => void} shade */
-  function drawLost(across, wide, shade) {
+  /** @param {Axis} across @param {(of: any, into: Element, low: number) => void} shade */
+  function drawLost(across, shade) {
     const layer = chosen();
     const one = layer && storages.some((storage) => storage.tensors[layer.name]) ? layer : null;
     const of = one ? "of the chosen layer" : "of all parameters";
@@ -700,10 +707,12 @@ export function render(root, data) {
     blockWords.textContent = stepsInWords();
     heads.forEach((head, column) => head.setAttribute("aria-sort", headings[column][0] === state.sort ? (state.sort === "model" ? "ascending" : "descending") : "none"));
     const own = layers.filter((/** @type {any} */ layer) => layer.kind === state.kind);
-    const losing = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && share(found.flushed, found.all) > 0.01; }).length;
-    const over = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.high > 0; }).length;
-    const broken = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.h.infs + found.h.nans > 0; }).length;
+    const found = own.map(figures).filter(Boolean);
+    const losing = found.filter((/** @type {any} */ each) => share(each.flushed, each.all) > 0.01).length;
+    const over = found.filter((/** @type {any} */ each) => each.high > 0).length;
+    const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
     said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    measure();
     drawShares();
     drawHistory();
     drawAxis(colours());
@@ -778,6 +787,7 @@ export function render(root, data) {
   const resized = new ResizeObserver(() => {
     if (root.clientWidth === seenWidth) return;
     seenWidth = root.clientWidth;
+    wide = 0;
     draw();
   });
   resized.observe(root);
