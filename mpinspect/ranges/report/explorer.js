@@ -387,7 +387,8 @@ export function render(root, data) {
   let isPrinted = false;
   const colours = () => {
     const style = getComputedStyle(root);
-    return (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
+    const known = new Map(["fill", "soft", "warning", "error"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    return (/** @type {string} */ name) => known.get(name) ?? "";
   };
   /** @param {HTMLCanvasElement} canvas @param {number} height */
   function sharp(canvas, height) {
@@ -733,11 +734,15 @@ export function render(root, data) {
   function bringIntoView(index) {
     if (index >= 0 && (index * ROW < scroll.scrollTop || (index + 2) * ROW > scroll.scrollTop + scroll.clientHeight)) scroll.scrollTop = index * ROW - scroll.clientHeight / 2;
   }
-  /** @param {Partial<typeof state>} changed */
-  function change(changed) {
+  /** @param {Partial<typeof state>} changed @param {boolean} isFinal false while a slider is being moved */
+  function change(changed, isFinal = true) {
     Object.assign(state, changed);
     draw();
     root.dispatchEvent(new CustomEvent("chosen", { detail: changed }));
+    if (isFinal) tell();
+  }
+  /** Keeps what is shown in the page's address. Browsers allow some hundred such changes a minute. */
+  function tell() {
     const told = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
     if (state.block >= 0) told.set("block", String(state.block));
     if (state.layer !== null) told.set("layer", state.layer);
@@ -749,11 +754,12 @@ export function render(root, data) {
   }
   kind.addEventListener("change", () => change({ kind: kind.value }));
   format.addEventListener("change", () => change({ format: data.formats.find((/** @type {Format} */ each) => each.name === format.value) }));
-  scale.addEventListener("input", () => change({ scale: Number(scale.value) }));
+  scale.addEventListener("input", () => change({ scale: Number(scale.value) }, false));
   block.addEventListener("input", () => {
     block.classList.remove("whole");
-    change({ block: blockAt(Number(block.value)) });
+    change({ block: blockAt(Number(block.value)) }, false);
   });
+  for (const slider of [scale, block]) slider.addEventListener("change", tell);
   block.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     // A key moves by a block; before the first one is the whole run.
     const last = data.blocks.length - 1;
