@@ -22,7 +22,7 @@ from agreeing_reports import analyse
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
-from mpinspect.ranges.session import Progress, ScaleChange, Session
+from mpinspect.ranges.session import Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
@@ -30,6 +30,12 @@ from mpinspect.reporting.html import fragment
 SCRIPT = resources.files("mpinspect.ranges.report").joinpath("explorer.js").read_text("utf-8")
 NODE = shutil.which("node")
 SESSIONS = {name: session for name, session in sessions.all_sessions().items() if session.windows}
+SESSIONS["right_to_left"] = sessions.session(
+    {
+        TensorKey(name, "weight_gradient"): sessions.bell(-14)
+        for name in ("שכבה.1.weight", "\u0645\u0634.weight", "a" * 300)
+    }
+)
 SCALES = (-130, -24, -9, -8, -1, 0, 1, 7, 12, 13, 16, 24, 31, 40, 150)
 
 

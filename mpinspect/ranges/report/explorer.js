@@ -514,7 +514,7 @@ export function render(root, data) {
   }
   /** The end of a long name: it tells layers apart. The whole stands in the title, and below once the layer is chosen. */
   const shortened = (/** @type {string} */ name) => {
-    const most = isNarrow() ? 16 : 42;
+    const most = isNarrow() ? 12 : 42;
     return name.length > most ? `…${name.slice(1 - most)}` : name;
   };
   const tone = (/** @type {number} */ count, /** @type {number} */ all, /** @type {number} */ limit) => (share(count, all) > limit ? "warning" : "");
