@@ -36,6 +36,7 @@ LEAST_TOKENS = 20_000
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 _PICTURES = ("range_offset.png", "layers.png")
+_PAGE = "report.html"
 
 
 # -- the text -----------------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def train(
 def run(
     *, log_dir: str | Path | None = None, steps: int = 160, seed: int = 0, quiet: bool = False, tokens: int = TOKENS
 ) -> RangeReport:
-    """Train the model, print what the inspector found, and write the pictures and the TensorBoard log.
+    """Train the model, print what the inspector found, and write the page, the pictures and the TensorBoard log.
 
     Args:
         log_dir: where to write, "runs/demo" by default; if that holds a run already, the next free name ("runs/demo-2").
@@ -247,10 +248,11 @@ def _layer(report: RangeReport, name: str, kind: str) -> LayerReport | None:
 
 
 def draw(report: RangeReport, directory: Path) -> list[Path]:
-    """Write the report's pictures, and return their paths."""
+    """Write the report's page and its pictures, and return the pictures' paths."""
     from mpinspect.ranges.report import plots
     from mpinspect.reporting.plot_style import DPI
 
+    report.save(directory / _PAGE)
     paths = [directory / name for name in _PICTURES]
     for path, figure in zip(paths, (plots.range_offset(report), plots.heat_map(report)), strict=True):
         figure.savefig(path, dpi=DPI)
@@ -258,7 +260,7 @@ def draw(report: RangeReport, directory: Path) -> list[Path]:
 
 
 def whereabouts(directory: Path, pictures: list[Path], unscaled: Path | None = None) -> str:
-    """Return text with the paths of the pictures and the commands that show the run.
+    """Return text with the paths of the pictures, the commands that show the run and, in its last line, the page's path.
 
     Args:
         unscaled: directory of the same training in FP16 without loss scaling, if it was recorded too.
@@ -272,7 +274,8 @@ def whereabouts(directory: Path, pictures: list[Path], unscaled: Path | None = N
     ]
     if unscaled is not None:
         lines += ["What FP16 without loss scaling changes:", f"  {_command('mpinspect')} diff {directory} {unscaled}"]
-    return "\n".join([*lines, "This report again:", f"  {_command('mpinspect')} report {directory}"])
+    lines += ["This report again:", f"  {_command('mpinspect')} report {directory}", "To explore in a browser:"]
+    return "\n".join([*lines, f"  {directory / _PAGE}"])
 
 
 def _command(name: str) -> str:

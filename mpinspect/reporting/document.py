@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.words import NOT_APPLICABLE
 
 #: How a line or a cell is emphasised; "" is plain. A form without colour shows the text alone.
-Tone = Literal["", "strong", "dim", "good", "warning", "error", "unknown"]
+Tone = Literal["", "strong", "dim", "good", "warning", "error", "unknown", "legend"]
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,14 @@ class Widget:
 Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
 
 
+class Term(NamedTuple):
+    """A word that a page explains below the block in which ``pattern`` (a regular expression) first matches."""
+
+    word: str
+    pattern: str
+    meaning: str
+
+
 @dataclass(frozen=True)
 class Document:
     """The whole contents of a report, in page order.
@@ -235,6 +243,7 @@ class Document:
         verdict: blocks shown before all others.
         summary: sections, the most important first. A page shows the first below the verdict and ends with the others;
             a terminal, whose last lines stay visible, ends with all of them in reverse order.
+        terms: words that a page explains where they first occur.
     """
 
     title: str
@@ -242,6 +251,7 @@ class Document:
     alarm: str = ""
     verdict: tuple[Block, ...] = ()
     summary: tuple[Section, ...] = ()
+    terms: tuple[Term, ...] = ()
 
     @property
     def page(self) -> tuple[Block, ...]:

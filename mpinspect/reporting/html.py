@@ -34,6 +34,7 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
+from mpinspect.reporting.page import for_page
 
 #: Colours have a contrast of at least 4.5:1 against both backgrounds of their scheme.
 STYLE = """
@@ -79,6 +80,9 @@ white-space:normal;overflow-wrap:normal}
 @media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
 .mpinspect th,.mpinspect td{padding:.28em .3em}}
+@media print{.mpinspect{--ground:#fff;--raised:#f6f7f9;--ink:#1c2126;--soft:#59636e;--line:#d8dde3;--good:#116b35;
+--warning:#8a5a00;--error:#b3261e;--unknown:#8a3f80;--info:#1f5fa8;--fill:#2f6fb5;color-scheme:light}
+.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}}
 """
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -88,10 +92,12 @@ _PAGE = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'{scripts_allowed}">
 <title>{title}</title>
 <style>{style}body{{margin:0}}
-body>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-sizing:border-box}}</style>
+main>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-sizing:border-box}}</style>
 </head>
 <body>
-{body}{scripts}
+<main>
+{body}
+</main>{scripts}
 </body>
 </html>
 """
@@ -114,7 +120,7 @@ def render(document: Document) -> str:
 
     Only the scripts of the document's widgets run: the page's security policy lists their hashes and allows no others.
     """
-    document = escaped(document)
+    document = for_page(escaped(document))
     body = _article(document)
     kinds = {(widget.package, widget.name): widget for widget in _widgets(document.blocks)}
     scripts = [_resource(*kind, "js") + "\nstart();\n" for kind in kinds]
@@ -130,7 +136,7 @@ def render(document: Document) -> str:
 
 def fragment(document: Document) -> str:
     """Return the document, without widgets, as an HTML element for a notebook cell; its style affects only itself."""
-    return f"<style>{STYLE}</style>\n{_article(static(escaped(document)))}\n"
+    return f"<style>{STYLE}</style>\n{_article(static(for_page(escaped(document))))}\n"
 
 
 def _resource(package: str, name: str, suffix: str) -> str:
@@ -240,13 +246,9 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
             yield _heading(table.title, level + 1)
         is_long = [any(len(row[index].text) > _LONG for row in table.rows) for index in range(len(table.columns))]
         classes = [_classes(column, long) for column, long in zip(table.columns, is_long, strict=True)]
-        yield '<div class="scroll"><table>'
-        headings = (
-            f'<th class="{names}" title="{html.escape(column.meaning)}">{escape(column.heading)}</th>'
-            if column.meaning
-            else f'<th class="{names}">{escape(column.heading)}</th>'
-            for column, names in zip(table.columns, classes, strict=True)
-        )
+        # A keyboard can scroll only what takes the focus.
+        yield '<div class="scroll" tabindex="0"><table>'
+        headings = (_column(column, names) for column, names in zip(table.columns, classes, strict=True))
         yield f"<thead><tr>{''.join(headings)}</tr></thead>"
         yield "<tbody>"
         for row in table.rows:
@@ -258,6 +260,12 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
     legend = "; ".join(filter(None, (legend_words(block, columns), _STRIP_LEGEND if has_strips else "")))
     if legend:
         yield f'<p class="legend">{escape(legend)}</p>'
+
+
+def _column(column: Column, classes: str) -> str:
+    title = f' title="{html.escape(column.meaning)}"' if column.meaning else ""
+    tag = "th" if column.heading else "td"
+    return f'<{tag} class="{classes}"{title}>{escape(column.heading)}</{tag}>'
 
 
 def _classes(column: Column, is_long: bool) -> str:
@@ -293,6 +301,6 @@ def _parts(block: Parts, level: int) -> Iterator[str]:
     for part in parts:
         yield '<section class="part">'
         yield _heading(part.title, level + 1)
-        yield from _document(part.document, level + 2)
+        yield from _document(part.document, level + 2 if part.document.title else level + 1)
         yield "</section>"
     yield from _rest(rest_words(block.limit, left, page=True))

@@ -29,6 +29,7 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
+from mpinspect.reporting.page import for_page
 
 #: Characters that can be Markdown markup anywhere, and text that is markup only at the beginning of a line.
 _MARKS = re.compile(r"([\\`*_\[\]|~#$@])")
@@ -37,7 +38,7 @@ _LEADING = re.compile(r"([-+=]|\d+(?=[.)]))")
 
 def render(document: Document) -> str:
     """Return the document as GitHub-flavoured Markdown; names in it are escaped, tables' pipes included."""
-    return "\n".join(_document(static(escaped(document)), 1)).strip("\n") + "\n"
+    return "\n".join(_document(static(for_page(escaped(document))), 1)).strip("\n") + "\n"
 
 
 def escape(text: str) -> str:
@@ -162,5 +163,5 @@ def _parts(block: Parts, level: int) -> Iterator[str]:
         if number:
             yield ""
         yield from (_heading(part.title, level + 1), "")
-        yield from _document(part.document, level + 2)
+        yield from _document(part.document, level + 2 if part.document.title else level + 1)
     yield from _rest(rest_words(block.limit, left, page=True))

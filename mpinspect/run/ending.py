@@ -15,7 +15,7 @@ from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
-from mpinspect.run.record import FILE_NAME, REPORTS, now, write_record
+from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, now, write_record
 
 if TYPE_CHECKING:
     from mpinspect.run.report import RunReport
@@ -160,6 +160,9 @@ class Ending:
             self._save(report, recordings.models)
         except OSError as error:
             self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
+        else:
+            if self.speaks:
+                say(f"to explore in a browser: {shown(self.directory / PAGE)}")
 
     @property
     def _failed_with_torch(self) -> bool:

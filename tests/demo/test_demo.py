@@ -145,6 +145,8 @@ def test_the_run_leaves_pictures_a_log_and_a_session(short_run):
         assert str(directory / name) in printed
     assert list(directory.glob("events.out.tfevents.*"))
     assert f"tensorboard --logdir {directory}" in printed
+    assert printed.splitlines()[-1].strip() == str(directory / "report.html")
+    assert 20_000 < (directory / "report.html").stat().st_size < 400_000
     assert Session.load(directory).totals() == report.session.totals()
 
 

@@ -21,14 +21,21 @@ from agreeing_reports import analyse
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.report.explorer import data, packed
-from mpinspect.ranges.session import ScaleChange, Session
+from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
+from mpinspect.ranges.session import Progress, ScaleChange, Session, TensorKey
+from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
 
 SCRIPT = resources.files("mpinspect.ranges.report").joinpath("explorer.js").read_text("utf-8")
 NODE = shutil.which("node")
 SESSIONS = {name: session for name, session in sessions.all_sessions().items() if session.windows}
+SESSIONS["right_to_left"] = sessions.session(
+    {
+        TensorKey(name, "weight_gradient"): sessions.bell(-14)
+        for name in ("שכבה.1.weight", "\u0645\u0634.weight", "a" * 300)
+    }
+)
 SCALES = (-130, -24, -9, -8, -1, 0, 1, 7, 12, 13, 16, 24, 31, 40, 150)
 
 
@@ -151,6 +158,44 @@ def test_names_stand_in_no_markup() -> None:
     assert all(name.isprintable() for name in names)
 
 
+def eventful() -> Session:
+    """Four blocks of 125 steps; the scale falls three times, once with an event whose layer stands in the map."""
+    made = sessions.everything()
+    windows = tuple(
+        replace(window, first_step=125 * place, last_step=125 * place + 124, tensors=_louder(window.tensors, place))
+        for place, window in enumerate(made.windows)
+    )
+    scales = ((0, 65536.0), (25, 32768.0), (260, 65536.0), (412, 32768.0), (413, 16384.0), (480, None))
+    progress = replace(made.progress, scales=tuple(ScaleChange(*each) for each in scales), skipped_steps=3)
+    return replace(made, windows=windows, progress=progress)
+
+
+def _louder(tensors: Any, powers: int) -> Any:
+    return {key: replace(tensor, histogram=tensor.histogram.shifted(powers)) for key, tensor in tensors.items()}
+
+
+def test_a_page_holds_the_runs_history() -> None:
+    session = eventful()
+    report = analyse(session)
+    given = json.loads(json.dumps(data(report)))
+    assert given["scales"] == [[0, 16.0], [25, 15.0], [260, 16.0], [412, 15.0], [413, 14.0], [480, None]]
+    assert (given["steps"], given["skipped"]) == (session.progress.steps, 3)
+    advice = report.loss_scale
+    assert [2.0**end for end in given["windows"]["float16"]] == [advice.lowest, advice.highest]
+    assert [event["step"] for event in given["events"]] == [412, 413]
+    assert given["events"][0]["words"] in render(report, ".txt", width=200)
+    assert given["events"][0]["maxima"] == [0.12, 0.25, 0.5, 0.97]
+    lost = given["lost"]["bfloat16"]
+    assert lost["measured"]
+    assert lost["tensors"] == {"decoder.3.attn.weight": [[995, 1000]] * 4}
+    assert not given["lost"]["float16"]["measured"]
+
+
+def test_a_window_that_is_none_is_not_shaded() -> None:
+    assert data(analyse(SESSIONS["nan_everywhere"]))["windows"] == {}
+    assert data(analyse(Session(windows=eventful().windows[:1], progress=Progress())))["scales"] == []
+
+
 # -- in a browser --------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +282,129 @@ def test_search_sort_keys_and_a_permalink(browser: Any, tmp_path: Path) -> None:
     assert again.text_content(".explorer .detail h4") == chosen
     assert "at a loss scale of 2^12" in again.text_content(".explorer .detail")
     assert page.troubles == again.troubles == []
+
+
+def test_the_scrubber_and_its_keys(browser: Any, tmp_path: Path) -> None:
+    session = eventful()
+    page = opened(browser, analyse(session).save(tmp_path / "a.html"), "#kind=activation_gradient&scale=3")
+    scrubber = page.locator(".explorer figure:nth-child(2) input[type=range]")
+    assert scrubber.get_attribute("aria-valuetext") == "the whole run"
+    assert page.is_hidden("text=show the whole run")
+    for window in session.windows:
+        scrubber.press("ArrowRight")
+        assert scrubber.get_attribute("aria-valuetext") == f"steps {window.first_step} to {window.last_step}"
+        for name, counts in shown(page).items():
+            (histogram,) = (
+                tensor.histogram.shifted(3)
+                for key, tensor in window.tensors.items()
+                if key == (name, "activation_gradient")
+            )
+            flushed, subnormal = histogram.flushed("float16"), histogram.subnormal("float16")
+            assert counts == [flushed, subnormal, *histogram.overflowed_bounds("float16")], name
+    # A place on the axis of steps is the block that holds it.
+    scrubber.fill("130")
+    assert "block=1" in page.evaluate("location.hash")
+    page.click("text=show the whole run")
+    assert "block" not in page.evaluate("location.hash")
+    assert page.troubles == []
+
+
+def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
+    session = eventful()
+    report = analyse(session)
+    page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")
+    low, high = (int(math.log2(end)) for end in (report.loss_scale.lowest, report.loss_scale.highest))
+    words = page.text_content(".explorer figure:nth-child(1) figcaption")
+    assert f"safe window 2^{low} .. 2^{high}:" in words
+    assert "the run's own scale, 2^14" in words
+    assert page.locator(".explorer svg .window").count() == 1
+    page.select_option(".explorer select >> nth=1", "float8_e4m3")
+    assert "no safe window is known for" in page.text_content(".explorer figure:nth-child(1) figcaption")
+    assert page.locator(".explorer svg .window").count() == 0
+    assert page.locator(".explorer svg .fall").count() == 3
+    assert page.locator(".explorer svg .event").count() == len(session.events)
+    assert "3 steps were skipped" in page.text_content(".explorer figure:nth-child(2) figcaption")
+    # An event leads to its step and its layer, which lies in another kind's table.
+    page.select_option(".explorer select >> nth=0", "weight_gradient")
+    page.click(".explorer summary")
+    page.click(".explorer details button >> nth=0")
+    assert page.get_attribute(".explorer tbody tr.chosen", "data-name") == "decoder.3.attn"
+    assert "steps 375 to 499" in page.text_content(".explorer .said")
+    # The share at each scale is that of the layer: the curve's path has a point for each of them.
+    key = next(key for key in session.totals() if key.name == "decoder.3.attn" and key.kind == "activation_gradient")
+    histogram = session.windows[3].tensors[key].histogram
+    page.select_option(".explorer select >> nth=1", "float16")
+    drawn = re.findall(r"[ML][\d.]+ ([\d.]+)", page.get_attribute(".explorer svg .flushes", "d"))
+    expected = [histogram.shifted(k).flushed("float16") / histogram.nonzero for k in range(-24, 41)]
+    top, bottom = min(map(float, drawn)), max(map(float, drawn))
+    assert [(bottom - float(y)) / (bottom - top) for y in drawn] == pytest.approx(expected, abs=0.002)
+    page.select_option(".explorer select >> nth=0", "weight")
+    assert page.is_hidden(".explorer figure:nth-child(1)")
+    page.click(".explorer tbody tr")
+    assert "Stored in BF16, 99.5% of its updates were lost" in page.text_content(".explorer .detail")
+    assert page.troubles == []
+
+
+def test_a_layer_in_a_closed_group_is_found(browser: Any, tmp_path: Path) -> None:
+    path = analyse(SESSIONS["layers_300"]).save(tmp_path / "a.html")
+    name = "encoder.layers.120.attention.output.weight"
+    page = opened(browser, path, f"#kind=weight_gradient&layer={name}", reduced_motion="reduce")
+    chosen = page.locator(".explorer tbody tr.chosen")
+    assert chosen.get_attribute("data-name") == name
+    inside = "row => { const [one, all] = [row, row.closest('.rows')].map(each => each.getBoundingClientRect());"
+    assert chosen.evaluate(f"{inside} return one.top >= all.top && one.bottom <= all.bottom; }}")
+    # On paper all rows stand, and nothing moves by itself.
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator(".explorer tbody tr[data-name]").count() == 151
+    assert page.evaluate("document.getAnimations().length") == 0
+    assert page.troubles == []
+
+
+def test_what_is_known_of_modules_stands_beside_their_layers(browser: Any, tmp_path: Path) -> None:
+    session = sessions.word_model()
+    watched = tuple(replace(info, module=info.name.removesuffix(".weight")) for info in session.watched)
+    hostile = "<img src=x onerror=alert(1)>"
+    notes = ModuleNotes(
+        (("shapes", "meaning"), (hostile, "")),
+        {
+            "hidden": (NoteCell("off", "error", 4.0), NoteCell("9%", "", 0.09)),
+            "decoder": (NoteCell("native"), NoteCell("80%", "", 0.8)),
+        },
+        {"hidden": ("Product: 3 x 5 x 7", hostile)},
+    )
+    path = tmp_path / "a.html"
+    path.write_text(html.render(document(analyse(replace(session, watched=watched)), notes=notes)), "utf-8")
+    page = opened(browser, path, "#kind=weight_gradient&layer=hidden.weight")
+    assert page.text_content(".explorer .detail ul") == f"Product: 3 x 5 x 7{hostile}"
+    cells = ".explorer tr.chosen td >> nth="
+    assert [page.text_content(f"{cells}{place}") for place in (-2, -1)] == ["off", "9%"]
+    page.click(f".explorer thead button:text('{hostile}')")
+    assert next(iter(shown(page))) == "decoder.weight"
+    assert page.troubles == []
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The source of axe-core, which checks a page for what keeps people from reading it."""
+    if NODE is None:
+        pytest.skip("needs Node.js, which is not installed")
+    found = subprocess.run([NODE, "-p", "require.resolve('axe-core/axe.min.js')"], capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip("needs axe-core: npm install axe-core, here or where NODE_PATH points")
+    return Path(found.stdout.strip()).read_text("utf-8")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 390])
+def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, tmp_path: Path) -> None:
+    path = analyse(eventful()).save(tmp_path / "a.html")
+    viewport = {"width": width, "height": 800}
+    page = opened(browser, path, "#layer=decoder.3.attn&block=1", color_scheme=scheme, viewport=viewport)
+    page.click(".explorer summary")
+    page.evaluate(axe)
+    found = page.evaluate("axe.run()")
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
+    assert len(found["passes"]) > 10
 
 
 def test_without_scripts_the_tables_stand(browser: Any, tmp_path: Path) -> None:

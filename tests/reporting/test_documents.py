@@ -20,6 +20,7 @@ from mpinspect.reporting.document import (
     Strip,
     Table,
     Tables,
+    Term,
     bullets,
     lines,
     section,
@@ -153,6 +154,18 @@ def test_the_verdict_comes_first_and_a_summary_ends_a_terminals_report():
     for page in pages:
         order = ("alarm words", "verdict words", "brief words", "middle words", "seen words")
         assert sorted(order, key=page.index) == list(order)
+
+
+def test_a_page_explains_a_term_where_it_first_occurs():
+    terms = (Term("window", r"\bwindow", "what fits"), Term("flushed", r"\bflush", "to zero"))
+    inner = Document("", section("Deep", Line("It is flushed in this window.")), terms=terms)
+    said = Document("t", (Parts((Part("p", inner),)),), verdict=lines(["The windows move."]), terms=terms)
+    page = markdown.render(said)
+    assert page.count("window: what fits.") == page.count("flushed: to zero.") == 1
+    order = ("The windows move.", "window: what fits.", "It is flushed in this window.", "flushed: to zero.")
+    assert sorted(order, key=page.index) == list(order)
+    assert '<p class="legend">window: what fits.</p>' in html.render(said)
+    assert "what fits" not in text.render(said, 80)
 
 
 def test_documents_in_documents_are_one_level_deeper():

@@ -209,8 +209,12 @@ def test_html_is_well_formed_and_static_and_names_are_text_in_it(name, reports):
     assert not {"img", "link"} & page.tags
     assert ("script" in page.tags) == has_map
     of_map = {"type", "data-widget"} if has_map else set()
-    assert page.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "title"} | of_map
-    assert fragment.tags == page.tags - {"html", "head", "meta", "title", "body", "script"} - ({"div"} - fragment.tags)
+    assert (
+        page.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "title", "tabindex"} | of_map
+    )
+    assert fragment.tags == page.tags - {"html", "head", "meta", "title", "body", "main", "script"} - (
+        {"div"} - fragment.tags
+    )
     assert document(reports[name]).title.split()[0].encode("unicode_escape").decode() in "".join(page.words)
     if "hostile" in name and "ranges" not in name:
         assert r"evil\n\x1b[31m\u202e</pre></style><script>alert(1)</script>" in "".join(fragment.words)

@@ -113,6 +113,7 @@ def test_a_plain_loop(tmp_path):
         assert (inspected.directory / "log" / name).stat().st_size > 0
     assert "DigitsMLP" in (inspected.directory / "log" / "report.md").read_text("utf-8")
     json.loads((inspected.directory / "log" / "report.json").read_text("utf-8"))
+    assert inspected.err.splitlines()[-1] == "mpinspect: to explore in a browser: log/report.html"
 
 
 def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):

@@ -14,9 +14,11 @@ from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.report.explorer import ModuleNotes
 from mpinspect.ranges.session import Event, Session, TensorKey
 from mpinspect.reporting.forms import render
 from mpinspect.run.report import ModelPart, RunReport, by_module
+from mpinspect.run.report.module_notes import module_notes
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
 
@@ -108,6 +110,30 @@ def test_kernel_times_of_modules_known_by_path():
     assert (row.module, row.kernel_time_us, row.tensor_core_fraction) == ("hidden", 40.0, 0.75)
 
 
+def test_the_map_shows_what_is_known_of_each_module():
+    session = sessions.session({TensorKey("hidden.weight", WEIGHT_GRADIENT): sessions.bell(-26)})
+    on = made_kernels.kernel("ampere_h16816gemm_256x128_ldg8_stages_64x3_tn", 30.0)
+    off = made_kernels.kernel("sgemm_128x128x8_NN", 10.0)
+    owned = [dataclasses.replace(kernel, module="hidden", module_is_path=True) for kernel in (on, off)]
+    kernels = analyse_kernels([made_kernels.trace(*owned, made_kernels.kernel("sgemm_128x128x8_NN", 40.0))], None, None)
+    report = RunReport("a.py", "ended", (ModelPart("Net", analyse(session)),), shapes(), kernels)
+    notes = module_notes(report)["Net"]
+    assert [heading for heading, _ in notes.columns] == ["shapes", "kernels", "on Tensor Cores"]
+    # "head" has no layer in the map.
+    assert [[cell.text for cell in cells] for cells in notes.cells.values()] == [["degraded", "50%", "75%"]]
+    *products, finding, kernel = notes.lines["hidden"]
+    assert [line.split(",")[1].strip() for line in products] == ["forward", "dgrad", "wgrad"]
+    (odd,) = (each for each in report.shapes.findings if each.id == "odd-size")
+    assert finding == f"Shapes, warning, odd-size: {odd.message}. Fix: {odd.fix}"
+    assert kernel.startswith("Kernels, 40.0 us: ampere_h16816gemm")
+    # Of two models each path begins with the model's name; without kernels there are no columns for them.
+    part = report.parts[0]
+    several = RunReport("a.py", "ended", (ModelPart("hidden", part.ranges), ModelPart("Net", part.ranges)), shapes())
+    assert not module_notes(several)["Net"].cells
+    assert [heading for heading, _ in module_notes(several)["hidden"].columns] == ["shapes"]
+    assert module_notes(RunReport("a.py", "ended", (part,))) == {"Net": ModuleNotes()}
+
+
 # -- every form -----------------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +175,17 @@ def test_nested_markdown_has_one_title():
     lines = render(reports()["whole"], ".md").splitlines()
     assert [line for line in lines if line.startswith("# ")] == ["# mpinspect run a.py -x"]
     assert sum(line.startswith("## ") for line in lines) >= 5
+
+
+def test_a_page_says_what_broke_once_below_its_top():
+    report = RunReport("a.py", "ended", (ModelPart("Net", broken(INF)),))
+    (sentence, *_) = report.parts[0].ranges.verdict.sentences
+    error = sentence.partition(": ")[2]
+    assert render(report, ".txt", width=400).count(error) == 3
+    for page in (render(report, ".html"), render(report, ".md")):
+        assert page.count("a loss scale of 65536") == 1, page
+        assert page.count(report.first_line) == 1
+        assert page.count("Said above, with what to do.") == 1
 
 
 def test_findings_of_all_parts_the_gravest_first():

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
-from mpinspect.ranges.report.explorer import widget
+from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -23,8 +23,8 @@ from mpinspect.ranges.report.layers import (
     repeated,
     seen_layers,
 )
-from mpinspect.ranges.report.scale_line import scale_in_brief, scale_line, steps_and_samples
-from mpinspect.ranges.session import END, Event
+from mpinspect.ranges.report.scale_line import event_facts, event_line, scale_in_brief, scale_line, steps_and_samples
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -38,13 +38,14 @@ from mpinspect.reporting.document import (
     Line,
     Table,
     Tables,
+    Term,
     bullets,
     is_empty,
     lines,
     most,
     section,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, power_of_two, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
 LAYERS = Limit(
@@ -55,6 +56,23 @@ EVENTS = Limit(5, 10)
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
+#: What a page explains where a word first occurs.
+TERMS = (
+    Term(
+        "loss scale",
+        r"\b[Ll]oss scale",
+        "the factor by which the loss is multiplied before the backward, so that small gradients survive in 16 bits",
+    ),
+    Term("flushed", r"\bflush", "not zero, but rounds to zero in the format"),
+    Term("subnormal", r"\bsubnormal", "survives, with fewer bits"),
+    Term("served", r"\bserve", "at most 1% of the sum of the gradient's magnitudes is flushed"),
+    Term(
+        "window",
+        r"\bwindow",
+        "the loss scales at which nothing overflows and no layer loses over 1% of the sum of its magnitudes",
+    ),
+    Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
+)
 _LEGEND = "~ estimate, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
 
 
@@ -63,12 +81,15 @@ def title(report: RangeReport) -> str:
     return f"{report.session.info.model or 'A model'} against {report.format}"
 
 
-def document(report: RangeReport, *, everything: bool = False, verdict: bool = True) -> Document:
+def document(
+    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes = NO_NOTES
+) -> Document:
     """Return the report as a document.
 
     Args:
         everything: whether every layer has its own row; if not, repeated blocks share one and the worst rows are shown.
         verdict: whether the document begins with its title and the verdict.
+        notes: what else is known about the modules, shown in the interactive map.
     """
     session = report.session
     # For a healthy run, the verdict is all that most readers want to know.
@@ -77,7 +98,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
         title(report) if verdict else "",
         (
             *section("Findings", Findings(report.findings)),
-            *widget(report),
+            *widget(report, notes),
             *section("Infinite or NaN", *_events(report.events)),
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
@@ -96,6 +117,7 @@ def document(report: RangeReport, *, everything: bool = False, verdict: bool = T
             *section("Notes", bullets(session.notes, NOTES)),
         ),
         verdict=verdict_blocks(report.verdict) if verdict else (),
+        terms=TERMS,
     )
 
 
@@ -130,34 +152,14 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
     if not events:
         return
     first = events[0]
-    yield Line(f"first: {_where(first)}", "error")
-    yield Line("; ".join(_facts(first)))
+    yield Line(f"first: {event_line(first)}", "error")
+    yield Line("; ".join(event_facts(first)))
     if first.last_maxima:
         maxima = ", ".join(f"{value:.3g}" for value in first.last_maxima)
         yield Line(f"its largest magnitudes in the steps before, oldest first: {maxima}")
     if first.explanation:
         yield Line(first.explanation)
-    yield Items(tuple(Item(_where(event)) for event in events[1:]), EVENTS)
-
-
-def _facts(event: Event) -> Iterator[str]:
-    if event.phase == END:
-        yield "no step reported it"
-    else:
-        yield f"loss scale {power_of_two(event.loss_scale) if event.loss_scale else 'unknown'}"
-    if event.forward_finite is not None:
-        yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
-    if event.gradients_finite is not None:
-        yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
-    if event.skipped is not None:
-        yield f"the optimizer's step was {'skipped' if event.skipped else 'taken'}"
-
-
-def _where(event: Event) -> str:
-    batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
-    tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
-    what = event.what.replace("_", " ")
-    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} in the {what}{tensor}"
+    yield Items(tuple(Item(event_line(event)) for event in events[1:]), EVENTS)
 
 
 # -- the loss scale -------------------------------------------------------------------------------------------------

@@ -134,7 +134,71 @@ function element(tag, fields = {}, ...children) {
   return made;
 }
 
+/** @param {string} tag @param {Record<string, any>} fields @param {(Node | string)[]} children @returns {SVGElement} */
+function svg(tag, fields, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(fields)) made.setAttribute(name, value);
+  made.append(...children);
+  return /** @type {SVGElement} */ (made);
+}
+
+/**
+ * @typedef {object} Axis
+ * @property {[number, number]} ends
+ * @property {number[]} ticks
+ * @property {(value: number) => string} words   what stands at a tick
+ * @property {string} title
+ */
+
+/** Pixels around a chart's field. */
+const [LEFT, RIGHT, TOP, BOTTOM] = [54, 14, 12, 36];
+
+/**
+ * A chart with labelled axes and nothing in its field, and where values lie in it.
+ * @param {number} width @param {number} height in pixels @param {string} told for who can't see it @param {Axis} across @param {Axis} up
+ */
+function chart(width, height, told, across, up) {
+  const along = (/** @type {Axis} */ axis, /** @type {number} */ value) => (value - axis.ends[0]) / (axis.ends[1] - axis.ends[0] || 1);
+  const [right, bottom] = [width - RIGHT, height - BOTTOM];
+  const x = (/** @type {number} */ value) => LEFT + along(across, value) * (right - LEFT);
+  const y = (/** @type {number} */ value) => bottom - along(up, value) * (bottom - TOP);
+  const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": told });
+  picture.append(
+    ...up.ticks.flatMap((tick) => [
+      svg("line", { x1: LEFT, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
+      svg("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, up.words(tick)),
+    ]),
+    svg("path", { d: `M${LEFT} ${TOP}V${bottom}H${right}`, class: "axis" }),
+    ...across.ticks.map((tick) => svg("text", { x: x(tick), y: bottom + 14, "text-anchor": x(tick) > right - 18 ? "end" : "middle" }, across.words(tick))),
+    svg("text", { x: (LEFT + right) / 2, y: height - 4, "text-anchor": "middle", class: "title" }, across.title),
+    svg("text", { transform: `translate(11 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle", class: "title" }, up.title),
+  );
+  /** The value below a pointer. @param {MouseEvent} event */
+  const under = (event) => {
+    const part = (event.clientX - picture.getBoundingClientRect().left - LEFT) / (right - LEFT);
+    return across.ends[0] + Math.min(Math.max(part, 0), 1) * (across.ends[1] - across.ends[0]);
+  };
+  return { picture, x, y, right, bottom, under };
+}
+
+/** Round numbers from one to another. @param {number} from @param {number} to @param {number} most how many about */
+function ticks(from, to, most) {
+  const least = Math.max((to - from) / most, 1);
+  const unit = 10 ** Math.floor(Math.log10(least));
+  const step = unit * ([1, 2, 5].find((each) => each * unit >= least) ?? 10);
+  const found = [];
+  for (let value = Math.ceil(from / step) * step; value <= to; value += step) found.push(value);
+  return found;
+}
+
+const power = (/** @type {number} */ exponent) => `2^${Number(exponent.toFixed(1))}`;
+const number = (/** @type {number} */ count) => count.toLocaleString("en");
+/** A sign of a legend, drawn as in the chart, and its words. @param {string} name @param {string} words */
+const key = (name, words) => element("span", { className: "entry" }, element("i", { className: `key ${name}` }), words);
+
 const ROW = 22;
+/** Most rows of a printed table. */
+const PRINTED = 400;
 const [WIDE, NARROW] = [360, 180];
 const isNarrow = () => matchMedia("(max-width: 760px)").matches;
 const SHOWN = 18;
@@ -142,22 +206,36 @@ const SCALES = [-24, 40];
 /** Shares from 10^-5 on are told apart. */
 const DECADES = 5;
 
+/** Of each element that shows a map: what the reader chose in it. @type {WeakMap<HTMLElement, any>} */
+const drawn = new WeakMap();
+
+/** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
+export const follow = (root, choice) => drawn.get(root)?.follow(choice);
+
 /**
- * Draws the map of one model.
+ * Draws the map of one model; called again with newer data it keeps what the reader chose. Choices are told as events "chosen".
  * @param {HTMLElement} root what is in it gives way
  * @param {any} data as explorer.py makes it
  */
 export function render(root, data) {
+  const before = drawn.get(root);
+  before?.gone.abort();
+  const gone = new AbortController();
   const layers = data.tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
     ...tensor,
     place,
     blocks: tensor.blocks.map((/** @type {any} */ packed) => packed && unpack(packed)),
   }));
   for (const layer of layers) layer.whole = merge(layer.blocks.filter(Boolean));
+  const lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
+  const isRepeated = (/** @type {any} */ layer) => data.groups[layer.group].size > 1;
+  /** Storage formats in which updates are lost, the measured ones first. @type {any[]} */
+  const storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
   const kinds = data.kinds.filter((/** @type {any} */ kind) => layers.some((/** @type {any} */ layer) => layer.kind === kind.name));
   const asked = new URLSearchParams(location.hash.slice(1));
   const isMine = !asked.has("model") || asked.get("model") === data.model;
   const wanted = (/** @type {string} */ name) => (isMine ? asked.get(name) : null);
+  const sameFormat = (/** @type {Format} */ other) => data.formats.find((/** @type {Format} */ each) => each.name === other.name) ?? data.formats[0];
   const state = {
     kind: kinds.some((/** @type {any} */ kind) => kind.name === wanted("kind")) ? wanted("kind") : kinds[0]?.name,
     format: data.formats.find((/** @type {Format} */ format) => format.name === wanted("format"))
@@ -169,27 +247,41 @@ export function render(root, data) {
     layer: wanted("layer"),
     open: new Set(),
   };
+  for (const layer of layers) if (layer.name === state.layer && isRepeated(layer)) state.open.add(layer.group);
+  if (before) Object.assign(state, before.state, { format: sameFormat(before.state.format), block: before.blockNow(data.blocks) });
 
   // -- the controls
   const kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
   const format = element("select", {}, ...data.formats.map((/** @type {Format} */ each) => element("option", { value: each.name }, each.label)));
-  const scale = element("input", { type: "range", min: SCALES[0], max: SCALES[1], step: 1 });
+  const scale = element("input", { type: "range", min: SCALES[0], max: SCALES[1], step: 1, "aria-label": "Loss scale, a power of two" });
   const scaleWords = element("output", {});
-  const block = element("input", { type: "range", min: -1, max: data.blocks.length - 1, step: 1 });
+  const block = element("input", { type: "range", min: 0, max: lastStep, step: 1, "aria-label": "Steps shown" });
   const blockWords = element("output", {});
-  const search = element("input", { type: "search", placeholder: "part of a name" });
-  const recommended = element("button", { type: "button" }, data.recommended === null ? "" : `recommended: 2^${data.recommended}`);
+  const search = element("input", { type: "search", placeholder: "part of a name", value: state.search });
+  const recommended = element("button", { type: "button" }, data.recommended === null ? "" : `suggested: 2^${data.recommended}`);
+  const whole = element("button", { type: "button" }, "show the whole run");
   const label = (/** @type {string} */ words, /** @type {Node[]} */ ...controls) => element("label", {}, element("span", {}, words), ...controls);
-  const controls = element("div", { className: "controls" },
-    label("Tensors", kind), label("Format", format), label("Loss scale", scale, scaleWords),
-    ...(data.recommended === null ? [] : [recommended]),
-    ...(data.blocks.length > 1 ? [label("Steps", block, blockWords)] : []), label("Search", search));
+  const controls = element("div", { className: "controls" }, label("Tensors", kind), label("Format", format), label("Search", search));
   const said = element("p", { className: "said", role: "status", "aria-live": "polite" });
+  const hasScrubber = data.blocks.length > 1;
+  const [shares, timeline] = [element("div", {}), element("div", {})];
+  const ofScale = element("figure", {},
+    element("div", { className: "controls" }, element("b", {}, "Loss scale"), scaleWords, ...(data.recommended === null ? [] : [recommended])), shares, scale);
+  const overSteps = element("figure", {},
+    element("div", { className: "controls" }, element("b", {}, "Steps"), blockWords, ...(hasScrubber ? [whole] : [])), timeline, ...(hasScrubber ? [block] : []));
+  const legends = [element("figcaption", { className: "legend" }), element("figcaption", { className: "legend" })];
+  ofScale.append(legends[0]);
+  overSteps.append(legends[1]);
+  const charts = element("div", { className: "charts" }, ofScale, overSteps);
   const axis = element("canvas", { "aria-hidden": "true" });
-  const headings = [["model", "layer"], ["", "map"], ["flushed", "flushed"], ["subnormal", "subnormal"], ["overflow", "overflow"], ["broken", "inf, NaN"], ["largest", "largest"]];
-  const heads = headings.map(([name, words]) => {
-    if (!name) return element("th", { scope: "col", className: "map" }, axis);
-    const button = element("button", { type: "button" }, words);
+  const headings = [["model", "layer", ""], ["", "map", ""], ["flushed", "flushed", "not zero, but rounds to zero in this format"],
+    ["subnormal", "subnormal", "survives with fewer bits"], ["overflow", "overflow", "beyond the format's largest value"],
+    ["broken", "inf, NaN", "infinities and NaNs counted"], ["largest", "largest", "magnitude, rounded down to a power of two"],
+    ...(storages.length ? [["lost", `update lost in ${storages[0].label}`, "share of the updates that rounding undoes where the weights are stored so"]] : []),
+    ...data.notes.columns.map((/** @type {string[]} */ [words, meaning], /** @type {number} */ place) => [`note${place}`, words, meaning])];
+  const heads = headings.map(([name, words, meaning]) => {
+    if (!name) return element("th", { scope: "col", className: "map" }, axis, element("span", { className: "unseen" }, words));
+    const button = element("button", { type: "button", title: meaning }, words);
     button.addEventListener("click", () => change({ sort: name }));
     return element("th", { scope: "col", className: name === "model" ? "left" : "" }, button);
   });
@@ -197,20 +289,22 @@ export function render(root, data) {
   const scroll = element("div", { className: "rows", tabIndex: 0, role: "region", "aria-label": "Layers: arrow keys choose one" },
     element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body));
   const detail = element("div", { className: "detail" });
+  const happened = events();
   const legend = element("p", { className: "legend" }, "The darker, the larger the share of the non-zero elements, by power of two. "
-    + "Hatched on the left: flushed to zero; from there to the dotted line: kept with fewer bits; hatched on the right: overflow. Shares are of what was counted in the sampled steps.");
-  root.replaceChildren(controls, said, scroll, legend, detail);
+    + "Hatched on the left: flushed; from there to the dotted line: subnormal; hatched on the right: overflow. Shares are of what was counted in the sampled steps. ",
+    headings.filter(([, , meaning]) => meaning).map(([, words, meaning]) => `${words}: ${meaning}`).join("; "), ".");
+  root.replaceChildren(controls, said, charts, happened, scroll, legend, detail);
   root.classList.add("explorer");
 
   // -- what is shown
-  const isScaled = () => kinds.find((/** @type {any} */ each) => each.name === state.kind)?.is_scaled;
+  const isScaled = (/** @type {string | undefined} */ name = state.kind) => kinds.find((/** @type {any} */ each) => each.name === name)?.is_scaled;
   const log2Scale = () => (isScaled() ? state.scale : 0);
   const counted = (/** @type {any} */ layer) => (state.block < 0 ? layer.whole : layer.blocks[state.block]);
   /** @param {any} layer */
   function figures(layer) {
     const h = counted(layer);
     if (!h) return null;
-    const [k, f, all] = [log2Scale(), state.format, nonzero(h)];
+    const [k, f, all] = [isScaled(layer.kind) ? state.scale : 0, state.format, nonzero(h)];
     const [low, high] = overflowed(h, f, k);
     return { h, all, flushed: flushed(h, f, k), subnormal: subnormal(h, f, k), low, high };
   }
@@ -223,7 +317,17 @@ export function render(root, data) {
     if (state.sort === "subnormal") return share(found.subnormal, found.all);
     if (state.sort === "overflow") return share(found.high, found.all);
     if (state.sort === "broken") return found.h.infs + found.h.nans;
+    if (state.sort === "lost") return lostOf(storages[0], layer) ?? -1;
+    if (state.sort.startsWith("note")) return data.notes.cells[layer.module]?.[Number(state.sort.slice(4))]?.[2] ?? -1;
     return found.all ? found.h.min + found.h.counts.length + 400 : 0;
+  }
+  /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */
+  function lostOf(storage, layer, block = state.block) {
+    /** @type {any[]} */
+    const chosen = layer ? [storage.tensors[layer.name] ?? []] : Object.values(storage.tensors);
+    const seen = chosen.flatMap((blocks) => (block < 0 ? blocks : [blocks[block]])).filter(Boolean);
+    const nonzero = seen.reduce((sum, each) => sum + each[1], 0);
+    return nonzero ? seen.reduce((sum, each) => sum + each[0], 0) / nonzero : null;
   }
   /** One entry a row: a layer, or a group of repeated ones with the member that is worst. */
   function rows() {
@@ -252,14 +356,20 @@ export function render(root, data) {
     return made.flatMap((/** @type {any} */ row) => (row.members && state.open.has(row.group)
       ? [row, ...row.members.map((/** @type {any} */ layer) => ({ layer, inside: true }))] : [row]));
   }
-  /** @param {any[]} members */
-  function worst(members) {
-    const badness = (/** @type {any} */ layer) => {
-      const found = figures(layer);
-      return found ? share(found.high, found.all) * 2 + share(found.flushed, found.all) : -1;
-    };
-    return members.reduce((one, other) => (badness(other) > badness(one) ? other : one));
+  /** @param {any} layer */
+  function badness(layer) {
+    const found = figures(layer);
+    return found && !layer.noise ? share(found.high, found.all) * 2 + share(found.flushed, found.all) : -1;
   }
+  /** @param {any[]} members */
+  const worst = (members) => members.reduce((one, other) => (badness(other) > badness(one) ? other : one));
+  /** The scaled kind whose worst layer loses most, where the page opens. */
+  function worstKind() {
+    const scaled = layers.filter((/** @type {any} */ layer) => isScaled(layer.kind));
+    return (scaled.length ? worst(scaled) : layers[0])?.kind;
+  }
+
+  if (!before && !wanted("kind") && !wanted("layer")) state.kind = worstKind();
 
   // -- drawing
   let shown = rows();
@@ -274,9 +384,11 @@ export function render(root, data) {
   }
   let ends = span();
   let width = WIDE;
+  let isPrinted = false;
   const colours = () => {
     const style = getComputedStyle(root);
-    return (/** @type {string} */ name) => style.getPropertyValue(`--${name}`).trim();
+    const known = new Map(["fill", "soft", "warning", "error"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    return (/** @type {string} */ name) => known.get(name) ?? "";
   };
   /** @param {HTMLCanvasElement} canvas @param {number} height */
   function sharp(canvas, height) {
@@ -357,8 +469,8 @@ export function render(root, data) {
   }
   function drawRows() {
     const colour = colours();
-    const first = clamp(Math.floor(scroll.scrollTop / ROW) - 4, 0, Math.max(0, shown.length - 1));
-    const last = Math.min(shown.length, first + SHOWN + 12);
+    const first = isPrinted ? 0 : clamp(Math.floor(scroll.scrollTop / ROW) - 4, 0, Math.max(0, shown.length - 1));
+    const last = isPrinted ? Math.min(shown.length, PRINTED) : Math.min(shown.length, first + SHOWN + 12);
     const spacer = (/** @type {number} */ number) => element("tr", { "aria-hidden": "true" },
       element("td", { colSpan: headings.length, style: `height:${number * ROW}px;padding:0;border:0` }));
     const made = shown.slice(first, last).map((/** @type {any} */ row, /** @type {number} */ offset) => drawnRow(row, first + offset, colour));
@@ -375,7 +487,7 @@ export function render(root, data) {
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title: row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name });
     if (row.members) {
       const isOpen = state.open.has(row.group);
-      const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} ${shortened(name)}`);
+      const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} `, element("bdi", {}, shortened(name)));
       button.addEventListener("click", (/** @type {Event} */ event) => {
         event.stopPropagation();
         if (isOpen) state.open.delete(row.group);
@@ -384,20 +496,25 @@ export function render(root, data) {
       });
       head.append(button);
     } else {
-      head.textContent = shortened(name);
+      head.append(element("bdi", {}, shortened(name)));
     }
     const words = found ? cellWords(layer, found) : ["-", "-", "-", "-", "-"];
+    const lost = storages.length ? lostOf(storages[0], layer) : null;
+    /** @type {[string, string][]} */
+    const more = (data.notes.cells[layer.module] ?? data.notes.columns.map(() => ["-", ""])).map((/** @type {[string, string]} */ [text, tone]) => [text, tone]);
+    if (storages.length) more.unshift([lost === null ? "-" : percent(lost), lost !== null && lost > 0.5 ? "warning" : ""]);
     const tones = found ? [tone(found.flushed, found.all, 0.01), "", found.high ? "error" : "", found.h.infs || found.h.nans ? "error" : "", ""] : [];
     const made = element("tr", { "aria-rowindex": index + 1, className: row.layer.name === state.layer ? "chosen" : "" },
       head, element("td", { className: "map" }, canvas),
-      ...words.map((text, column) => element("td", { className: tones[column] ?? "" }, text)));
+      ...words.map((text, column) => element("td", { className: tones[column] ?? "" }, text)),
+      ...more.map(([text, tone]) => element("td", { className: tone }, text)));
     if (found) Object.assign(made.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });
-    made.addEventListener("click", () => change({ layer: layer.name }));
+    made.addEventListener("click", () => choose(layer));
     return made;
   }
   /** The end of a long name: it tells layers apart. The whole stands in the title, and below once the layer is chosen. */
   const shortened = (/** @type {string} */ name) => {
-    const most = isNarrow() ? 16 : 48;
+    const most = isNarrow() ? 12 : 42;
     return name.length > most ? `…${name.slice(1 - most)}` : name;
   };
   const tone = (/** @type {number} */ count, /** @type {number} */ all, /** @type {number} */ limit) => (share(count, all) > limit ? "warning" : "");
@@ -408,11 +525,12 @@ export function render(root, data) {
     const isPartial = layer.floor !== null && h.zeros > 0;
     const over = found.low === found.high ? percent(share(found.high, all)) : `${percent(share(found.low, all))}..${percent(share(found.high, all))}`;
     const broken = [h.infs && "inf", h.nans && "NaN"].filter(Boolean).join(", ") || "none";
+    if (!all) return ["-", "-", "-", broken, "-"];
     return [`${isPartial ? "~" : ""}${percent(share(found.flushed, all))}`, percent(share(found.subnormal, all)),
-      over, broken, all ? `2^${h.min + h.counts.length - 1}` : "-"];
+      over, broken, `2^${h.min + h.counts.length - 1}`];
   }
   function drawDetail() {
-    const layer = layers.find((/** @type {any} */ each) => each.kind === state.kind && each.name === state.layer);
+    const layer = chosen();
     const found = layer && figures(layer);
     if (!found) {
       detail.replaceChildren();
@@ -427,38 +545,145 @@ export function render(root, data) {
     ];
     if (layer.floor !== null && h.zeros > 0) facts.push(`Magnitudes up to 2^${layer.floor} may have been flushed before they were counted: then they are among the zeros.`);
     if (layer.noise) facts.push("In theory this gradient is zero: what was counted is rounding noise.");
-    detail.replaceChildren(element("h4", {}, name), ...facts.map((fact) => element("p", {}, fact)), ...(isScaled() ? [curve(layer)] : []));
+    for (const storage of storages) {
+      const lost = lostOf(storage, layer);
+      if (lost !== null) facts.push(`Stored in ${storage.label}, ${percent(lost)} of its updates ${storage.measured ? "were" : "would be"} lost: weight and update together round back to the weight.`);
+    }
+    const notes = (data.notes.lines[layer.module] ?? []).map((/** @type {string} */ line) => element("li", {}, line));
+    detail.replaceChildren(element("h4", {}, element("bdi", {}, name)), ...facts.map((fact) => element("p", {}, fact)), ...(notes.length ? [element("ul", {}, ...notes)] : []));
   }
-  /** The flushed and the overflowed share at every scale. @param {any} layer */
-  function curve(layer) {
-    const h = counted(layer);
-    const [wide, height, left, bottom] = [480, 120, 40, 18];
-    const all = nonzero(h);
-    const x = (/** @type {number} */ k) => left + ((k - SCALES[0]) / (SCALES[1] - SCALES[0])) * (wide - left - 8);
-    const y = (/** @type {number} */ part) => 6 + (1 - part) * (height - bottom - 8);
-    const path = (/** @type {(k: number) => number} */ value) => {
-      let drawn = "";
-      for (let k = SCALES[0]; k <= SCALES[1]; k += 1) drawn += `${drawn ? "L" : "M"}${x(k).toFixed(1)} ${y(share(value(k), all)).toFixed(1)}`;
-      return drawn;
+  const chosen = () => layers.find((/** @type {any} */ each) => each.kind === state.kind && each.name === state.layer);
+
+  // -- the charts
+  let drawnCurves = { of: "", low: [0], high: [0] };
+  /** The flushed and the overflowed share at every scale, of the chosen layer or of whichever is worst there. */
+  function curves() {
+    const layer = chosen();
+    const of = JSON.stringify([state.kind, state.format.name, state.block, layer?.name]);
+    if (drawnCurves.of === of) return drawnCurves;
+    const those = (layer ? [layer] : layers.filter((/** @type {any} */ each) => each.kind === state.kind && !each.noise))
+      .map(counted).filter((/** @type {Histogram | null} */ h) => h && nonzero(h));
+    const scales = Array.from({ length: SCALES[1] - SCALES[0] + 1 }, (_, place) => SCALES[0] + place);
+    const worst = (/** @type {(h: Histogram, k: number) => number} */ count) =>
+      scales.map((k) => those.reduce((/** @type {number} */ most, /** @type {Histogram} */ h) => Math.max(most, count(h, k) / nonzero(h)), 0));
+    drawnCurves = { of, low: worst((h, k) => flushed(h, state.format, k)), high: worst((h, k) => overflowed(h, state.format, k)[1]) };
+    return drawnCurves;
+  }
+  /** @param {HTMLElement} slider */
+  function align(slider) {
+    // A slider's ends are half a thumb from its edges.
+    Object.assign(slider.style, { marginLeft: `${LEFT - 8}px`, width: `${wide - LEFT - RIGHT + 16}px` });
+  }
+  /** Pixels for a chart; 0 once the page's width, or what stands in it, has changed. Reading it costs a layout of the page. */
+  let wide = 0;
+  function measure() {
+    if (wide && ofScale.hidden === !isScaled()) return;
+    ofScale.hidden = !isScaled();
+    wide = Math.max(overSteps.clientWidth, 240);
+  }
+  function drawShares() {
+    if (ofScale.hidden) return;
+    const { low, high } = curves();
+    const window = data.windows[state.format.name];
+    const of = chosen() ? "of the chosen layer" : "of the worst layer";
+    const lost = percent(low[state.scale - SCALES[0]]);
+    const drawn = chart(wide, 176, `Share of the elements flushed and overflowed, ${of}, against the loss scale. At ${power(state.scale)} ${lost} are flushed.`,
+      { ends: /** @type {[number, number]} */ (SCALES), ticks: wide < 500 ? [-24, -8, 8, 24, 40] : [-24, -16, -8, 0, 8, 16, 24, 32, 40], words: power, title: "loss scale" },
+      { ends: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], words: (part) => `${100 * part}%`, title: "of the elements" });
+    const { picture, x, y, bottom } = drawn;
+    const path = (/** @type {number[]} */ values) => values.map((value, place) => `${place ? "L" : "M"}${x(SCALES[0] + place).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    const upright = (/** @type {number} */ at, /** @type {string} */ name) => svg("line", { x1: x(at), x2: x(at), y1: TOP, y2: bottom, class: name });
+    const within = window && [clamp(window[0], SCALES[0], SCALES[1]), clamp(window[1], SCALES[0], SCALES[1])];
+    if (within) picture.append(svg("rect", { x: x(within[0]), width: Math.max(x(within[1]) - x(within[0]), 2), y: TOP, height: bottom - TOP, class: "window" }));
+    picture.append(svg("path", { d: path(low), class: "curve flushes" }), svg("path", { d: path(high), class: "curve overflows" }),
+      upright(clamp(data.own, SCALES[0], SCALES[1]), "own"), upright(state.scale, "now"));
+    picture.addEventListener("click", (event) => change({ scale: Math.round(drawn.under(event)) }));
+    shares.replaceChildren(picture);
+    align(scale);
+    legends[0].replaceChildren(key("flushes", `flushed, ${of}`), key("overflows", "overflowed"),
+      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: every layer is served (at most 1% of the sum of its magnitudes is flushed), none overflows`)
+        : element("span", { className: "entry" }, `no safe window is known for ${state.format.label}`),
+      key("own", `the run's own scale, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
+  }
+  /** Which block a step is in. @param {number} step */
+  const blockAt = (step) => Math.max(0, data.blocks.findLastIndex((/** @type {any} */ each) => each.first <= step));
+  /** The loss scale over the steps, what happened, and below it the lost updates; the scrubber lies below on the same axis. */
+  function drawHistory() {
+    const of = JSON.stringify([wide, state.block, state.kind, state.layer]);
+    if (timeline.dataset.of === of) return;
+    timeline.dataset.of = of;
+    const known = data.scales.map((/** @type {[number, number | null]} */ [, value]) => value).filter((/** @type {number | null} */ value) => value !== null);
+    const ends = known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1];
+    const across = { ends: /** @type {[number, number]} */ ([0, Math.max(lastStep, 1)]), ticks: ticks(0, Math.max(lastStep, 1), wide / 90), words: number, title: "step" };
+    const falls = data.scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (data.scales[place - 1][1] ?? -Infinity));
+    const drawn = chart(wide, 176, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
+      across, { ends: /** @type {[number, number]} */ (ends), ticks: known.length ? ticks(ends[0], ends[1], 5) : [], words: power, title: "loss scale" });
+    const { picture, x, y, bottom } = drawn;
+    const shade = (/** @type {any} */ of, /** @type {Element} */ into, /** @type {number} */ low) => {
+      if (state.block < 0 || !hasScrubber) return;
+      const { first, last } = data.blocks[state.block];
+      into.append(svg("rect", { x: of.x(first) - 1, width: Math.max(of.x(last) - of.x(first), 1) + 2, y: TOP, height: low - TOP, class: "shown" }));
     };
-    const svg = (/** @type {string} */ tag, /** @type {Record<string, any>} */ fields, /** @type {string} */ words = "") => {
-      const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-      for (const [name, value] of Object.entries(fields)) made.setAttribute(name, value);
-      made.textContent = words;
-      return made;
-    };
-    const picture = svg("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": "Shares flushed and overflowed against the loss scale" });
-    picture.append(
-      svg("path", { d: path((k) => flushed(h, state.format, k)), class: "curve flushes" }),
-      svg("path", { d: path((k) => overflowed(h, state.format, k)[1]), class: "curve overflows" }),
-      svg("line", { x1: x(state.scale), x2: x(state.scale), y1: 4, y2: height - bottom, class: "now" }),
-      ...[0, 0.5, 1].map((part) => svg("text", { x: left - 6, y: y(part) + 4, "text-anchor": "end" }, `${100 * part}%`)),
-      ...[-24, -8, 8, 24, 40].map((k) => svg("text", { x: x(k), y: height - 3, "text-anchor": k === SCALES[1] ? "end" : "middle" }, `2^${k}`)),
-    );
-    const legend = element("p", { className: "dim" }, "flushed (solid) and overflowed (dashed), of the non-zero elements, against the loss scale");
-    const figure = element("figure", {}, legend);
-    figure.prepend(picture);
-    return figure;
+    shade(drawn, picture, bottom);
+    let path = "";
+    data.scales.forEach((/** @type {[number, number | null]} */ [step, value], /** @type {number} */ place) => {
+      if (value === null) return;
+      const isNew = !place || data.scales[place - 1][1] === null;
+      path += `${isNew ? `M${x(step).toFixed(1)} ` : "V"}${y(value).toFixed(1)}H${x(data.scales[place + 1]?.[0] ?? across.ends[1]).toFixed(1)}`;
+    });
+    const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
+    const ring = (/** @type {number} */ at) => `M${at - 4} ${TOP + 2}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`;
+    picture.append(svg("path", { d: path, class: "curve scales" }),
+      ...falls.map((/** @type {any} */ [step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
+      ...data.events.map((/** @type {any} */ event) => svg("g", { class: "event" },
+        svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
+        svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
+    timeline.replaceChildren(picture);
+    const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
+    legends[1].replaceChildren(known.length ? key("scales", "loss scale") : element("span", { className: "entry" }, "the loss scale is not known"),
+      ...(falls.length ? [key("fall", "the scale fell, as after a skipped step")] : []),
+      ...(data.skipped ? [element("span", { className: "entry" }, `${number(data.skipped)} ${data.skipped === 1 ? "step was" : "steps were"} skipped`)] : []),
+      ...(has("inf") ? [key("inf", "first infinity of a step")] : []), ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
+      ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords()}`)]));
+    if (storages.length) drawLost(across, shade);
+    if (hasScrubber) timeline.onclick = (/** @type {MouseEvent} */ event) => change({ block: blockAt(drawn.under(event)) });
+    align(block);
+  }
+  /** @param {Axis} across @param {(of: any, into: Element, low: number) => void} shade */
+  function drawLost(across, shade) {
+    const layer = chosen();
+    const one = layer && storages.some((storage) => storage.tensors[layer.name]) ? layer : null;
+    const of = one ? "of the chosen layer" : "of all parameters";
+    const drawn = chart(wide, 130, `Share of the updates lost, ${of}, over the steps.`, across,
+      { ends: [0, 1], ticks: [0, 0.5, 1], words: (part) => `${100 * part}%`, title: "updates" });
+    shade(drawn, drawn.picture, drawn.bottom);
+    storages.forEach((storage, place) => {
+      let path = "";
+      data.blocks.forEach((/** @type {any} */ each, /** @type {number} */ number) => {
+        const lost = lostOf(storage, one, number);
+        if (lost === null) return;
+        path += `${path ? "L" : "M"}${drawn.x(each.first).toFixed(1)} ${drawn.y(lost).toFixed(1)}H${Math.max(drawn.x(each.last), drawn.x(each.first) + 1).toFixed(1)}`;
+      });
+      drawn.picture.append(svg("path", { d: path, class: `curve lost${place}` }));
+    });
+    timeline.append(drawn.picture);
+    legends[1].append(...storages.map((storage, place) => key(`lost${place}`, `updates lost in ${storage.label}, ${of}${storage.measured ? "" : ", if stored so"}`)));
+  }
+  /** The events, as a list that leads to their steps and layers. */
+  function events() {
+    if (!data.events.length) return "";
+    const list = data.events.map((/** @type {any} */ event) => {
+      const button = element("button", { type: "button" }, element("bdi", {}, event.words));
+      button.addEventListener("click", () => {
+        if (hasScrubber) state.block = blockAt(event.step);
+        choose(layers.find((/** @type {any} */ each) => each.name === event.tensor && each.kind === event.kind)
+          ?? layers.find((/** @type {any} */ each) => each.module === event.module && each.kind === state.kind)
+          ?? layers.find((/** @type {any} */ each) => each.module === event.module));
+      });
+      const maxima = event.maxima.length ? `; largest magnitudes before: ${event.maxima.map((/** @type {number} */ each) => Number(each.toPrecision(3))).join(", ")}` : "";
+      return element("li", {}, button, ` ${event.facts}${maxima}${event.explanation ? `; ${event.explanation}` : ""}`);
+    });
+    return element("details", {}, element("summary", {}, `${number(list.length)} ${list.length === 1 ? "event" : "events"}, the first: ${data.events[0].words}`), element("ol", {}, ...list));
   }
   const stepsInWords = () => {
     if (state.block < 0) return "the whole run";
@@ -466,30 +691,58 @@ export function render(root, data) {
     return first === last ? `step ${first}` : `steps ${first} to ${last}`;
   };
   function draw() {
-    width = isNarrow() ? NARROW : WIDE;
+    width = isNarrow() ? NARROW : WIDE - 36 * (headings.length - 7);
     shown = rows();
     ends = span();
     kind.value = state.kind ?? "";
     format.value = state.format.name;
     scale.value = String(state.scale);
     scale.disabled = recommended.disabled = !isScaled();
-    scaleWords.textContent = isScaled() ? `2^${state.scale}` : "does not multiply these";
-    block.value = String(state.block);
+    scaleWords.textContent = power(state.scale);
+    scale.setAttribute("aria-valuetext", power(state.scale));
+    if (state.block < 0) block.value = String(lastStep);
+    else if (blockAt(Number(block.value)) !== state.block || block.classList.contains("whole")) block.value = String(data.blocks[state.block].first);
+    block.classList.toggle("whole", state.block < 0);
+    block.setAttribute("aria-valuetext", stepsInWords());
+    whole.hidden = state.block < 0;
     blockWords.textContent = stepsInWords();
     heads.forEach((head, column) => head.setAttribute("aria-sort", headings[column][0] === state.sort ? (state.sort === "model" ? "ascending" : "descending") : "none"));
     const own = layers.filter((/** @type {any} */ layer) => layer.kind === state.kind);
-    const losing = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && share(found.flushed, found.all) > 0.01; }).length;
-    const over = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.high > 0; }).length;
-    const broken = own.filter((/** @type {any} */ layer) => { const found = figures(layer); return found && found.h.infs + found.h.nans > 0; }).length;
-    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} tensors ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    const found = own.map(figures).filter(Boolean);
+    const losing = found.filter((/** @type {any} */ each) => share(each.flushed, each.all) > 0.01).length;
+    const over = found.filter((/** @type {any} */ each) => each.high > 0).length;
+    const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
+    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    measure();
+    drawShares();
+    drawHistory();
     drawAxis(colours());
     drawRows();
     drawDetail();
   }
-  /** @param {Partial<typeof state>} changed */
-  function change(changed) {
+  /** Chooses a layer wherever it is: of another kind, in a group that is closed, above or below what is seen. @param {any} layer */
+  function choose(layer) {
+    if (!layer) {
+      change({});
+      return;
+    }
+    if (isRepeated(layer)) state.open.add(layer.group);
+    change({ kind: layer.kind, layer: layer.name });
+    bringIntoView(shown.findLastIndex((/** @type {any} */ row) => row.layer === layer));
+  }
+  /** @param {number} index of a row */
+  function bringIntoView(index) {
+    if (index >= 0 && (index * ROW < scroll.scrollTop || (index + 2) * ROW > scroll.scrollTop + scroll.clientHeight)) scroll.scrollTop = index * ROW - scroll.clientHeight / 2;
+  }
+  /** @param {Partial<typeof state>} changed @param {boolean} isFinal false while a slider is being moved */
+  function change(changed, isFinal = true) {
     Object.assign(state, changed);
     draw();
+    root.dispatchEvent(new CustomEvent("chosen", { detail: changed }));
+    if (isFinal) tell();
+  }
+  /** Keeps what is shown in the page's address. Browsers allow some hundred such changes a minute. */
+  function tell() {
     const told = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
     if (state.block >= 0) told.set("block", String(state.block));
     if (state.layer !== null) told.set("layer", state.layer);
@@ -501,8 +754,21 @@ export function render(root, data) {
   }
   kind.addEventListener("change", () => change({ kind: kind.value }));
   format.addEventListener("change", () => change({ format: data.formats.find((/** @type {Format} */ each) => each.name === format.value) }));
-  scale.addEventListener("input", () => change({ scale: Number(scale.value) }));
-  block.addEventListener("input", () => change({ block: Number(block.value) }));
+  scale.addEventListener("input", () => change({ scale: Number(scale.value) }, false));
+  block.addEventListener("input", () => {
+    block.classList.remove("whole");
+    change({ block: blockAt(Number(block.value)) }, false);
+  });
+  for (const slider of [scale, block]) slider.addEventListener("change", tell);
+  block.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    // A key moves by a block; before the first one is the whole run.
+    const last = data.blocks.length - 1;
+    const to = { ArrowLeft: state.block - 1, ArrowDown: state.block - 1, ArrowRight: state.block + 1, ArrowUp: state.block + 1, Home: -1, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    change({ block: clamp(to, -1, last) });
+  });
+  whole.addEventListener("click", () => change({ block: -1 }));
   search.addEventListener("input", () => change({ search: search.value }));
   recommended.addEventListener("click", () => change({ scale: data.recommended }));
   scroll.addEventListener("scroll", drawRows);
@@ -511,13 +777,48 @@ export function render(root, data) {
     const move = moves[/** @type {keyof typeof moves} */ (event.key)];
     if (!move || event.target !== scroll || !shown.length) return;
     event.preventDefault();
-    const now = shown.findIndex((/** @type {any} */ row) => row.layer.name === state.layer);
-    const next = clamp(now + move, 0, shown.length - 1);
-    if (next * ROW < scroll.scrollTop || (next + 2) * ROW > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = next * ROW - scroll.clientHeight / 2;
-    change({ layer: shown[next].layer.name });
+    const stops = shown.filter((/** @type {any} */ row) => !row.members || !state.open.has(row.group));
+    const now = stops.findIndex((/** @type {any} */ row) => row.layer.name === state.layer);
+    const next = stops[clamp(now + move, 0, stops.length - 1)];
+    change({ layer: next.layer.name });
+    bringIntoView(shown.indexOf(next));
   });
-  for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", draw);
+  for (const moment of ["beforeprint", "afterprint"]) {
+    addEventListener(moment, () => {
+      isPrinted = moment === "beforeprint";
+      drawRows();
+    }, { signal: gone.signal });
+  }
+  let seenWidth = root.clientWidth;
+  const resized = new ResizeObserver(() => {
+    if (root.clientWidth === seenWidth) return;
+    seenWidth = root.clientWidth;
+    wide = 0;
+    draw();
+  });
+  resized.observe(root);
+  gone.signal.addEventListener("abort", () => resized.disconnect());
+  for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", draw, { signal: gone.signal });
+  drawn.set(root, {
+    state,
+    gone,
+    /** The block that was looked at, among those of newer data: they grow together, and the last goes on. @param {any[]} blocks */
+    blockNow(blocks) {
+      if (state.block < 0) return -1;
+      const { first } = data.blocks[state.block];
+      return state.block === data.blocks.length - 1 ? blocks.length - 1 : blocks.findIndex((each) => each.last >= first);
+    },
+    /** @param {any} choice */
+    follow({ block: ignored, format: other, kind: name, ...choice }) {
+      if (other) choice.format = sameFormat(other);
+      if (kinds.some((/** @type {any} */ each) => each.name === name)) choice.kind = name;
+      Object.assign(state, choice);
+      search.value = state.search;
+      draw();
+    },
+  });
   draw();
+  if (!before) bringIntoView(shown.findLastIndex((/** @type {any} */ row) => row.layer === chosen()));
 }
 
 /** @param {number} value @param {number} low @param {number} high */

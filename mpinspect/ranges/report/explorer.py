@@ -1,4 +1,7 @@
-"""The interactive map of a run's layers: packs the run's counts for a script that computes every figure from them."""
+"""The interactive map of a run's layers: packs the run's counts for a script that computes every figure from them.
+
+Beside the counts it packs the loss scale's history, the events and the lost updates, which share one axis of steps.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FORMATS, FloatFormat
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
-from mpinspect.ranges.session import Window, coarsen
-from mpinspect.reporting.document import Widget
+from mpinspect.ranges.report.scale_line import event_facts, event_line
+from mpinspect.ranges.session import Event, ScaleChange, Window, coarsen
+from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name
 
@@ -25,7 +30,33 @@ _MOST_HISTOGRAMS = 16_000
 _MOST_BLOCKS = 24
 
 
-def widget(report: RangeReport) -> Iterator[Widget]:
+class NoteCell(NamedTuple):
+    """A cell beside a module's layers; sorting by its column puts the largest ``rank`` first."""
+
+    text: str
+    tone: Tone = ""
+    rank: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModuleNotes:
+    """What other reports know about the model's modules, shown beside the layers of each.
+
+    Args:
+        columns: headings of further columns of the map's table, and what each means.
+        cells: by module's path, a cell for each column.
+        lines: by module's path, sentences shown when one of its layers is chosen.
+    """
+
+    columns: tuple[tuple[str, str], ...] = ()
+    cells: Mapping[str, tuple[NoteCell, ...]] = field(default_factory=dict)
+    lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+NO_NOTES = ModuleNotes()
+
+
+def widget(report: RangeReport, notes: ModuleNotes) -> Iterator[Widget]:
     """Yield the report's map, or nothing if no tensor was counted."""
     if not _shown(report):
         return
@@ -33,30 +64,41 @@ def widget(report: RangeReport) -> Iterator[Widget]:
         "The map",
         "mpinspect.ranges.report",
         "explorer",
-        lambda: packed(report),
+        lambda: packed(report, notes),
         "The interactive map needs JavaScript; the tables below say the same.",
     )
 
 
-def packed(report: RangeReport) -> str:
-    """Return ``data(report)`` as gzipped JSON in base64."""
-    text = json.dumps(data(report), separators=(",", ":"), allow_nan=False)
+def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> str:
+    """Return ``data(report, notes)`` as gzipped JSON in base64."""
+    text = json.dumps(data(report, notes), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode("ascii")
 
 
-def data(report: RangeReport) -> dict[str, Any]:
-    """Return all that the script needs: formats, blocks of the run, and every tensor's counts in each block."""
+def data(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> dict[str, Any]:
+    """Return all that the script needs: formats, every tensor's counts in each block of the run, and the run's history."""
     layers = _shown(report)
     windows = coarsen(report.session.windows, max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers))))
     groups, group_of = [], {}
     for place, group in enumerate(repeated(layers)):
         groups.append({"name": printable(group.name), "size": len(group.members)})
         group_of.update(dict.fromkeys((layer.key for layer in group.members), place))
+    progress = report.session.progress
     return {
         "model": printable(report.session.info.model),
         "format": report.format,
         "recommended": log2_recommended(report.loss_scale),
         "own": _own_scale(report),
+        "windows": {
+            format: window
+            for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16))
+            if (window := _window(advice)) is not None
+        },
+        "steps": progress.steps,
+        "skipped": progress.skipped_steps,
+        "scales": [_scale(change) for change in progress.scales],
+        "events": [_event(event) for event in report.session.events],
+        "lost": _lost_updates(report, windows),
         "formats": [_format(format) for format in FORMATS.values()],
         "kinds": [
             {"name": kind.name, "title": kind.title, "is_scaled": kind.is_scaled}
@@ -68,6 +110,7 @@ def data(report: RangeReport) -> dict[str, Any]:
         "tensors": [
             {
                 "name": printable(layer.name),
+                "module": printable(layer.module),
                 "kind": layer.kind,
                 "group": group_of[layer.key],
                 "floor": layer.floor_exponent,
@@ -76,6 +119,11 @@ def data(report: RangeReport) -> dict[str, Any]:
             }
             for layer in layers
         ],
+        "notes": {
+            "columns": notes.columns,
+            "cells": {printable(module): cells for module, cells in notes.cells.items()},
+            "lines": {printable(module): list(map(printable, lines)) for module, lines in notes.lines.items()},
+        },
     }
 
 
@@ -83,6 +131,46 @@ def _own_scale(report: RangeReport) -> int:
     """Return the run's last known loss scale as a power of two, rounded down; 0 if it had none."""
     scales = [change.scale for change in report.session.progress.scales if change.scale and math.isfinite(change.scale)]
     return math.frexp(scales[-1])[1] - 1 if scales else 0
+
+
+def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:
+    """Return the window of safe scales as powers of two, rounded inwards; None if there is none or its lower end is unknown."""
+    if advice is None or advice.needed is None or advice.lowest is None or advice.highest is None:
+        return None
+    window = math.ceil(math.log2(advice.lowest)), math.floor(math.log2(advice.highest))
+    return window if window[0] <= window[1] else None
+
+
+def _scale(change: ScaleChange) -> tuple[int, float | None]:
+    is_known = change.scale is not None and 0 < change.scale < math.inf
+    return change.step, math.log2(change.scale) if is_known and change.scale else None
+
+
+def _event(event: Event) -> dict[str, Any]:
+    return {
+        "step": event.step,
+        "module": printable(event.module),
+        "tensor": printable(event.tensor),
+        "kind": event.what,
+        "value": event.value,
+        "words": printable(event_line(event)),
+        "facts": printable("; ".join(event_facts(event))),
+        "explanation": printable(event.explanation),
+        "maxima": event.last_maxima,
+    }
+
+
+def _lost_updates(report: RangeReport, windows: Sequence[Window]) -> dict[str, Any]:
+    """Return, by storage format, each parameter's lost and non-zero updates in each block, and whether they were measured."""
+    found: dict[str, Any] = {}
+    for layer in report.layers:
+        for storage, whole in (layer.lost_updates or {}).items():
+            of_storage = found.setdefault(storage, {"label": format_name(storage), "measured": True, "tensors": {}})
+            of_storage["measured"] &= whole.measured
+            blocks = [window.tensors.get(layer.key) for window in windows]
+            updates = [None if tensor is None else tensor.lost_updates.get(storage) for tensor in blocks]
+            of_storage["tensors"][printable(layer.name)] = [each and (each.lost, each.nonzero) for each in updates]
+    return found
 
 
 def _shown(report: RangeReport) -> list[LayerReport]:

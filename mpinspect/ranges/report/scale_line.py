@@ -1,9 +1,11 @@
-"""One-line summaries of a run's steps and of the advice on its loss scale."""
+"""One-line summaries of a run's steps, its events and the advice on its loss scale."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.session import Progress
+from mpinspect.ranges.session import END, Event, Progress
 from mpinspect.reporting.words import UNKNOWN, bare_power, format_name, lower_first, number_of, power_of_two
 
 
@@ -54,3 +56,25 @@ def scale_window(advice: LossScaleAdvice) -> str:
 def _headroom(advice: LossScaleAdvice) -> str:
     spare = advice.headroom
     return "headroom ?" if spare is None else f"headroom {spare} {'power' if spare == 1 else 'powers'} of two"
+
+
+def event_facts(event: Event) -> Iterator[str]:
+    """Yield what is known about an event's step: its loss scale, what was finite, and whether it was skipped."""
+    if event.phase == END:
+        yield "no step reported it"
+    else:
+        yield f"loss scale {power_of_two(event.loss_scale) if event.loss_scale else 'unknown'}"
+    if event.forward_finite is not None:
+        yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
+    if event.gradients_finite is not None:
+        yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
+    if event.skipped is not None:
+        yield f"the optimizer's step was {'skipped' if event.skipped else 'taken'}"
+
+
+def event_line(event: Event) -> str:
+    """Return an event's step, place, value and tensor in words."""
+    batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
+    tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
+    what = event.what.replace("_", " ")
+    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} in the {what}{tensor}"

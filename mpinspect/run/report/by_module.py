@@ -11,7 +11,7 @@ from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.run.report.report import RunReport
 
 #: Worst first.
-_VERDICTS = ("off", "degraded", "unknown", "native")
+VERDICTS = ("off", "degraded", "unknown", "native")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ModuleRow:
         lost_l1_share: the worst of its gradients' lost L1 shares at scale 1; None if no gradient was counted.
         log2_scale_needed: log2 of the smallest loss scale that suffices for its gradients; None if unknown.
         kernel_time_us: time of its kernels in the profiled step; None without --kernels or without a GPU.
+        kernel_time_fraction: that time as a share of all kernel time, 0..1; None if that is None.
         tensor_core_fraction: share of kernel_time_us on Tensor Cores, native or degraded, 0..1; None if that is None.
     """
 
@@ -36,6 +37,7 @@ class ModuleRow:
     lost_l1_share: Interval | None = None
     log2_scale_needed: int | None = None
     kernel_time_us: float | None = None
+    kernel_time_fraction: float | None = None
     tensor_core_fraction: float | None = None
 
 
@@ -55,7 +57,7 @@ def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
             verdicts.get(module, ""),
             _worst_share(ranges.get(module, ())),
             _needed(ranges.get(module, ())),
-            *times.get(module, (None, None)),
+            *times.get(module, (None, None, None)),
         )
         for module in dict.fromkeys([*flops, *times])
     ]
@@ -80,19 +82,19 @@ def _shapes(report: RunReport) -> tuple[dict[str, float], dict[str, str], dict[s
     types: dict[str, str] = {}
     for row in report.shapes.matmuls if report.shapes is not None else ():
         flops[row.module] = flops.get(row.module, 0.0) + row.share
-        verdicts[row.module] = min(verdicts.get(row.module, "native"), row.verdict, key=_VERDICTS.index)
+        verdicts[row.module] = min(verdicts.get(row.module, "native"), row.verdict, key=VERDICTS.index)
         types[row.module] = row.module_type
     return flops, verdicts, types
 
 
-def _times(report: RunReport) -> dict[str, tuple[float | None, float | None]]:
-    """Return each module's kernel time and the share of it on Tensor Cores, by path; skip modules without a path."""
+def _times(report: RunReport) -> dict[str, tuple[float | None, float | None, float | None]]:
+    """Return each module's kernel time, its share of all and the share of it on Tensor Cores; skip modules without a path."""
     rows = report.kernels.by_module if report.kernels is not None else ()
-    times: dict[str, tuple[float | None, float | None]] = {}
+    times: dict[str, tuple[float | None, float | None, float | None]] = {}
     for row in rows:
         if row.is_path and row.time_us > 0:
             used = row.verdict_time_us.get("native", 0.0) + row.verdict_time_us.get("degraded", 0.0)
-            times[row.module] = (row.time_us, used / row.time_us)
+            times[row.module] = (row.time_us, row.fraction, used / row.time_us)
     return times
 
 

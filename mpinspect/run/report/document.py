@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpinspect.ranges.report.document import title, verdict_blocks
+from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
@@ -25,6 +25,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
 from mpinspect.run.report.by_module import ModuleRow, by_module
+from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
 
 #: How many modules are shown, those with most FLOPs; JSON has all.
@@ -45,6 +46,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
             *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
         ),
+        terms=TERMS,
     )
 
 
@@ -63,11 +65,12 @@ def _models(report: RunReport, everything: bool) -> Parts:
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
     is_only = len(parts) == 1
+    notes = module_notes(report)
     return Parts(
         tuple(
             Part(
                 f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(part.ranges, everything=everything, verdict=not is_only),
+                forms.document(part.ranges, everything=everything, verdict=not is_only, notes=notes[part.name]),
             )
             for part in parts
         ),
@@ -110,7 +113,7 @@ def _brief(report: RunReport) -> Iterator[Item]:
     if any(counts.values()):
         yield Item(", ".join(f"{number} {name}" for name, number in counts.items() if number), "findings")
     if report.log_dir:
-        yield Item(f"{report.log_dir} (report.html opens in a browser)", "files")
+        yield Item(report.log_dir, "files")
 
 
 def _shapes(report: RunReport) -> str:

@@ -1,0 +1,124 @@
+"""Prepares a document for a page, which is read from its top: nothing is said twice, and terms are explained at first use.
+
+A terminal shows only the end of a long report, so its renderer leaves the document as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from mpinspect.reporting.document import Block, Document, Findings, Items, Line, Parts, Section, Tables, Term, is_empty
+from mpinspect.reporting.finding import Finding
+
+_ABOVE = "Said above, with what to do."
+
+
+def for_page(document: Document) -> Document:
+    """Return the document without repetitions of its verdicts and its alarm, with lines that explain its terms."""
+    return _explained(_said_once(document, ()), set())
+
+
+def _sections(blocks: Iterable[Block]) -> tuple[Section, ...]:
+    """Return the blocks of a summary, which are all sections."""
+    return tuple(block for block in blocks if isinstance(block, Section))
+
+
+# -- nothing twice ----------------------------------------------------------------------------------------------------
+
+
+def _said_once(document: Document, above: tuple[str, ...]) -> Document:
+    said = (*above, document.alarm, *(block.text for block in document.verdict if isinstance(block, Line)))
+    return replace(
+        document, blocks=_all_once(document.blocks, said), summary=_sections(_all_once(document.summary, said))
+    )
+
+
+def _all_once(blocks: Iterable[Block], said: tuple[str, ...]) -> tuple[Block, ...]:
+    kept = (_once(block, said) for block in blocks)
+    return tuple(block for block in kept if not is_empty(block))
+
+
+def _once(block: Block, said: tuple[str, ...]) -> Block:
+    """Return a block without what ``said`` ends with; findings keep their severity and id."""
+    if isinstance(block, Section):
+        return replace(block, blocks=_all_once(block.blocks, said))
+    if isinstance(block, Parts):
+        return replace(
+            block, parts=tuple(replace(part, document=_said_once(part.document, said)) for part in block.parts)
+        )
+    if isinstance(block, Items):
+        items = (
+            replace(item, details=tuple(each for each in item.details if not _is_said(each, said)))
+            for item in block.items
+            if not _is_said(item.text, said)
+        )
+        return replace(block, items=tuple(items))
+    if isinstance(block, Findings):
+        return Findings(tuple(_pointer(each) if _is_said(each.message, said) else each for each in block.findings))
+    return block
+
+
+def _is_said(text: str, said: tuple[str, ...]) -> bool:
+    return bool(text) and any(each.endswith(text) for each in said)
+
+
+def _pointer(finding: Finding) -> Finding:
+    return replace(finding, message=_ABOVE, fix="", code="")
+
+
+# -- terms ------------------------------------------------------------------------------------------------------------
+
+
+def _explained(document: Document, told: set[str]) -> Document:
+    """Return the document with a line at the end of each block in which terms first occur; adds their names to ``told``."""
+    verdict = (*document.verdict, *_meanings(document.verdict, document.terms, told))
+    # In a page's order: the first part of the summary stands above the blocks, the others below.
+    first = _sections(_all_explained(document.summary[:1], document.terms, told))
+    blocks = _all_explained(document.blocks, document.terms, told)
+    return replace(
+        document,
+        verdict=verdict,
+        blocks=blocks,
+        summary=(*first, *_sections(_all_explained(document.summary[1:], document.terms, told))),
+    )
+
+
+def _all_explained(blocks: Iterable[Block], terms: tuple[Term, ...], told: set[str]) -> tuple[Block, ...]:
+    found: list[Block] = []
+    for block in blocks:
+        if isinstance(block, Parts):
+            parts = (replace(part, document=_explained(part.document, told)) for part in block.parts)
+            found.append(replace(block, parts=tuple(parts)))
+            continue
+        lines = _meanings([block], terms, told)
+        if isinstance(block, Section):
+            found.append(replace(block, blocks=(*block.blocks, *lines)))
+        else:
+            found += [block, *lines]
+    return tuple(found)
+
+
+def _meanings(blocks: Iterable[Block], terms: tuple[Term, ...], told: set[str]) -> tuple[Line, ...]:
+    text = "\n".join(words for block in blocks for words in _words(block))
+    found = [term for term in terms if term.word not in told and re.search(term.pattern, text)]
+    told.update(term.word for term in found)
+    return (Line("; ".join(f"{term.word}: {term.meaning}" for term in found) + ".", "legend"),) if found else ()
+
+
+def _words(block: Block) -> Iterator[str]:
+    """Yield a block's sentences; a table's legend explains its own headings."""
+    if isinstance(block, Line):
+        yield block.text
+    elif isinstance(block, Items):
+        for item in block.items:
+            yield from (item.text, *item.details)
+    elif isinstance(block, Findings):
+        for finding in block.findings:
+            yield from (finding.message, finding.fix)
+    elif isinstance(block, Tables):
+        yield block.legend
+    elif isinstance(block, Section):
+        for inner in block.blocks:
+            yield from _words(inner)

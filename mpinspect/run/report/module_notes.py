@@ -1,0 +1,109 @@
+"""Makes the notes on shapes and kernels that the map of a model shows beside the layers of each module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell
+from mpinspect.reporting.document import Tone
+from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.words import NOT_APPLICABLE, duration, format_name, percent
+from mpinspect.run.report.by_module import VERDICTS, ModuleRow, by_module
+from mpinspect.run.report.report import RunReport
+
+if TYPE_CHECKING:
+    from mpinspect.shapes.analysis import ShapeReport
+    from mpinspect.shapes.analysis.report import ShapeRow
+
+_COLUMNS = (
+    ("shapes", "whether the shapes of its matrix products suit Tensor Cores, by the worst product"),
+    ("kernels", "share of the profiled step's kernel time"),
+    ("on Tensor Cores", "share of its own kernel time"),
+)
+_TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
+#: Most kernel names of a module that are named, those with most time.
+_MOST_KERNELS = 4
+
+
+def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
+    """Return each model's notes, by the model's name; none where the run has neither shapes nor kernels."""
+    rows = {row.module: row for row in by_module(report)}
+    lines: defaultdict[str, list[str]] = defaultdict(list)
+    for module, line in (*_shapes(report), *_kernels(report)):
+        if line not in lines[module]:
+            lines[module].append(line)
+    # A column that no module fills is left out.
+    all_cells = {module: _cells(row) for module, row in rows.items()}
+    kept = [
+        place
+        for place in range(len(_COLUMNS))
+        if any(cells[place].tone or cells[place].rank for cells in all_cells.values())
+    ]
+    cells = {module: tuple(found[place] for place in kept) for module, found in all_cells.items()}
+    found = {}
+    for part in report.parts:
+        lead = "" if len(report.parts) == 1 else f"{part.name}."
+        # Of several models each path begins with the model's name, which stands alone for the model itself.
+        own = {f"{lead}{layer.module}".rstrip("."): layer.module for layer in part.ranges.layers}
+        found[part.name] = ModuleNotes(
+            tuple(_COLUMNS[place] for place in kept),
+            {own[module]: those for module, those in cells.items() if module in own},
+            {own[module]: tuple(those) for module, those in lines.items() if module in own},
+        )
+    return found
+
+
+def _cells(row: ModuleRow) -> tuple[NoteCell, ...]:
+    return (
+        NoteCell(NOT_APPLICABLE)
+        if not row.shape_verdict
+        else NoteCell(row.shape_verdict, _TONES[row.shape_verdict], len(VERDICTS) - VERDICTS.index(row.shape_verdict)),
+        NoteCell(NOT_APPLICABLE)
+        if row.kernel_time_fraction is None
+        else NoteCell(percent(row.kernel_time_fraction), "", row.kernel_time_fraction),
+        NoteCell(NOT_APPLICABLE)
+        if row.tensor_core_fraction is None
+        else NoteCell(percent(row.tensor_core_fraction), "", 1 + row.tensor_core_fraction),
+    )
+
+
+def _shapes(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield a module and a sentence for each of its products, then for each finding that names the module."""
+    shapes = report.shapes
+    if shapes is None:
+        return
+    for row in shapes.matmuls:
+        size = f"{row.m} x {row.n} x {row.k}"
+        why = f": {row.reason}" if row.reason and row.verdict != "native" else ""
+        yield (
+            row.module,
+            f"Product, {row.role}, {size} in {format_name(row.dtype)}: {row.verdict} on {shapes.gpu.name}{why}",
+        )
+    for row in shapes.matmuls:
+        for finding in _findings_of(row, shapes):
+            fix = f" Fix: {finding.fix}" if finding.fix and finding.severity != SEVERITIES[0] else ""
+            yield row.module, f"Shapes, {finding.severity}, {finding.id}: {finding.message}.{fix}"
+
+
+def _findings_of(row: ShapeRow, shapes: ShapeReport) -> list[Finding]:
+    """Return the findings of the product's cause; of several sizes with the same cause, those of its parameter."""
+    found = [finding for finding in shapes.findings if finding.id == row.finding]
+    return found if len(found) < 2 else [each for each in found if row.parameter in each.evidence.get("parameters", ())]
+
+
+def _kernels(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield a module and a sentence on its kernels' time, with the names that took most of it."""
+    kernels = report.kernels
+    if kernels is None:
+        return
+    by_name: defaultdict[str, defaultdict[tuple[str, str], float]] = defaultdict(lambda: defaultdict(float))
+    for row in kernels.kernels:
+        if row.kernel.module_is_path:
+            by_name[row.module][row.name, row.verdict] += row.time_us
+    for module, times in by_name.items():
+        longest = sorted(times.items(), key=lambda pair: -pair[1])
+        named = ", ".join(f"{name} ({verdict}, {duration(time)})" for (name, verdict), time in longest[:_MOST_KERNELS])
+        left = len(longest) - _MOST_KERNELS
+        yield module, f"Kernels, {duration(sum(times.values()))}: {named}{f' and {left} more' if left > 0 else ''}"
