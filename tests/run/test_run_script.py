@@ -487,7 +487,7 @@ def test_fail_on(what, own, status, tmp_path):
     """Its gradients are far below what FP16 holds, in which it does not compute: no warning, but a finding with an id."""
     folder = tmp_path / "work"
     write(folder, TRAINS)
-    ended = watched(folder, "train.py", str(own), options=["--fail-on", what])
+    ended = watched(folder, "train.py", str(own), options=["--fail-on", what], forked=own == 0)
     assert (ended.status, ended.out.splitlines()[-1]) == (status, "handler")
     assert (folder / "open.txt").read_text() == "kept"
 
@@ -495,6 +495,6 @@ def test_fail_on(what, own, status, tmp_path):
 def test_a_pattern_that_matches_nothing_is_said_first(tmp_path):
     folder = tmp_path / "work"
     write(folder, TRAINS)
-    watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"])
+    watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"], forked=True)
     saw = json.loads((tmp_path / RUN_DIR / "run.json").read_text())["saw"]
     assert saw[0].startswith("the pattern 'encodre.*' matches no module")

@@ -1,0 +1,117 @@
+"""A Python process that has imported torch and forks: what runs in it costs a tenth of a new interpreter's start.
+
+Each script runs in a copy of its own and ends as Python ends. What asks how an interpreter begins, imports torch or reads its
+environment (OMP_NUM_THREADS, PYTHON...) needs a process of its own: ``launched.run`` starts those.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+#: More than any request: an environment and a command.
+_LONGEST = 1 << 17
+_STREAMS = (("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_APPEND), ("err", os.O_WRONLY | os.O_APPEND))
+#: Imported beforehand, where their packages are installed. torch's first optimizer imports its compiler.
+_MODULES = ("torch", "torch._dynamo", "torch.utils.tensorboard", "mpinspect.counting.cpu.counter")
+_START = "import sys; sys.path.insert(0, {folder!r}); from warm import serve; sys.path.pop(0); serve({connection})"
+
+
+def run(
+    folder: Path, words: Sequence[str], env: Mapping[str, str] | None = None, stdin: str = ""
+) -> tuple[int, str, str]:
+    """Run ``python WORDS...`` in a folder, forked from a process that has imported torch.
+
+    Args:
+        words: a script and its arguments, or -m, a module and its arguments; before them -W error, if warnings are to be.
+        env: changes to this process's environment.
+
+    Returns:
+        The exit status (negative where a signal killed it), stdout and stderr.
+    """
+    with tempfile.TemporaryDirectory() as streams:
+        for name, _ in _STREAMS:
+            Path(streams, name).write_text(stdin if name == "in" else "")
+        asked = {"folder": str(folder), "words": [str(word) for word in words], "env": dict(env or {}), "streams": streams}
+        server = _server()
+        server.send(json.dumps(asked).encode())
+        status = int(server.recv(_LONGEST))
+        out, err = (Path(streams, name).read_text(errors="surrogateescape") for name in ("out", "err"))
+    return status, out, err
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Start the process that forks, once for all tests of this process; it ends when the connection closes."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(240)
+    start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno())
+    # As launched.run does: Python's own settings are the test's, not the caller's.
+    names = (name for name in os.environ if name == "PYTHONPATH" or not name.startswith("PYTHON"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", start],
+        env={name: os.environ[name] for name in names},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[its.fileno()],
+    )
+    its.close()
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return ours
+
+
+def serve(connection: int) -> None:
+    """Fork for each request; the child runs what was asked for and returns, so that its interpreter ends as any does."""
+    # No script here has a GPU, and an interpreter that ends without Triton's library ends sooner.
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    for name in _MODULES:
+        try:
+            __import__(name)
+        except ImportError:
+            continue
+    # What is frozen no child's garbage collector walks through, at its end above all: a second each.
+    gc.freeze()
+    with socket.socket(fileno=connection) as server:
+        while request := server.recv(_LONGEST):
+            child = os.fork()
+            if not child:
+                break
+            server.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+    if request:
+        _begin(**json.loads(request))
+
+
+def _begin(folder: str, words: Sequence[str], env: Mapping[str, str], streams: str) -> None:
+    os.chdir(folder)
+    os.environ.update(env)
+    for number, (name, flags) in enumerate(_STREAMS):
+        stream = os.open(Path(streams, name), flags)
+        os.dup2(stream, number)
+        os.close(stream)
+    while words[0] == "-W":
+        warnings.simplefilter(words[1])
+        words = words[2:]
+    if words[0] == "-m":
+        sys.argv = ["-m", *words[2:]]
+        sys.path.insert(0, folder)
+        # What ``python -m`` itself calls.
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+        main = sys.modules["__main__"].__dict__
+        del main["serve"]
+        main["__file__"] = words[0]
+        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main)
