@@ -5,13 +5,11 @@ A block that can't run here stands below ``<!-- no-run -->`` and must compile al
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,16 +44,8 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     program = tmp_path / page.with_suffix(".py").name
     program.write_text(script(page), encoding="utf-8")
     (tmp_path / "cwd").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
-        cwd=tmp_path / "cwd",
-        env={**os.environ, "MPLBACKEND": "agg"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{identity(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    status, out, err = warm.run(tmp_path / "cwd", ["-W", "error", str(program)], {"MPLBACKEND": "agg"})
+    assert status == 0, f"{identity(page)}:\n{out[-2000:]}\n{err[-4000:]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
@@ -48,11 +49,14 @@ class Ran:
         return Session.load(self.directory.joinpath("log", *path))
 
 
-def run(directory: Path, *command: str) -> Ran:
+def run(directory: Path, *command: str, forked: bool = False) -> Ran:
+    """Args: forked: from a process that has imported torch, as in ``launched.run``."""
     directory.mkdir()
-    # Memory that the C library gives back at once costs a third of the time.
-    memory = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "268435456"}
-    environment = {**os.environ, **memory, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+    settings = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+    if forked:
+        status, out, err = warm.run(directory, command[1:], settings)
+        return Ran(status, out.encode(), err, directory)
+    environment = {**os.environ, **warm.MEMORY, **settings}
     ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=240)
     return Ran(ended.returncode, ended.stdout, ended.stderr.decode(), directory)
 
@@ -64,20 +68,31 @@ def run_bare(directory: Path, *command: str) -> Ran:
     the interpreter ends aborts the process: about one run in a hundred, with "terminate called without an active exception"
     (pytorch/pytorch#179291).
     """
-    ran = run(directory / "bare", *command)
+    forked = "torch.distributed.run" not in command
+    ran = run(directory / "bare", *command, forked=forked)
     if ran.code and "terminate called without an active exception" in ran.err:
-        ran = run(directory / "bare_again", *command)
+        ran = run(directory / "bare_again", *command, forked=forked)
     return ran
 
 
 def both(
-    directory: Path, script: Path, *arguments: str, options: tuple[str, ...] = (), launcher: tuple[str, ...] = ()
+    directory: Path,
+    script: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = (),
+    forked: bool = True,
 ) -> tuple[Ran, Ran]:
-    """The script run bare, and inspected; both end alike and print the same on stdout."""
+    """The script run bare, and inspected; both end alike and print the same on stdout.
+
+    Args:
+        forked: the inspected one, too, begins where torch has been imported.
+    """
     name = str(script)
     under = (*launcher, "--no-python") if launcher else ()
     bare = run_bare(directory, *(launcher or (sys.executable,)), name, *arguments)
-    inspected = run(directory / "inspected", *under, *INSPECTED, *options, name, *arguments)
+    command = (*under, *INSPECTED, *options, name, *arguments)
+    inspected = run(directory / "inspected", *command, forked=forked and not launcher)
     assert inspected.code == bare.code, inspected.err
     assert inspected.out == bare.out
     return bare, inspected
@@ -102,7 +117,9 @@ def check(bare: Ran, inspected: Ran, *layers: str) -> None:
 
 
 def test_a_plain_loop(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt")
+    bare, inspected = both(
+        tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt", forked=False
+    )
     check(bare, inspected, "encoder.0.weight", "head.bias", "encoder.2")
     session = inspected.session("DigitsMLP")
     # 30 batches an epoch; the first ten steps are looked at, then every tenth. Evaluation is no training.
@@ -167,7 +184,7 @@ def test_accumulation_under_a_grad_scaler(tmp_path):
 def test_the_transformers_trainer(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt", forked=False)
     check(bare, inspected, "transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "transformer.h.1.ln_1")
     session = inspected.session("GPT2LMHeadModel")
     assert (session.progress.steps, session.progress.backwards) == (20, 40)
@@ -176,7 +193,7 @@ def test_the_transformers_trainer(tmp_path):
 @pytest.mark.slow
 def test_a_lightning_module(tmp_path):
     pytest.importorskip("lightning")
-    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt", forked=False)
     check(bare, inspected, "net.0.weight", "net.2.bias")
     session = inspected.session("DigitsModule")
     assert (session.progress.steps, session.progress.backwards) == (30, 60)

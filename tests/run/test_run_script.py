@@ -469,6 +469,25 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+def test_a_forked_process_stands_in_for_one_of_its_own(tmp_path):
+    folder = tmp_path / "work"
+    write(
+        folder,
+        """
+import atexit, os, sys, threading, time, warnings
+atexit.register(print, "handler")
+threading.Thread(target=lambda: time.sleep(0.1) or print("thread")).start()
+print(__name__, __file__, sys.argv, sys.path, os.getcwd(), os.environ["ASKED"], sys.stdin.read())
+print(sys.modules["__main__"].__dict__ is globals(), sorted(set(globals()) - {"__cached__"}), warnings.filters[0][0])
+raise ValueError("the end")
+""",
+    )
+    words, given = ["-W", "error", "train.py", "-m", "a b"], {"env": {"ASKED": "1"}, "stdin": "x"}
+    own, forked = bare(folder, *words, **given), bare(folder, *words, **given, forked=True)
+    assert (forked.status, forked.out) == (own.status, own.out)
+    assert forked.err.splitlines()[-1] == own.err.splitlines()[-1] == "ValueError: the end"
+
+
 def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     folder = tmp_path / "work"
     write(folder, TRAINS)

@@ -49,9 +49,7 @@ os.waitpid(child, 0)
 def _run(tmp_path: Path, code: str, *, warnings: str = "error", forked: bool = True) -> launched.Ended:
     """In a process that ends as any interpreter does; forked: from one that has imported torch."""
     launched.write(tmp_path, _TRAINS + code)
-    return launched.run(
-        tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=forked
-    )
+    return launched.run(tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=forked)
 
 
 def _check(tmp_path: Path, steps: int = 7) -> Session:
