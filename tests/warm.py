@@ -12,12 +12,13 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 #: More than any request: an environment and a command.
@@ -62,18 +63,24 @@ def run(
             "env": dict(env or {}),
             "streams": streams,
         }
-        server = _server()
+        server, end = _server()
         server.send(json.dumps(asked).encode())
-        status = int(server.recv(_LONGEST))
+        try:
+            status = int(server.recv(_LONGEST))
+        except BaseException:
+            # An answer that came late would pass for the next one's.
+            end()
+            _server.cache_clear()
+            raise
         out, err = (Path(streams, name).read_text(errors="surrogateescape") for name in ("out", "err"))
     return status, out, err
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """Start the process that forks, once for all tests of this process; it ends when the connection closes."""
+def _server() -> tuple[socket.socket, Callable[[], None]]:
+    """Start the process that forks, once for all tests of this process. Returns the connection and what ends both."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(240)
+    ours.settimeout(300)
     start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno())
     # As launched.run does: Python's own settings are the test's, not the caller's.
     names = (name for name in os.environ if name == "PYTHONPATH" or not name.startswith("PYTHON"))
@@ -83,11 +90,19 @@ def _server() -> socket.socket:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[its.fileno()],
+        start_new_session=True,
     )
     its.close()
-    atexit.register(process.wait)
-    atexit.register(ours.close)
-    return ours
+
+    def end() -> None:
+        atexit.unregister(end)
+        ours.close()
+        # With what it forked.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    atexit.register(end)
+    return ours, end
 
 
 def serve(connection: int) -> None:
