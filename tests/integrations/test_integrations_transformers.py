@@ -160,6 +160,7 @@ def test_detach_ends_it(capsys):
 
 
 _BREAKS = f"""
+import sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 import test_integrations_transformers as tests
 

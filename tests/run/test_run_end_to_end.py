@@ -61,14 +61,13 @@ def run(directory: Path, *command: str, forked: bool = False) -> Ran:
     return Ran(ended.returncode, ended.stdout, ended.stderr.decode(), directory)
 
 
-def run_bare(directory: Path, *command: str) -> Ran:
+def run_bare(directory: Path, *command: str, forked: bool) -> Ran:
     """The script without mpinspect, once more where torch has aborted its exit.
 
     DistributedDataParallel keeps its group's threads alive after destroy_process_group, and one that lets go of a tensor while
     the interpreter ends aborts the process: about one run in a hundred, with "terminate called without an active exception"
     (pytorch/pytorch#179291).
     """
-    forked = "torch.distributed.run" not in command
     ran = run(directory / "bare", *command, forked=forked)
     if ran.code and "terminate called without an active exception" in ran.err:
         ran = run(directory / "bare_again", *command, forked=forked)
@@ -86,13 +85,12 @@ def both(
     """The script run bare, and inspected; both end alike and print the same on stdout.
 
     Args:
-        forked: the inspected one, too, begins where torch has been imported.
+        forked: both begin where torch has been imported; their tracebacks then have frames of ``warm``.
     """
     name = str(script)
     under = (*launcher, "--no-python") if launcher else ()
-    bare = run_bare(directory, *(launcher or (sys.executable,)), name, *arguments)
-    command = (*under, *INSPECTED, *options, name, *arguments)
-    inspected = run(directory / "inspected", *command, forked=forked and not launcher)
+    bare = run_bare(directory, *(launcher or (sys.executable,)), name, *arguments, forked=forked)
+    inspected = run(directory / "inspected", *under, *INSPECTED, *options, name, *arguments, forked=forked)
     assert inspected.code == bare.code, inspected.err
     assert inspected.out == bare.out
     return bare, inspected
@@ -201,7 +199,7 @@ def test_a_lightning_module(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_torchrun(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN)
+    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN, forked=False)
     check(bare, inspected, "0.weight", "2.bias")
     for rank in ("rank0", "rank1"):
         session = inspected.session(rank, "network")
@@ -238,7 +236,7 @@ def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
 
 
 def test_an_exception_ends_the_script_as_it_does_without(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise")
+    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise", forked=False)
     assert bare.code == 1
     assert bare.err.startswith("Traceback")
     assert bare.err in inspected.err
