@@ -5,12 +5,16 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Test processes, one thread each.
 JOBS ?= 2
+# Neighbours stay together, so that what a file's tests share is made once; who is done first takes from the other.
+IN_PARALLEL = -n $(JOBS) --dist worksteal
 # What pytest gets beside: make test ARGS='tests/ranges/test_session.py -k coarsen'
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled as they are imported: compiling all that is installed takes as long as installing it.
+# Modules are compiled as they are imported, since compiling all that is installed takes as long as installing it. They are kept
+# even where the caller's settings say otherwise: every process that a test starts would compile torch anew, two seconds each time.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --no-compile --quiet --no-input --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -30,7 +34,7 @@ demo: $(VENV)/.package ## train a small language model with the inspector on, th
 
 .PHONY: test
 test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # What starts no process and trains no network: pure functions, records, reports.
 QUICK := tests/numeric tests/project/test_architecture.py tests/run/test_run_report.py tests/training/test_suggestions.py \
@@ -44,15 +48,15 @@ QUICK := tests/numeric tests/project/test_architecture.py tests/run/test_run_rep
 
 .PHONY: quick
 quick: $(VENV)/.dev ## the tests that start no process and train nothing: within a minute
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q $(QUICK) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(QUICK) $(ARGS)
 
 # torch and oneDNN choose their kernels by the processor, and nothing here may rest on one.
 ARITHMETIC := tests/runtime/test_emulation.py tests/runtime/test_bit_identity.py tests/ranges/test_probe.py
 
 .PHONY: test-processors
 test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q $(ARITHMETIC)
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest -n $(JOBS) -q $(ARITHMETIC)
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
 
 # mypy takes one core; what counts is compiled beside it.
 .PHONY: check

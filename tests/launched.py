@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm
+
 #: The second of two ranks says nothing on stderr: what is there is the script's own.
 SILENT = {"RANK": "1", "WORLD_SIZE": "2"}
 MPINSPECT = (sys.executable, "-m", "mpinspect", "run")
@@ -45,8 +47,15 @@ def run(
     env: Mapping[str, str] | None = None,
     stdin: str = "",
     interrupt: signal.Signals | None = None,
+    forked: bool = False,
 ) -> Ended:
-    """Args: interrupt: sent a moment after the first line of output."""
+    """Args:
+    interrupt: sent a moment after the first line of output.
+    forked: from a process that has imported torch (``warm``): a tenth of the time, where a test does not ask how
+        an interpreter begins, or what it finds in its environment then.
+    """
+    if forked:
+        return Ended(*warm.run(folder, command[1:], env, stdin))
     process = subprocess.Popen(
         command,
         cwd=folder,

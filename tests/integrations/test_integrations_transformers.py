@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from torch import nn
 from trainers import LEARNING_RATE, Regressor, hooks_on, loss_of, make_batches, same_weights, train_by_hand
 
@@ -161,7 +159,9 @@ def test_detach_ends_it(capsys):
     assert capsys.readouterr().err.count("5 steps, 5 sampled") == 1
 
 
-_BREAKS = """
+_BREAKS = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 import test_integrations_transformers as tests
 
 tests.make_trainer(tests.Model(break_at=5), tests.InspectorCallback()).train()
@@ -171,20 +171,9 @@ tests.make_trainer(tests.Model(break_at=5), tests.InspectorCallback()).train()
 def test_after_an_exception_that_ends_the_process_the_report_is_printed(tmp_path):
     script = tmp_path / "breaks.py"
     script.write_text(_BREAKS)
-    path = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-    )
-    assert ran.returncode == 1
-    assert ran.stdout == ""
-    assert ran.stderr.index("RuntimeError: the data ran out") < ran.stderr.index("5 steps, 5 sampled")
+    status, out, err = warm.run(tmp_path, [str(script)])
+    assert (status, out) == (1, "")
+    assert err.index("RuntimeError: the data ran out") < err.index("5 steps, 5 sampled")
     assert Session.load(tmp_path / "out" / "mpinspect").progress.ended
 
 

@@ -9,14 +9,12 @@ The lines of a ``text`` block were printed, in this order, by one of the page's 
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 import mpinspect
 
@@ -54,22 +52,11 @@ def identity(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def output(command: list[str], directory: Path) -> str:
-    """What a command prints, on both streams; it must end with 0."""
-    done = subprocess.run(
-        command,
-        cwd=directory,
-        env={**os.environ, "MPLBACKEND": "agg", "COLUMNS": "88", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout[-6000:]}"
-    return done.stdout
+def output(words: list[str], directory: Path) -> str:
+    """What ``python WORDS...`` prints, on both streams; it must end with 0."""
+    status, printed, _ = warm.run(directory, words, {"MPLBACKEND": "agg", "COLUMNS": "88"}, is_one_stream=True)
+    assert status == 0, f"{shlex.join(words)}:\n{printed[-6000:]}"
+    return printed
 
 
 def run_page(page: Path, directory: Path) -> str:
@@ -77,7 +64,7 @@ def run_page(page: Path, directory: Path) -> str:
     program.write_text(script(page), encoding="utf-8")
     cwd = directory / "cwd"
     cwd.mkdir(exist_ok=True)
-    return output([sys.executable, "-W", "error", str(program)], cwd)
+    return output(["-W", "error", str(program)], cwd)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +90,7 @@ def test_a_tutorial_prints_what_it_shows(page, tmp_path):
             command, _, shown = body.partition("\n")
             words = shlex.split(command.removeprefix("$ "))
             assert words[0] == "mpinspect", command
-            told = output([sys.executable, "-m", *words], cwd)
+            told = output(["-m", *words], cwd)
             assert printed_as_shown(shown, told), f"{command}\n{told}"
             printed += told
     if script(page).strip():

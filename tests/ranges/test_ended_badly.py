@@ -188,10 +188,10 @@ model.load_state_dict(sound)
 train(sys.argv[1] == "broken")
 """,
     )
-    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "sound"))
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "sound"), forked=True)
     assert ended.status == 0
     assert "non-finite-event" not in ended.err
-    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"))
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"), forked=True)
     assert "broke  end of the run (step 5), 0.weight, first NaN" in ended.err
 
 
@@ -285,7 +285,7 @@ def train():
 train()
 """,
     )
-    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py"))
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py"), forked=True)
     assert ended.status == 1
     assert "FloatingPointError broke off step 3 after its forward" in " ".join(ended.err.split())
 

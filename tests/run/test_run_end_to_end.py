@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
@@ -48,36 +49,48 @@ class Ran:
         return Session.load(self.directory.joinpath("log", *path))
 
 
-def run(directory: Path, *command: str) -> Ran:
+def run(directory: Path, *command: str, forked: bool = False) -> Ran:
+    """Args: forked: from a process that has imported torch, as in ``launched.run``."""
     directory.mkdir()
-    # Memory that the C library gives back at once costs a third of the time.
-    memory = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "268435456"}
-    environment = {**os.environ, **memory, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+    settings = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
+    if forked:
+        status, out, err = warm.run(directory, command[1:], settings)
+        return Ran(status, out.encode(), err, directory)
+    environment = {**os.environ, **warm.MEMORY, **settings}
     ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=240)
     return Ran(ended.returncode, ended.stdout, ended.stderr.decode(), directory)
 
 
-def run_bare(directory: Path, *command: str) -> Ran:
+def run_bare(directory: Path, *command: str, forked: bool) -> Ran:
     """The script without mpinspect, once more where torch has aborted its exit.
 
     DistributedDataParallel keeps its group's threads alive after destroy_process_group, and one that lets go of a tensor while
     the interpreter ends aborts the process: about one run in a hundred, with "terminate called without an active exception"
     (pytorch/pytorch#179291).
     """
-    ran = run(directory / "bare", *command)
+    ran = run(directory / "bare", *command, forked=forked)
     if ran.code and "terminate called without an active exception" in ran.err:
-        ran = run(directory / "bare_again", *command)
+        ran = run(directory / "bare_again", *command, forked=forked)
     return ran
 
 
 def both(
-    directory: Path, script: Path, *arguments: str, options: tuple[str, ...] = (), launcher: tuple[str, ...] = ()
+    directory: Path,
+    script: Path,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    launcher: tuple[str, ...] = (),
+    forked: bool = True,
 ) -> tuple[Ran, Ran]:
-    """The script run bare, and inspected; both end alike and print the same on stdout."""
+    """The script run bare, and inspected; both end alike and print the same on stdout.
+
+    Args:
+        forked: both begin where torch has been imported; their tracebacks then have frames of ``warm``.
+    """
     name = str(script)
     under = (*launcher, "--no-python") if launcher else ()
-    bare = run_bare(directory, *(launcher or (sys.executable,)), name, *arguments)
-    inspected = run(directory / "inspected", *under, *INSPECTED, *options, name, *arguments)
+    bare = run_bare(directory, *(launcher or (sys.executable,)), name, *arguments, forked=forked)
+    inspected = run(directory / "inspected", *under, *INSPECTED, *options, name, *arguments, forked=forked)
     assert inspected.code == bare.code, inspected.err
     assert inspected.out == bare.out
     return bare, inspected
@@ -102,7 +115,9 @@ def check(bare: Ran, inspected: Ran, *layers: str) -> None:
 
 
 def test_a_plain_loop(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt")
+    bare, inspected = both(
+        tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt", forked=False
+    )
     check(bare, inspected, "encoder.0.weight", "head.bias", "encoder.2")
     session = inspected.session("DigitsMLP")
     # 30 batches an epoch; the first ten steps are looked at, then every tenth. Evaluation is no training.
@@ -168,7 +183,7 @@ def test_accumulation_under_a_grad_scaler(tmp_path):
 def test_the_transformers_trainer(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt", forked=False)
     check(bare, inspected, "transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "transformer.h.1.ln_1")
     session = inspected.session("GPT2LMHeadModel")
     assert (session.progress.steps, session.progress.backwards) == (20, 40)
@@ -177,7 +192,7 @@ def test_the_transformers_trainer(tmp_path):
 @pytest.mark.slow
 def test_a_lightning_module(tmp_path):
     pytest.importorskip("lightning")
-    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt", forked=False)
     check(bare, inspected, "net.0.weight", "net.2.bias")
     session = inspected.session("DigitsModule")
     assert (session.progress.steps, session.progress.backwards) == (30, 60)
@@ -185,7 +200,7 @@ def test_a_lightning_module(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_torchrun(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN)
+    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN, forked=False)
     check(bare, inspected, "0.weight", "2.bias")
     for rank in ("rank0", "rank1"):
         session = inspected.session(rank, "network")
@@ -222,7 +237,7 @@ def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
 
 
 def test_an_exception_ends_the_script_as_it_does_without(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise")
+    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise", forked=False)
     assert bare.code == 1
     assert bare.err.startswith("Traceback")
     assert bare.err in inspected.err

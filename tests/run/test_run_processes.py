@@ -129,12 +129,24 @@ def record(path):
     return json.loads((path / "run.json").read_text())
 
 
+#: For the script alone: what a child computes does not depend on how it was made, and a fork imports nothing anew.
+FORKS = (
+    ("spawn(train, nprocs=2)", 'start_processes(train, nprocs=2, start_method="fork")'),
+    ('"forkserver"', '"fork"'),
+    ('"spawn"', '"fork"'),
+)
+
+
 def compare(tmp_path, ending, *words):
     """The script under mpinspect run, its stdout and status compared with Python's; its run directory and stderr."""
-    folder = tmp_path / "work"
+    folder, alone_in = tmp_path / "work", tmp_path / "alone"
     write(folder, TRAINS + ending)
-    env = {"OMP_NUM_THREADS": "1"}
-    alone, with_us = bare(folder, "train.py", *words, env=env), watched(folder, "train.py", *words, env=env)
+    for other, fork in FORKS:
+        ending = ending.replace(other, fork)
+    write(alone_in, TRAINS + ending)
+    alone, with_us = (
+        how(place, "train.py", *words, forked=True) for how, place in ((bare, alone_in), (watched, folder))
+    )
     assert sorted(with_us.out.splitlines()) == sorted(alone.out.splitlines())
     assert with_us.status == alone.status
     return tmp_path / RUN_DIR, with_us.err
@@ -238,8 +250,9 @@ def rank_after_rank(tmp_path, *steps):
     """Rank 1 alone, then rank 0 alone, as one job; their stderr, rank 0's first."""
     folder = tmp_path / "work"
     write(folder, BREAKS)
-    env = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    second, first = (watched(folder, "train.py", *steps, env={**env, "RANK": rank}).err for rank in "10")
+    second, first = (
+        watched(folder, "train.py", *steps, env={"WORLD_SIZE": "2", "RANK": rank}, forked=True).err for rank in "10"
+    )
     return first, second
 
 

@@ -469,6 +469,25 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+def test_a_forked_process_stands_in_for_one_of_its_own(tmp_path):
+    folder = tmp_path / "work"
+    write(
+        folder,
+        """
+import atexit, os, sys, threading, time, warnings
+atexit.register(print, "handler")
+threading.Thread(target=lambda: time.sleep(0.1) or print("thread")).start()
+print(__name__, __file__, sys.argv, sys.path, os.getcwd(), os.environ["ASKED"], sys.stdin.read())
+print(sys.modules["__main__"].__dict__ is globals(), sorted(set(globals()) - {"__cached__"}), warnings.filters[0][0])
+raise ValueError("the end")
+""",
+    )
+    words, given = ["-W", "error", "train.py", "-m", "a b"], {"env": {"ASKED": "1"}, "stdin": "x"}
+    own, forked = bare(folder, *words, **given), bare(folder, *words, **given, forked=True)
+    assert (forked.status, forked.out) == (own.status, own.out)
+    assert forked.err.splitlines()[-1] == own.err.splitlines()[-1] == "ValueError: the end"
+
+
 def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     folder = tmp_path / "work"
     write(folder, TRAINS)
@@ -487,7 +506,7 @@ def test_fail_on(what, own, status, tmp_path):
     """Its gradients are far below what FP16 holds, in which it does not compute: no warning, but a finding with an id."""
     folder = tmp_path / "work"
     write(folder, TRAINS)
-    ended = watched(folder, "train.py", str(own), options=["--fail-on", what])
+    ended = watched(folder, "train.py", str(own), options=["--fail-on", what], forked=own == 0)
     assert (ended.status, ended.out.splitlines()[-1]) == (status, "handler")
     assert (folder / "open.txt").read_text() == "kept"
 
@@ -495,6 +514,6 @@ def test_fail_on(what, own, status, tmp_path):
 def test_a_pattern_that_matches_nothing_is_said_first(tmp_path):
     folder = tmp_path / "work"
     write(folder, TRAINS)
-    watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"])
+    watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"], forked=True)
     saw = json.loads((tmp_path / RUN_DIR / "run.json").read_text())["saw"]
     assert saw[0].startswith("the pattern 'encodre.*' matches no module")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import launched
 import numpy as np
 import pytest
 import torch
@@ -46,9 +46,10 @@ os.waitpid(child, 0)
 }
 
 
-def _run(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-c", _TRAINS + code, str(tmp_path / "run")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def _run(tmp_path: Path, code: str, *, warnings: str = "error", forked: bool = True) -> launched.Ended:
+    """In a process that ends as any interpreter does; forked: from one that has imported torch."""
+    launched.write(tmp_path, _TRAINS + code)
+    return launched.run(tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=forked)
 
 
 def _check(tmp_path: Path, steps: int = 7) -> Session:
@@ -61,15 +62,15 @@ def _check(tmp_path: Path, steps: int = 7) -> Session:
 
 @pytest.mark.parametrize("end", _ENDS.values(), ids=_ENDS.keys())
 def test_all_steps_are_written(tmp_path: Path, end: str) -> None:
-    ran = _run(tmp_path, end)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    ran = _run(tmp_path, end, forked=end != _ENDS["everything is alive"])
+    assert (ran.status, ran.out, ran.err) == (0, "", "")
     _check(tmp_path)
 
 
 def test_after_an_exception_too(tmp_path: Path) -> None:
     ran = _run(tmp_path, "everything = train()\nraise RuntimeError('theirs')")
-    assert ran.returncode == 1
-    assert ran.stderr.strip().endswith("RuntimeError: theirs")
+    assert ran.status == 1
+    assert ran.err.strip().endswith("RuntimeError: theirs")
     _check(tmp_path)
 
 
@@ -79,7 +80,7 @@ model, optimizer, inspector = train()
 model(torch.randn(3, 4)).sum().backward()
 raise KeyboardInterrupt
 """
-    assert _run(tmp_path, code).returncode != 0
+    assert _run(tmp_path, code).status != 0
     assert Session.load(tmp_path / "run").progress.steps == 7
 
 
@@ -90,11 +91,10 @@ def fails():
     raise RuntimeError("ours")
 everything[2]._capture.detach = fails
 """
-    command = [sys.executable, "-c", _TRAINS + code, str(tmp_path / "run")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0
-    assert "the inspector did not end as it should: RuntimeError('ours')" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    ran = _run(tmp_path, code, warnings="default")
+    assert ran.status == 0
+    assert "the inspector did not end as it should: RuntimeError('ours')" in ran.err
+    assert "Traceback" not in ran.err
 
 
 def _attached(log_dir: Path | None) -> tuple[nn.Module, Inspector]:
@@ -117,7 +117,7 @@ if __name__ == "__main__":
 def test_a_process_of_multiprocessing_ends_alike(tmp_path: Path) -> None:
     """A forked one leaves by os._exit, without the functions of atexit."""
     ran = _run(tmp_path, _SEVERAL)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert (ran.status, ran.out, ran.err) == (0, "", "")
     _check(tmp_path)
 
 
@@ -132,7 +132,7 @@ inspector._capture.collect = interrupted
 inspector.detach()
 """
     ran = _run(tmp_path, code)
-    assert ran.returncode != 0
+    assert ran.status != 0
     session = Session.load(tmp_path / "run")
     assert session.progress.ended
     assert session.progress.steps == 7
@@ -151,7 +151,7 @@ for step in range(21):
     gc.collect()
 """
     ran = _run(tmp_path, code)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (ran.status, ran.err) == (0, "")
     progress = Session.load(tmp_path / "run-b").progress
     assert (progress.steps, progress.sampled_steps, progress.ended) == (21, 5, True)
 
@@ -164,7 +164,7 @@ inspector._at_exit._end = lambda: print("ended again")
 inspector.detach()
 """
     ran = _run(tmp_path, code)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert (ran.status, ran.out, ran.err) == (0, "", "")
     _check(tmp_path)
 
 

@@ -56,7 +56,7 @@ class ModuleNotes:
 NO_NOTES = ModuleNotes()
 
 
-def widget(report: RangeReport, notes: ModuleNotes) -> Iterator[Widget]:
+def widget(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> Iterator[Widget]:
     """Yield the report's map, or nothing if no tensor was counted."""
     if not _shown(report):
         return
