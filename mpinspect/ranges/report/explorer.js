@@ -142,12 +142,21 @@ const SCALES = [-24, 40];
 /** Shares from 10^-5 on are told apart. */
 const DECADES = 5;
 
+/** Of each element that shows a map: what the reader chose in it. @type {WeakMap<HTMLElement, any>} */
+const drawn = new WeakMap();
+
+/** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
+export const follow = (root, choice) => drawn.get(root)?.follow(choice);
+
 /**
- * Draws the map of one model.
+ * Draws the map of one model; called again with newer data it keeps what the reader chose. Choices are told as events "chosen".
  * @param {HTMLElement} root what is in it gives way
  * @param {any} data as explorer.py makes it
  */
 export function render(root, data) {
+  const before = drawn.get(root);
+  before?.gone.abort();
+  const gone = new AbortController();
   const layers = data.tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
     ...tensor,
     place,
@@ -158,6 +167,7 @@ export function render(root, data) {
   const asked = new URLSearchParams(location.hash.slice(1));
   const isMine = !asked.has("model") || asked.get("model") === data.model;
   const wanted = (/** @type {string} */ name) => (isMine ? asked.get(name) : null);
+  const sameFormat = (/** @type {Format} */ other) => data.formats.find((/** @type {Format} */ each) => each.name === other.name) ?? data.formats[0];
   const state = {
     kind: kinds.some((/** @type {any} */ kind) => kind.name === wanted("kind")) ? wanted("kind") : kinds[0]?.name,
     format: data.formats.find((/** @type {Format} */ format) => format.name === wanted("format"))
@@ -169,6 +179,7 @@ export function render(root, data) {
     layer: wanted("layer"),
     open: new Set(),
   };
+  if (before) Object.assign(state, before.state, { format: sameFormat(before.state.format), block: before.blockNow(data.blocks) });
 
   // -- the controls
   const kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
@@ -177,7 +188,7 @@ export function render(root, data) {
   const scaleWords = element("output", {});
   const block = element("input", { type: "range", min: -1, max: data.blocks.length - 1, step: 1 });
   const blockWords = element("output", {});
-  const search = element("input", { type: "search", placeholder: "part of a name" });
+  const search = element("input", { type: "search", placeholder: "part of a name", value: state.search });
   const recommended = element("button", { type: "button" }, data.recommended === null ? "" : `recommended: 2^${data.recommended}`);
   const label = (/** @type {string} */ words, /** @type {Node[]} */ ...controls) => element("label", {}, element("span", {}, words), ...controls);
   const controls = element("div", { className: "controls" },
@@ -490,6 +501,7 @@ export function render(root, data) {
   function change(changed) {
     Object.assign(state, changed);
     draw();
+    root.dispatchEvent(new CustomEvent("chosen", { detail: changed }));
     const told = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
     if (state.block >= 0) told.set("block", String(state.block));
     if (state.layer !== null) told.set("layer", state.layer);
@@ -516,7 +528,25 @@ export function render(root, data) {
     if (next * ROW < scroll.scrollTop || (next + 2) * ROW > scroll.scrollTop + scroll.clientHeight) scroll.scrollTop = next * ROW - scroll.clientHeight / 2;
     change({ layer: shown[next].layer.name });
   });
-  for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", draw);
+  for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", draw, { signal: gone.signal });
+  drawn.set(root, {
+    state,
+    gone,
+    /** The block that was looked at, among those of newer data: they grow together, and the last goes on. @param {any[]} blocks */
+    blockNow(blocks) {
+      if (state.block < 0) return -1;
+      const { first } = data.blocks[state.block];
+      return state.block === data.blocks.length - 1 ? blocks.length - 1 : blocks.findIndex((each) => each.last >= first);
+    },
+    /** @param {any} choice */
+    follow({ block: ignored, format: other, kind: name, ...choice }) {
+      if (other) choice.format = sameFormat(other);
+      if (kinds.some((/** @type {any} */ each) => each.name === name)) choice.kind = name;
+      Object.assign(state, choice);
+      search.value = state.search;
+      draw();
+    },
+  });
   draw();
 }
 
