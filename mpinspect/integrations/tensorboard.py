@@ -50,7 +50,9 @@ class RangesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _serve_run(self, request: Request) -> Response:
         answer = self._runs.answer(request.args.get("id", ""), request.args.get("version", ""))
         if answer is None:
-            return _respond(request, {"error": "This run is gone from the log directory."}, "application/json", code=404)
+            return _respond(
+                request, {"error": "This run is gone from the log directory."}, "application/json", code=404
+            )
         return _respond(request, answer, "application/json")
 
 
@@ -61,7 +63,11 @@ def _script(package: str, name: str) -> Callable[[Request], Response]:
 def _style(request: Request) -> Response:
     from mpinspect.reporting.html import STYLE
 
-    sheets = (STYLE, _text("mpinspect.ranges.report", "explorer.css"), _text("mpinspect.integrations", "tensorboard.css"))
+    sheets = (
+        STYLE,
+        _text("mpinspect.ranges.report", "explorer.css"),
+        _text("mpinspect.integrations", "tensorboard.css"),
+    )
     return _respond(request, "".join(sheets), "text/css")
 
 

@@ -197,23 +197,25 @@ def _read(run: Found) -> dict[str, Any]:
     except (SessionError, OSError) as error:
         return {"error": printable(str(error))}
     except Exception as error:
-        return {"error": printable(f"mpinspect failed to read {run.path} ({error!r}): please report this, with the file.")}
+        return {
+            "error": printable(f"mpinspect failed to read {run.path} ({error!r}): please report this, with the file.")
+        }
 
 
 def _shown(report: Any) -> dict[str, Any]:
     from mpinspect.ranges.report.document import title, verdict_blocks
     from mpinspect.ranges.report.explorer import packed, widget
     from mpinspect.ranges.report.scale_line import steps_and_samples
-    from mpinspect.reporting.document import Line
+    from mpinspect.reporting.document import Code, Line
     from mpinspect.reporting.escaping import escaped
     from mpinspect.reporting.finding import gravest_first, inferred
 
     report = escaped(report)
     progress = report.session.progress
-    verdict = [
-        {"text": block.text, "tone": block.tone if isinstance(block, Line) else "code"}
-        for block in verdict_blocks(report.verdict)
-    ]
+    blocks = verdict_blocks(report.verdict)
+    lines = {block.text: block.tone for block in blocks if isinstance(block, Line)}
+    code = {block.text: "code" for block in blocks if isinstance(block, Code)}
+    verdict = [{"text": text, "tone": tone} for text, tone in (lines | code).items()]
     findings = [
         {
             "severity": finding.severity,

@@ -147,7 +147,7 @@ def test_tags_are_safe_and_tell_every_tensor_apart(tmp_path):
     log = TensorBoardLog(tmp_path)
     log.write(windows({TensorKey(name, ACTIVATION_GRADIENT): sessions.bell(-5) for name in names}, 1)[0])
     log.close()
-    tags = read(tmp_path).Tags()["histograms"]
+    tags = [tag for tag in read(tmp_path).Tags()["histograms"] if not tag.startswith("exponents/_bits")]
     assert len(tags) == len(names)
     for tag in tags:
         assert tag.startswith("exponents/activation_gradient/")
