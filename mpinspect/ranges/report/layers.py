@@ -62,7 +62,9 @@ def by_pattern(layers: Iterable[Named]) -> list[list[Named]]:
     for layer in layers:
         parts = layer.name.split(".")
         last = layer.module.count(".") if layer.module else len(parts)
-        pattern: tuple[str, ...] = tuple("" if place < last and part.isdigit() else part for place, part in enumerate(parts))
+        pattern: tuple[str, ...] = tuple(
+            "" if place < last and part.isdigit() else part for place, part in enumerate(parts)
+        )
         groups.setdefault((layer.kind, layer.module_type, *pattern), []).append(layer)
     return list(groups.values())
 

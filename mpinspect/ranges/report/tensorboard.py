@@ -51,17 +51,17 @@ class TensorBoardLog:
     """
 
     def __init__(self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16) -> None:
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.plugins.histogram.metadata import create_summary_metadata
         from torch.utils.tensorboard import summary
 
         self._format = as_format(format)
         self._summary: Any = summary
         # Protocol buffers are made directly, since torch's functions convert every number to a tensor first.
         self._value: Any = Summary.Value
-        self._described: Any = lambda words: SummaryMetadata(
-            summary_description=words, plugin_data=SummaryMetadata.PluginData(plugin_name="histograms")
-        )
-        self._histogram_proto: Any = HistogramProto
+        self._tensor: Any = TensorProto
+        self._histogram_metadata: Any = create_summary_metadata
         self._tags: dict[TensorKey, str] = {}
         self._taken: set[str] = set()
         #: Tags that have had infinities or NaNs: from then on these counts are written, even when they are zero.
@@ -98,9 +98,7 @@ class TensorBoardLog:
 
     def image(self, tag: str, png: bytes, width: int, height: int, step: int) -> None:
         """Add a PNG to the images page."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        drawn = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+        drawn = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": png}
         self._file.add([self._value(tag=tag, image=drawn)], step)
 
     def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
@@ -148,21 +146,18 @@ class TensorBoardLog:
 
     def _bars(self, tag: str, low: int, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """Return a histogram of counts by exponent from ``low`` on; the first of its tag says the format's limits."""
-        high = low + len(counts)
-        middles = np.arange(low, high) + 0.5
-        drawn = self._histogram_proto(
-            min=low,
-            max=high,
-            num=float(counts.sum()),
-            sum=float((counts * middles).sum()),
-            sum_squares=float((counts * middles**2).sum()),
-            bucket_limit=range(low + 1, high + 1),
-            bucket=counts.tolist(),
+        edges = np.arange(low, low + len(counts) + 1, dtype=np.float64)
+        rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
+        # TensorBoard's own form: of the older message, HistogramProto, its fast loader drops the description.
+        drawn = self._tensor(
+            dtype="DT_DOUBLE",
+            tensor_shape={"dim": [{"size": size} for size in rows.shape]},
+            tensor_content=rows.astype("<f8").tobytes(),
         )
         if tag in self._explained:
-            return self._value(tag=tag, histo=drawn)
+            return self._value(tag=tag, tensor=drawn)
         self._explained.add(tag)
-        return self._value(tag=tag, histo=drawn, metadata=self._described(_limits(self._format)))
+        return self._value(tag=tag, tensor=drawn, metadata=self._histogram_metadata(tag, _limits(self._format)))
 
     def _bits_kept(self) -> Any:
         """Return a histogram that shows the format: how many significant bits it keeps of a magnitude, by exponent."""
