@@ -101,12 +101,13 @@ class Runs:
         return {"runs": runs, "where": where, "troubles": found.troubles, "now": time.time()}
 
     def answer(self, id: str, version: str = "") -> bytes | None:
-        """Return a run's report as JSON, or its version alone if that is ``version``; None if no run has this id."""
-        run = self._listing.runs.get(id) or self.listing().runs.get(id)
-        if run is None:
-            return None
+        """Return a run's report as JSON, or its version alone if that is ``version``; None if there is no such run."""
+        found = self._listing.runs.get(id) or self.listing().runs.get(id)
         with self._reading:
-            run = _looked_at(run.root, run.path) or run
+            # As it is now: it has grown meanwhile, is gone, or has become a link that leads elsewhere.
+            run = found and _looked_at(found.root, found.path)
+            if run is None:
+                return None
             if run.version == version:
                 return _json({"version": version})
             known, text = self._kept.pop(id, ("", b""))
