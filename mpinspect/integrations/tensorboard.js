@@ -2,12 +2,14 @@
 // TensorBoard imports this module into a frame of its own and calls render().
 // @ts-check
 
-import { decode, follow, render as draw } from "./explorer.js";
+import { decode, figuresIn, follow, nonzero, percent, render as draw } from "./explorer.js";
 
 /** Milliseconds between two looks at the runs, and how much longer than an answer took they are at least. */
 const [PAUSE, PAUSES] = [4000, 10];
 /** Runs that are shown side by side at most: each map has a canvas a row. */
 const MOST_SHOWN = 8;
+/** Layers in the table of differences. */
+const MOST_ROWS = 10;
 /** Where the choice is kept for as long as the tab is open. */
 const KEPT = "mpinspect.runs";
 
@@ -38,6 +40,7 @@ class Shown {
   /** @param {string} id @param {string} name @param {(shown: Shown, choice: any) => void} moved */
   constructor(id, name, moved) {
     this.id = id;
+    this.name = name;
     this.version = "";
     this.state = element("p", { className: "dim" }, "Reading the run ...");
     this.words = element("div");
@@ -90,6 +93,33 @@ class Shown {
   }
 }
 
+/**
+ * The layers in which the runs' maps differ most, as they stand: by the share flushed or overflowed, then by the largest value.
+ * @param {Shown[]} runs @returns {Node[]}
+ */
+function differences(runs) {
+  const maps = runs.map((run) => figuresIn(run.map));
+  const names = [...new Set(maps.flatMap((found) => [...found.keys()]))];
+  const between = (/** @type {number[]} */ values) => (values.length < 2 ? 0 : Math.max(...values) - Math.min(...values));
+  const rows = names.map((name) => {
+    const cells = maps.map((found) => found.get(name));
+    const counted = cells.filter((cell) => cell?.all);
+    return { name, cells, lost: between(counted.map((cell) => (cell.flushed + cell.high) / cell.all)),
+      largest: between(counted.map((cell) => cell.h.min + cell.h.counts.length)), isMissing: cells.some((cell) => !cell) };
+  }).filter((row) => row.lost > 0 || row.largest > 0 || row.isMissing).sort((one, other) => other.lost - one.lost || other.largest - one.largest);
+  const words = (/** @type {any} */ cell) => {
+    if (!cell) return "not counted";
+    if (!nonzero(cell.h)) return "all zero";
+    return `${percent(cell.flushed / cell.all)} flushed${cell.high ? `, ${percent(cell.high / cell.all)} overflow` : ""}, up to 2^${cell.h.min + cell.h.counts.length - 1}`;
+  };
+  const head = element("tr", {}, ...["layer", ...runs.map((run) => run.name)].map((text, place) => element("th", { scope: "col", className: place ? "" : "left" }, text)));
+  const body = rows.slice(0, MOST_ROWS).map((row) => element("tr", {}, element("th", { scope: "row", className: "left" }, row.name || "(the model itself)"),
+    ...row.cells.map((cell) => element("td", {}, words(cell)))));
+  const said = `Of ${names.length} layers ${rows.length} differ${rows.length > MOST_ROWS ? `; the ${MOST_ROWS} that differ most` : ""}, at what is chosen below.`;
+  const table = element("div", { className: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+  return [element("h2", {}, "Where the runs differ"), element("p", { className: "dim" }, said), ...(body.length ? [table] : [])];
+}
+
 let isHeld = false;
 
 /** Shows the page, and goes on showing what the runs write. TensorBoard calls it once. */
@@ -105,7 +135,8 @@ export function render() {
   said.setAttribute("role", "status");
   const troubles = element("div");
   const hint = element("p", { className: "dim" }, "Choose a run on the left; of several the maps move together.");
-  const parts = element("main", {}, hint);
+  const table = element("section", { className: "differences" });
+  const parts = element("main", {}, hint, table);
   document.body.className = "mpinspect ranges-page";
   document.body.append(element("nav", {}, element("h1", {}, "Runs"), search, said, list, troubles), parts);
   for (const [name, is] of /** @type {[string, boolean][]} */ ([["pointerdown", true], ["pointerup", false], ["pointercancel", false]])) {
@@ -122,7 +153,9 @@ export function render() {
   const chosen = new Set(remembered());
   const moved = (/** @type {Shown} */ from, /** @type {any} */ choice) => {
     for (const each of shown.values()) if (each !== from) follow(each.map, choice);
+    compare();
   };
+  const compare = () => table.replaceChildren(...(shown.size > 1 ? differences([...shown.values()]) : []));
 
   /** The entry of a run, made once: one that is being clicked must not be replaced. @param {any} run */
   function entry(run) {
@@ -196,6 +229,7 @@ export function render() {
     } catch (error) {
       said.textContent = `TensorBoard does not answer (${error}): what stands here is the last that it said.`;
     }
+    compare();
     slowest = performance.now() - begun;
     isLooking = false;
     // Something was chosen meanwhile.

@@ -204,8 +204,10 @@ def _read(run: Found) -> dict[str, Any]:
 
 
 def _shown(report: Any) -> dict[str, Any]:
+    from mpinspect.ranges.kinds import UPDATE
     from mpinspect.ranges.report.document import title, verdict_blocks
-    from mpinspect.ranges.report.explorer import packed, widget
+    from mpinspect.ranges.report.explorer import packed
+    from mpinspect.ranges.report.layers import seen_layers
     from mpinspect.ranges.report.scale_line import steps_and_samples
     from mpinspect.reporting.document import Code, Line
     from mpinspect.reporting.escaping import escaped
@@ -227,7 +229,7 @@ def _shown(report: Any) -> dict[str, Any]:
         }
         for finding in gravest_first(report.findings)
     ]
-    has_map = any(True for _ in widget(report))
+    has_map = any(layer.kind != UPDATE for layer in seen_layers(report))
     return {
         "title": title(report),
         "ended": progress.ended,

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import sessions
-from tensorboard.data.provider import DataProvider
 from werkzeug.test import Client
 
 import mpinspect
@@ -33,6 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from tensorboard import default, program
     from tensorboard.backend import application
+    from tensorboard.backend.event_processing import data_ingester
 
 ROOT = Path(mpinspect.__file__).parents[1]
 #: A plugin's routes.
@@ -45,20 +45,12 @@ def written(folder: Path, session: Session) -> Path:
     return folder / FILE_NAME
 
 
-class _Nothing(DataProvider):
-    """What TensorBoard asks of a log directory without event files."""
-
-    def list_plugins(self, ctx: Any, *, experiment_id: str) -> list[str]:
-        return []
-
-    list_runs = list_scalars = list_tensors = read_scalars = read_tensors = list_plugins
-
-
 def client(logdir: Path | str, spec: str = "") -> Client:
     """TensorBoard's own application with the plugin, called without a server."""
     board = program.TensorBoard(plugins=[*default.get_plugins(), RangesPlugin])
     board.configure(argv=["", "--logdir", str(logdir)] if logdir else ["", "--logdir_spec", spec])
-    return Client(application.TensorBoardWSGIApp(board.flags, [RangesPlugin], data_provider=_Nothing()))
+    provider = data_ingester.LocalDataIngester(board.flags).data_provider
+    return Client(application.TensorBoardWSGIApp(board.flags, [RangesPlugin], data_provider=provider))
 
 
 def told(client: Client, path: str, **query: str) -> Any:
@@ -116,7 +108,7 @@ def test_a_run_is_served_as_the_page_embeds_it(tmp_path: Path) -> None:
     assert answer["map"] == packed(report)
     assert [line["text"] for line in answer["verdict"] if line["tone"] != "code"]
     assert {finding["message"] for finding in answer["findings"]} == {finding.message for finding in report.findings}
-    assert answer["ended"] is True
+    assert answer["ended"] is session.progress.ended
     unchanged = told(board, "run", id=runs(board)["a/WordModel"], version=answer["version"])
     assert unchanged == {"version": answer["version"]}
 
@@ -283,6 +275,7 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
     assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
     assert "2^12" in here.locator(".explorer .said").nth(1).text_content()
+    assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]
     # The choice outlives what the run writes.
     path.unlink()
     written(tmp_path / "going on", session)

@@ -49,7 +49,7 @@ WITHOUT_TORCH = (
     *("numeric", "reporting", "ranges.session", "ranges.store"),
     *("ranges.analysis", "ranges.report", "shapes.records", "shapes.operators", "shapes.analysis", "shapes.report"),
     *("kernels.records", "kernels.trace", "kernels.names", "kernels.analysis", "kernels.report"),
-    *("run.reading", "run.report", "commands.report", "commands.kernels"),
+    *("run.reading", "run.report", "commands.report", "commands.kernels", "integrations.tensorboard_runs"),
 )
 HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton"}
 #: Drawing asks for matplotlib, and is imported where a picture is asked for.
