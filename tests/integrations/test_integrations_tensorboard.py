@@ -260,7 +260,9 @@ def frame(page: Any) -> Any:
 
 def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     session = sessions.word_model()
-    written(tmp_path / "<b>ended", session)
+    totals = {key: tensor.histogram for key, tensor in session.totals().items()}
+    other = {key: counts.shifted(-6 if key.name == "hidden.weight" else 0) for key, counts in totals.items()}
+    written(tmp_path / "<b>ended", sessions.session(other))
     early = replace(session, windows=session.windows[:1], progress=replace(session.progress, ended=False, steps=10))
     path = written(tmp_path / "going on", early)
     here = frame(page)
@@ -276,6 +278,7 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
     assert "2^12" in here.locator(".explorer .said").nth(1).text_content()
     assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]
+    assert here.locator(".differences tbody th").all_text_contents() == ["hidden.weight"]
     # The choice outlives what the run writes.
     path.unlink()
     written(tmp_path / "going on", session)
