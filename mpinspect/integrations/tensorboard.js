@@ -134,7 +134,7 @@ export function render() {
   const said = element("p", { className: "dim" }, "Looking for runs ...");
   said.setAttribute("role", "status");
   const troubles = element("div");
-  const hint = element("p", { className: "dim" }, "Choose a run on the left; of several the maps move together.");
+  const hint = element("p", { className: "dim" }, "Choose a run of the list; of several the maps move together.");
   const table = element("section", { className: "differences" });
   const parts = element("main", {}, hint, table);
   document.body.className = "mpinspect ranges-page";
