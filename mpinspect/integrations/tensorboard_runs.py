@@ -159,10 +159,21 @@ def _below(root: Path, label: str, troubles: list[str]) -> Iterator[Found]:
     def failed(error: OSError) -> None:
         troubles.append(f"{printable(str(error.filename))} can't be searched: {error.strerror or error}.")
 
+    links = 0
     for folder, folders, files in os.walk(root, onerror=failed):
-        folders.sort()
-        if FILE_NAME in files and (run := _looked_at(root, Path(folder) / FILE_NAME, label)) is not None:
-            yield run
+        links += sum(_leads_out(root, Path(folder) / name) for name in folders)
+        if FILE_NAME in files:
+            run = _looked_at(root, Path(folder) / FILE_NAME, label)
+            if run is not None:
+                yield run
+            else:
+                links += 1
+    if links:
+        troubles.append(f"Not followed: {links:,} links out of {printable(str(root))}.")
+
+
+def _leads_out(root: Path, folder: Path) -> bool:
+    return folder.is_symlink() and not folder.resolve().is_relative_to(root)
 
 
 def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:

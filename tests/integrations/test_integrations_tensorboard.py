@@ -164,6 +164,7 @@ def test_nothing_outside_of_the_log_directory_is_read(tmp_path: Path) -> None:
     inside = written(logs / "inside", sessions.word_model())
     board = client(logs)
     assert list(runs(board)) == ["inside"]
+    assert told(board, "runs")["troubles"] == [f"Not followed: 2 links out of {logs}."]
     for wanted in ("../outside", str(outside), f"../outside/{FILE_NAME}", "inside", "", "\0"):
         response = board.get(f"{HERE}/run", query_string={"id": wanted})
         assert response.status_code == 404
