@@ -63,8 +63,12 @@ class Shown {
     this.state.textContent = [answer.title, answer.steps, answer.ended ? "" : "the run goes on, or was killed"].filter(Boolean).join("; ");
     this.state.className = "dim";
     this.showWords(answer);
-    if (answer.map) await this.showMap(await decode(answer.map));
-    else this.map.replaceChildren(element("p", {}, answer.ended ? "No tensor was counted." : "No tensor has been counted so far."));
+    try {
+      if (answer.map) await this.showMap(await decode(answer.map));
+      else this.map.replaceChildren(element("p", {}, answer.ended ? "No tensor was counted." : "No tensor has been counted so far."));
+    } catch (error) {
+      this.map.replaceChildren(element("p", { className: "error" }, `The map could not be drawn: ${error}`));
+    }
   }
 
   /** @param {any} answer */
@@ -82,8 +86,8 @@ class Shown {
 
   /** Draws the map, and leaves the reader where they were. @param {any} data */
   async showMap(data) {
-    // What is being dragged would be replaced under the pointer.
-    while (isHeld) await new Promise((resolve) => setTimeout(resolve, 100));
+    // What is being dragged would be replaced under the pointer, which may be let go where nobody tells the page.
+    for (let waits = 0; isHeld && waits < 100; waits += 1) await new Promise((resolve) => setTimeout(resolve, 100));
     const places = () => /** @type {HTMLElement[]} */ ([...this.map.querySelectorAll("button, input, select, [tabindex]")]);
     const focused = places().indexOf(/** @type {HTMLElement} */ (document.activeElement));
     const top = this.map.querySelector(".rows")?.scrollTop ?? 0;
