@@ -243,7 +243,7 @@ def page(tmp_path: Path) -> Any:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()
-        page.set_default_timeout(90_000)
+        page.set_default_timeout(60_000)
         page.troubles = []
         page.on("console", lambda message: page.troubles.extend([message.text] if message.type == "error" else []))
         page.on("pageerror", lambda error: page.troubles.append(str(error)))
@@ -273,6 +273,7 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     here.get_by_text("<b>ended").click()
     here.wait_for_selector(".part >> nth=1 >> .explorer tbody tr[data-name]")
     # What is chosen in one map is chosen in the other.
+    here.locator(".explorer select").first.select_option("weight_gradient")
     here.locator(".explorer input[type=range]").first.fill("12")
     here.locator(".explorer input[type=search]").first.fill("hidden")
     here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
