@@ -50,6 +50,7 @@ WITHOUT_TORCH = (
     *("ranges.analysis", "ranges.report", "shapes.records", "shapes.operators", "shapes.analysis", "shapes.report"),
     *("kernels.records", "kernels.trace", "kernels.names", "kernels.analysis", "kernels.report"),
     *("run.reading", "run.report", "run.diff", "commands.report", "commands.diff", "commands.kernels"),
+    "integrations.tensorboard_runs",
 )
 HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton"}
 #: Drawing asks for matplotlib, and is imported where a picture is asked for.

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sessions
+from agreeing_reports import analyse
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards_crc32c
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.util.tensor_util import make_ndarray
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FLOAT16
+from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.analysis import recommend_loss_scale
-from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT
+from mpinspect.ranges.report import tensorboard_map
 from mpinspect.ranges.report.crc32c import crc32c
 from mpinspect.ranges.report.tensorboard import TensorBoardLog, TensorBoardSink
-from mpinspect.ranges.session import Progress, ScaleChange, TensorKey
+from mpinspect.ranges.session import Progress, RunInfo, ScaleChange, TensorKey
+from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.runtime.appending import AppendedFile
 
 
@@ -27,6 +35,11 @@ def read(path):
     found = EventAccumulator(str(path), size_guidance={"histograms": 0, "scalars": 0, "tensors": 0})
     found.Reload()
     return found
+
+
+def histograms(path, tag="exponents/weight_gradient/decoder.weight"):
+    """Each event's step and rows: a bar's left and right end and its count."""
+    return [(event.step, make_ndarray(event.tensor_proto)) for event in read(path).Tensors(tag)]
 
 
 def windows(tensors, count=3):
@@ -44,15 +57,14 @@ def test_the_counts_come_back_exactly(histogram, tmp_path):
     for window in windows({KEY: histogram}):
         log.write(window)
     log.close()
-    events = read(tmp_path).Histograms("exponents/weight_gradient/decoder.weight")
-    assert [event.step for event in events] == [9, 19, 29]
-    value = events[0].histogram_value
-    counts = dict(zip(value.bucket_limit, value.bucket, strict=True))
-    # The bucket up to e + 1 holds what has exponent e.
-    expected = {histogram.min_exponent + i + 1: count for i, count in enumerate(histogram.counts)}
-    assert {limit: count for limit, count in counts.items() if count} == {e: c for e, c in expected.items() if c}
-    assert value.num == histogram.nonzero
-    assert np.all(np.diff(value.bucket_limit) == 1)
+    events = histograms(tmp_path)
+    assert [step for step, _ in events] == [9, 19, 29]
+    rows = events[0][1]
+    # The bar from e to e + 1 holds what has exponent e.
+    expected = {histogram.min_exponent + i: count for i, count in enumerate(histogram.counts)}
+    assert {left: count for left, _, count in rows if count} == {e: c for e, c in expected.items() if c}
+    assert np.all(rows[:, 1] == rows[:, 0] + 1)
+    assert np.all(rows[1:, 0] == rows[:-1, 1])
 
 
 @pytest.mark.parametrize("centre", range(-80, 60, 7))
@@ -61,10 +73,8 @@ def test_the_range_is_a_multiple_of_the_bars_that_tensorboard_draws(centre, tmp_
     log = TensorBoardLog(tmp_path)
     log.write(windows({KEY: sessions.bell(centre)}, 1)[0])
     log.close()
-    value = read(tmp_path).Histograms("exponents/weight_gradient/decoder.weight")[0].histogram_value
-    assert (value.max - value.min) % 30 == 0
-    assert value.min == value.bucket_limit[0] - 1
-    assert value.max == value.bucket_limit[-1]
+    ((_, rows),) = histograms(tmp_path)
+    assert (rows[-1, 1] - rows[0, 0]) % 30 == 0
 
 
 def test_scalars_of_a_layer(tmp_path):
@@ -96,7 +106,7 @@ def test_empty_and_broken_windows(tmp_path):
     found = read(tmp_path)
     assert [event.value for event in found.Scalars("nans/weight_gradient/decoder.weight")] == [5, 0]
     assert [event.value for event in found.Scalars("infs/weight_gradient/decoder.weight")] == [2, 0]
-    assert len(found.Histograms("exponents/weight_gradient/decoder.weight")) == 1
+    assert len(histograms(tmp_path)) == 1
 
 
 def test_the_suggested_scale_and_its_window(tmp_path):
@@ -147,7 +157,7 @@ def test_tags_are_safe_and_tell_every_tensor_apart(tmp_path):
     log = TensorBoardLog(tmp_path)
     log.write(windows({TensorKey(name, ACTIVATION_GRADIENT): sessions.bell(-5) for name in names}, 1)[0])
     log.close()
-    tags = read(tmp_path).Tags()["histograms"]
+    tags = [tag for tag in read(tmp_path).Tags()["tensors"] if tag.startswith("exponents/a")]
     assert len(tags) == len(names)
     for tag in tags:
         assert tag.startswith("exponents/activation_gradient/")
@@ -165,9 +175,9 @@ def test_a_live_tensorboard_sees_each_window_at_once(tmp_path):
     log = TensorBoardLog(tmp_path)
     first, second, _ = windows({KEY: sessions.bell(-5)})
     log.write(first)
-    assert len(read(tmp_path).Histograms("exponents/weight_gradient/decoder.weight")) == 1
+    assert len(histograms(tmp_path)) == 1
     log.write(second)
-    assert len(read(tmp_path).Histograms("exponents/weight_gradient/decoder.weight")) == 2
+    assert len(histograms(tmp_path)) == 2
     log.close()
 
 
@@ -212,3 +222,102 @@ def test_the_checksum_is_tensorboards(length):
 
 def test_the_checksum_of_the_standard():
     assert crc32c(b"123456789") == 0xE3069283
+
+
+# -- what the standard pages show ------------------------------------------------------------------------------------------
+
+
+def test_the_format_stands_on_the_axis_of_the_histograms(tmp_path):
+    log = TensorBoardLog(tmp_path)
+    log.write(windows({KEY: sessions.bell(-5)}, 1)[0])
+    log.close()
+    ((_, rows),) = histograms(tmp_path, "exponents/_bits_that_float16_keeps")
+    ((_, counted),) = histograms(tmp_path)
+    assert np.array_equal(rows[:, :2], counted[:, :2])
+    kept = {int(left): int(bits) for left, _, bits in rows}
+    # Of 2^e and what lies just below 2^(e+1) FP16 keeps as many bits as there are representable values between them.
+    codes = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+    for exponent, bits in kept.items():
+        values = np.count_nonzero((codes >= 2.0**exponent) & (codes < 2.0 ** (exponent + 1)))
+        assert values == (2 ** (bits - 1) if bits else 0), exponent
+    for tag in ("exponents/_bits_that_float16_keeps", "exponents/weight_gradient/decoder.weight"):
+        said = read(tmp_path).SummaryMetadata(tag).summary_description
+        assert "flushes to zero below 2^-25" in said
+        assert "overflows from 2^16" in said
+
+
+def charts(path):
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(read(path).Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    return {category.title: {chart.title: chart for chart in category.chart} for category in layout.category}
+
+
+def test_a_chart_holds_few_lines_and_every_layer_has_one(tmp_path):
+    names = [f"h.{block}.{part}" for block in range(12) for part in ("attn.weight", "mlp.weight")]
+    singles = [f"part{number}" for number in range(11)]
+    tensors = {TensorKey(name, WEIGHT_GRADIENT): sessions.bell(-8) for name in (*names, *singles)}
+    made = sessions.session(tensors)
+    sink = TensorBoardSink(tmp_path)
+    sink.watched(made.watched)
+    sink.window(made.windows[0])
+    sink.close()
+    found = charts(tmp_path)["flushed at scale 1: weight gradients"]
+    assert list(found)[:2] == ["h.{0..7}.attn.weight", "h.{8..11}.attn.weight"]
+    assert list(found)[-2:] == ["part0 .. part7", "part8 .. part10"]
+    lines = [tag for chart in found.values() for tag in chart.multiline.tag]
+    assert max(len(chart.multiline.tag) for chart in found.values()) == 8
+    written = [tag for tag in read(tmp_path).Tags()["scalars"] if tag.startswith("flushed_fraction/")]
+    assert len(written) == len(lines) == len(tensors)
+    for line in lines:
+        assert sum(re.match(line, tag) is not None for tag in written) == 1, line
+
+
+def test_the_overview_draws_the_median_layer_between_the_others(tmp_path):
+    centres = (-20, -14, -8)
+    tensors = {TensorKey(f"layer{centre}", WEIGHT_GRADIENT): sessions.bell(centre) for centre in centres}
+    made = sessions.session(tensors)
+    sink = TensorBoardSink(tmp_path)
+    sink.watched(made.watched)
+    sink.window(made.windows[0])
+    sink.close()
+    (title,) = [title for title in charts(tmp_path)["mpinspect"] if title.startswith("flushed at scale 1")]
+    (series,) = charts(tmp_path)["mpinspect"][title].margin.series
+    drawn = [read(tmp_path).Scalars(tag)[0].value for tag in (series.lower, series.value, series.upper)]
+    assert drawn == pytest.approx([sessions.bell(centre).flushed_fraction(FLOAT16) for centre in reversed(centres)])
+
+
+def test_a_run_ends_with_its_verdict_and_its_maps(tmp_path):
+    made = sessions.everything()
+    sink = TensorBoardSink(tmp_path, lambda: made)
+    sink.close()
+    found = read(tmp_path)
+    (said,) = found.Tensors("verdict/text_summary")
+    text = said.tensor_proto.string_val[0].decode()
+    report = analyse(made)
+    assert report.findings
+    for finding in report.findings:
+        assert finding.id in text
+    assert sorted(found.Tags()["images"]) == [f"map/{kind}" for kind in sorted(set(KINDS) - {UPDATE})]
+    (image,) = found.Images(f"map/{WEIGHT_GRADIENT}")
+    drawn = Image.open(io.BytesIO(image.encoded_image_string))
+    assert drawn.size == (image.width, image.height)
+    # White, the regions, the cells: there is something on it.
+    assert len(drawn.getcolors(1 << 16)) > 10
+
+
+@pytest.mark.parametrize("name", sessions.all_sessions())
+def test_every_session_has_its_maps(name):
+    report = analyse(sessions.all_sessions()[name])
+    for layers in tensorboard_map.layers_by_kind(report).values():
+        png, width, height = tensorboard_map.draw(layers, FORMATS[report.format])
+        assert Image.open(io.BytesIO(png)).size == (width, height)
+        assert width < 2_000
+        assert height < 1_300
+
+
+def test_a_run_that_can_not_be_read_back_ends_without_a_verdict(tmp_path):
+    opened = open_sinks(tmp_path / "run", RunInfo())
+    (tmp_path / "run" / "session.mpinspect").unlink()
+    opened.sinks[1].close()
+    assert "verdict/text_summary" not in read(tmp_path / "run").Tags()["tensors"]
+    assert opened.troubles == []

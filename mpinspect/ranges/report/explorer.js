@@ -212,6 +212,9 @@ const drawn = new WeakMap();
 /** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
 export const follow = (root, choice) => drawn.get(root)?.follow(choice);
 
+/** The figures that a map shows, by layer. @param {HTMLElement} root @returns {Map<string, any>} */
+export const figuresIn = (root) => drawn.get(root)?.figures() ?? new Map();
+
 /**
  * Draws the map of one model; called again with newer data it keeps what the reader chose. Choices are told as events "chosen".
  * @param {HTMLElement} root what is in it gives way
@@ -808,6 +811,8 @@ export function render(root, data) {
       const { first } = data.blocks[state.block];
       return state.block === data.blocks.length - 1 ? blocks.length - 1 : blocks.findIndex((each) => each.last >= first);
     },
+    figures: () => new Map(layers.filter((/** @type {any} */ layer) => layer.kind === state.kind)
+      .map((/** @type {any} */ layer) => [layer.name, figures(layer)]).filter((/** @type {any} */ entry) => entry[1])),
     /** @param {any} choice */
     follow({ block: ignored, format: other, kind: name, ...choice }) {
       if (other) choice.format = sameFormat(other);

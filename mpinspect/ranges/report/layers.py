@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.session import TensorInfo
 from mpinspect.reporting.document import Strip
+
+Named = TypeVar("Named", LayerReport, TensorInfo)
 
 #: Powers of two drawn below the flush edge.
 _BELOW = 15
@@ -46,19 +50,26 @@ def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
 
     A number in the last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
     """
-    groups: dict[tuple[object, ...], list[LayerReport]] = {}
-    for layer in layers:
-        parts = layer.name.split(".")
-        last = layer.module.count(".") if layer.module else len(parts)
-        pattern = tuple("" if place < last and part.isdigit() else part for place, part in enumerate(parts))
-        groups.setdefault((layer.kind, layer.module_type, *pattern), []).append(layer)
     return [
-        Repeated(_common_name([layer.name for layer in group]), max(group, key=badness), tuple(group))
-        for group in groups.values()
+        Repeated(common_name([layer.name for layer in group]), max(group, key=badness), tuple(group))
+        for group in by_pattern(layers)
     ]
 
 
-def _common_name(names: list[str]) -> str:
+def by_pattern(layers: Iterable[Named]) -> list[list[Named]]:
+    """Return the layers in groups as ``repeated`` makes them."""
+    groups: dict[tuple[object, ...], list[Named]] = {}
+    for layer in layers:
+        parts = layer.name.split(".")
+        last = layer.module.count(".") if layer.module else len(parts)
+        pattern: tuple[str, ...] = tuple(
+            "" if place < last and part.isdigit() else part for place, part in enumerate(parts)
+        )
+        groups.setdefault((layer.kind, layer.module_type, *pattern), []).append(layer)
+    return list(groups.values())
+
+
+def common_name(names: list[str]) -> str:
     """Merge names that differ only in numbers: "h.{0..11}.attn.weight", or "h.{0,2,5}.attn.weight"."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(_alternatives(list(dict.fromkeys(parts))) for parts in columns)

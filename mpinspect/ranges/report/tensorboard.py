@@ -2,28 +2,32 @@
 
 The horizontal axis of the histograms is log2 of the magnitude: values with exponent e lie between e and e + 1. Zeros,
 infinities and NaNs have no exponent; their counts are scalars. Tags are ``exponents/<kind>/<layer>``,
-``flushed_fraction/...`` (at scale 1), ``range_offset/...``, ``zero_fraction/...``, ``infs/...``, ``nans/...`` and
-``loss_scale/...`` (in log2).
+``flushed_fraction/...`` (at scale 1), ``range_offset/...``, ``zero_fraction/...``, ``infs/...``, ``nans/...``,
+``of_layers/<measure>/<kind>/...`` (the lowest, the median and the highest layer) and ``loss_scale/...`` (in log2). On the same
+axis as the histograms, one more shows the format: how many bits it keeps of a magnitude.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FLOAT16, FormatLike, as_format
+from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
 from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.tensorboard_events import EventFile
+from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
 from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Session, TensorInfo, TensorKey, Window
 from mpinspect.ranges.store.columns import TensorColumns
+from mpinspect.reporting.words import format_name
 from mpinspect.runtime.background import give_way
 
 #: TensorBoard draws 30 bars over the range of all steps. With a range of a multiple of 30 powers of two, each bar holds
@@ -33,20 +37,6 @@ _LOWEST, _HIGHEST = -43, 17
 
 #: Characters replaced in tags, since they make TensorBoard's URLs or tag tree ambiguous.
 _UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
-
-#: Charts of the "custom scalars" page by title, each with its type and tags.
-_LAYOUT = {
-    "mpinspect": {
-        "loss scale, log2: suggested, and the safe window": [
-            "Margin",
-            ["loss_scale/suggested", "loss_scale/lowest", "loss_scale/highest"],
-        ],
-        "flushed at scale 1: activation gradients": ["Multiline", [f"flushed_fraction/{ACTIVATION_GRADIENT}/.*"]],
-        "flushed at scale 1: weight gradients": ["Multiline", [f"flushed_fraction/{WEIGHT_GRADIENT}/.*"]],
-        "range offset: activation gradients": ["Multiline", [f"range_offset/{ACTIVATION_GRADIENT}/.*"]],
-        "range offset: weight gradients": ["Multiline", [f"range_offset/{WEIGHT_GRADIENT}/.*"]],
-    }
-}
 
 
 class TensorBoardLog:
@@ -61,33 +51,55 @@ class TensorBoardLog:
     """
 
     def __init__(self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16) -> None:
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.plugins.histogram.metadata import create_summary_metadata
         from torch.utils.tensorboard import summary
 
         self._format = as_format(format)
         self._summary: Any = summary
         # Protocol buffers are made directly, since torch's functions convert every number to a tensor first.
         self._value: Any = Summary.Value
-        self._histogram_proto: Any = HistogramProto
+        self._tensor: Any = TensorProto
+        self._histogram_metadata: Any = create_summary_metadata
         self._tags: dict[TensorKey, str] = {}
         self._taken: set[str] = set()
         #: Tags that have had infinities or NaNs: from then on these counts are written, even when they are zero.
         self._broken: set[str] = set()
+        #: Tags of histograms whose description is written.
+        self._explained: set[str] = set()
         self._file = EventFile(log_dir)
-        self._file.add(self._summary.custom_scalars(_LAYOUT).value, 0)
+        self.charts(())
+        self._file.add([self._bits_kept()], 0)
+
+    def charts(self, infos: Sequence[TensorInfo]) -> None:
+        """Add the layout of the custom scalars page, with charts of these tensors; the last one counts."""
+        made = layout(infos, {info.key: self._tag(info.key) for info in infos})
+        self._file.add(self._summary.custom_scalars(made).value, 0)
 
     def write(self, window: Window) -> None:
         """Add a window's counts, which must be unscaled as in a session, at the window's last step."""
         values: list[Any] = []
+        of_layers: dict[str, list[float]] = {}
         for key, tensor in TensorColumns.of(window.tensors).each():
             give_way()
             tag = self._tag(key)
             scalars = self._scalars(tag, tensor.histogram)
             values += [self._scalar(f"{name}/{tag}", value) for name, value in scalars.items()]
+            for name in MEASURES.keys() & scalars.keys():
+                of_layers.setdefault(f"of_layers/{name}/{key.kind}", []).append(scalars[name])
             if tensor.histogram.nonzero:
                 # An empty histogram breaks TensorBoard's page.
                 values.append(self._histogram(f"exponents/{tag}", tensor.histogram))
+        for name, found in of_layers.items():
+            margin = zip(MARGIN, (median(found), min(found), max(found)), strict=True)
+            values += [self._scalar(f"{name}/{which}", value) for which, value in margin]
         self._file.add(values, window.last_step)
+
+    def image(self, tag: str, png: bytes, width: int, height: int, step: int) -> None:
+        """Add a PNG to the images page."""
+        drawn = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": png}
+        self._file.add([self._value(tag=tag, image=drawn)], step)
 
     def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
         """Add the suggested loss scale and its window, in log2, at this step; unknown values are left out."""
@@ -126,21 +138,36 @@ class TensorBoardLog:
 
     def _histogram(self, tag: str, histogram: ExponentHistogram) -> Any:
         """Return a summary value with one bucket per exponent, over a range that TensorBoard's bars divide evenly."""
-        low, high = _range(histogram)
+        low, high = _range(histogram.min_exponent, histogram.max_exponent)
         counts = np.zeros(high - low, dtype=np.int64)
         start = histogram.min_exponent - low
         counts[start : start + len(histogram.counts)] = histogram.counts
-        middles = np.arange(low, high) + 0.5
-        drawn = self._histogram_proto(
-            min=low,
-            max=high,
-            num=histogram.nonzero,
-            sum=float((counts * middles).sum()),
-            sum_squares=float((counts * middles**2).sum()),
-            bucket_limit=range(low + 1, high + 1),
-            bucket=counts.tolist(),
+        return self._bars(tag, low, counts)
+
+    def _bars(self, tag: str, low: int, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Return a histogram of counts by exponent from ``low`` on; the first of its tag says the format's limits."""
+        edges = np.arange(low, low + len(counts) + 1, dtype=np.float64)
+        rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
+        # TensorBoard's own form: of the older message, HistogramProto, its fast loader drops the description.
+        drawn = self._tensor(
+            dtype="DT_DOUBLE",
+            tensor_shape={"dim": [{"size": size} for size in rows.shape]},
+            tensor_content=rows.astype("<f8").tobytes(),
         )
-        return self._value(tag=tag, histo=drawn)
+        if tag in self._explained:
+            return self._value(tag=tag, tensor=drawn)
+        self._explained.add(tag)
+        return self._value(tag=tag, tensor=drawn, metadata=self._histogram_metadata(tag, _limits(self._format)))
+
+    def _bits_kept(self) -> Any:
+        """Return a histogram that shows the format: how many significant bits it keeps of a magnitude, by exponent."""
+        format = self._format
+        low, high = _range(format.min_subnormal_exponent, format.max_exponent)
+        exponents = np.arange(low, high)
+        lowest = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent
+        bits = np.minimum(exponents, format.min_normal_exponent) - format.min_subnormal_exponent + 1
+        kept = np.where((exponents >= lowest) & (exponents <= format.max_exponent), bits, 0)
+        return self._bars(f"exponents/_bits_that_{format.name}_keeps", low, kept)
 
     def _scalar(self, tag: str, value: float) -> Any:
         return self._value(tag=tag, simple_value=value)
@@ -158,19 +185,31 @@ class TensorBoardLog:
 
 
 class TensorBoardSink:
-    """Writes a run's records to a TensorBoardLog as they arrive, with the loss-scale advice for each window."""
+    """Writes a run's records to a TensorBoardLog as they arrive, with the loss-scale advice for each window.
 
-    def __init__(self, log_dir: str | PathLike[str]) -> None:
+    Args:
+        log_dir: directory of the events file.
+        session: returns the whole run's session at its end, for the verdict and the maps; None to write neither.
+    """
+
+    def __init__(self, log_dir: str | PathLike[str], session: Callable[[], Session | None] = lambda: None) -> None:
         self._log = TensorBoardLog(log_dir)
+        self._session = session
         self._watched: tuple[TensorInfo, ...] = ()
+        #: Whether the page's charts are those of tensors no longer all that are watched.
+        self._charts_are_old = False
         self._progress = Progress()
 
     def watched(self, infos: Sequence[TensorInfo]) -> None:
         """Keep the descriptions of the tensors, from which the advice tells rounding noise from gradients."""
         self._watched = tuple(infos)
+        self._charts_are_old = True
 
     def window(self, window: Window) -> None:
         """Write a window's counts and, if it has gradients, the loss scale that fits them."""
+        if self._charts_are_old:
+            self._log.charts(self._watched)
+            self._charts_are_old = False
         self._log.write(window)
         if any(key.kind in GRADIENT_KINDS for key in window.tensors):
             session = Session(watched=self._watched, windows=(window,), progress=self._progress)
@@ -199,12 +238,40 @@ class TensorBoardSink:
         self._progress = progress
 
     def close(self) -> None:
-        """Close the log."""
-        self._log.close()
+        """Write the run's verdict to the text page and its maps to the images page, and close the log."""
+        try:
+            if (session := self._session()) is not None:
+                self._conclude(session)
+        finally:
+            self._log.close()
+
+    def _conclude(self, session: Session) -> None:
+        from mpinspect.ranges.analysis import analyse
+        from mpinspect.ranges.report import tensorboard_map
+        from mpinspect.ranges.report.document import title, verdict_blocks
+        from mpinspect.reporting import markdown
+        from mpinspect.reporting.document import Document, Findings
+
+        report = analyse(session)
+        step = max(session.progress.steps - 1, 0)
+        said = Document(title(report), (Findings(report.findings),), verdict=verdict_blocks(report.verdict))
+        self._log.text("verdict", markdown.render(said), step)
+        for kind, layers in tensorboard_map.layers_by_kind(report).items():
+            self._log.image(f"map/{kind}", *tensorboard_map.draw(layers, FORMATS[report.format]), step)
 
 
-def _range(histogram: ExponentHistogram) -> tuple[int, int]:
+def _limits(format: FloatFormat) -> str:
+    """Return a sentence on where a format's range ends."""
+    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
+    fewer = f", fewer bits are kept below 2^{format.min_normal_exponent}" if flush < format.min_normal_exponent else ""
+    return (
+        f"log2 of the magnitude. {format_name(format.name)} flushes to zero below 2^{flush}{fewer}, and overflows from "
+        f"2^{format.max_exponent + 1} on. A loss scale of 2^k moves the values k to the right."
+    )
+
+
+def _range(lowest: int, highest: int) -> tuple[int, int]:
     """Return the lowest and one past the highest exponent drawn: the usual range, or a wider multiple of 30."""
-    low, high = min(_LOWEST, histogram.min_exponent), max(_HIGHEST, histogram.max_exponent + 1)
+    low, high = min(_LOWEST, lowest), max(_HIGHEST, highest + 1)
     width = -(-(high - low) // _BARS) * _BARS
     return (high - width, high) if low < _LOWEST else (low, low + width)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpinspect.ranges.capture.sinks import Sink
-from mpinspect.ranges.session import RunInfo
-from mpinspect.ranges.store import FILE_NAME, SessionError, SessionWriter
+from mpinspect.ranges.session import RunInfo, Session
+from mpinspect.ranges.store import FILE_NAME, SessionError, SessionWriter, read_session
 
 #: How many sibling names are tried when log_dir holds another run already.
 _SIBLINGS = 1000
@@ -38,10 +38,18 @@ def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
     try:
         from mpinspect.ranges.report.tensorboard import TensorBoardSink
 
-        sinks.append(TensorBoardSink(path))
+        sinks.append(TensorBoardSink(path, lambda: _written(path)))
     except Exception as error:
         troubles.append(f"no TensorBoard log is written, only the session file: {error}")
     return Opened(path, sinks, troubles)
+
+
+def _written(path: Path) -> Session | None:
+    """Return the session in a directory; None if it can't be read, as when the directory has been deleted."""
+    try:
+        return read_session(path)
+    except (SessionError, OSError):
+        return None
 
 
 def _free_directory(wanted: Path) -> tuple[Path, list[str]]:

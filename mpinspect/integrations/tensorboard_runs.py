@@ -1,0 +1,256 @@
+"""Finds the session files below TensorBoard's log directories, and reads them for the page "Ranges". Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpinspect.reporting.streams import printable
+
+#: The session file's name: ``ranges.store.FILE_NAME``, which imports NumPy.
+FILE_NAME = "session.mpinspect"
+#: Most runs that are listed: a page with more of them is slow, and nobody finds one on it.
+MOST_RUNS = 2_000
+#: Seconds that a listing is used for, and how much longer than it took it is used at least.
+_LISTING_S, _LISTING_TIMES = 2.0, 20.0
+#: Answers that are kept: of 2,000 layers one has some megabytes.
+_MOST_KEPT = 8
+#: Addresses of remote storage, which TensorBoard reads and mpinspect does not.
+_REMOTE = re.compile(r"[a-zA-Z][0-9a-zA-Z.]*://")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A session file.
+
+    Args:
+        id: what the page asks for it by; made from its place, so that no path comes from outside.
+        name: its directory relative to the log directory, as TensorBoard names the run.
+        root: the log directory.
+        path: the file.
+        version: changes with the file.
+        written: when it was last written to, in seconds since 1970.
+    """
+
+    id: str
+    name: str
+    root: Path
+    path: Path
+    version: str
+    written: float
+
+
+@dataclass
+class Listing:
+    """The session files found, by id, and sentences on what could not be searched."""
+
+    runs: dict[str, Found] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+
+
+class Runs:
+    """The runs below TensorBoard's log directories; nothing is searched or read before it is asked for. Thread-safe.
+
+    Args:
+        roots: the log directories by the name that their runs begin with ("" for ``--logdir``).
+    """
+
+    def __init__(self, roots: Mapping[str, str]) -> None:
+        self._roots = roots
+        self._listing = Listing()
+        self._searched = -float("inf")
+        self._took_s = 0.0
+        self._searching, self._reading = threading.Lock(), threading.Lock()
+        self._search: threading.Thread | None = None
+        self._kept: dict[str, tuple[str, bytes]] = {}
+
+    def any_soon(self, most_s: float = 0.2) -> bool:
+        """Return whether there is a run, as far as is known after ``most_s`` seconds of searching; a thread goes on."""
+        if not self._listing.runs and (self._search is None or not self._search.is_alive()):
+            self._search = threading.Thread(target=self.listing, name="mpinspect-runs", daemon=True)
+            self._search.start()
+            self._search.join(most_s)
+        return bool(self._listing.runs)
+
+    def listing(self) -> Listing:
+        """Return the session files; searches again if the last search is some seconds old."""
+        with self._searching:
+            begun = time.monotonic()
+            if begun - self._searched > max(_LISTING_S, _LISTING_TIMES * self._took_s):
+                self._listing = _search(self._roots)
+                self._searched = time.monotonic()
+                self._took_s = self._searched - begun
+            return self._listing
+
+    def listed(self) -> dict[str, Any]:
+        """Return what the page's list shows: the runs by name, and sentences on what could not be searched."""
+        found = self.listing()
+        where = ", ".join(map(printable, self._roots.values())) or "no local directory"
+        runs = [
+            {"id": run.id, "name": printable(run.name), "written": run.written}
+            for run in sorted(found.runs.values(), key=lambda run: _by_number(run.name))
+        ]
+        return {"runs": runs, "where": where, "troubles": found.troubles, "now": time.time()}
+
+    def answer(self, id: str, version: str = "") -> bytes | None:
+        """Return a run's report as JSON, or its version alone if that is ``version``; None if there is no such run."""
+        found = self._listing.runs.get(id) or self.listing().runs.get(id)
+        with self._reading:
+            # As it is now: it has grown meanwhile, is gone, or has become a link that leads elsewhere.
+            run = found and _looked_at(found.root, found.path)
+            if run is None:
+                return None
+            if run.version == version:
+                return _json({"version": version})
+            known, text = self._kept.pop(id, ("", b""))
+            if known != run.version:
+                text = _json({"version": run.version, **_read(run)})
+            self._kept[id] = (run.version, text)
+            while len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            return text
+
+
+def roots_of(logdir: str, logdir_spec: str) -> dict[str, str]:
+    """Return TensorBoard's local log directories by the name that their runs begin with; remote ones are left out."""
+    if logdir:
+        return {} if _REMOTE.match(logdir) else {"": str(Path(logdir).expanduser())}
+    found = {}
+    for part in filter(None, logdir_spec.split(",")):
+        is_named = ":" in part and not _REMOTE.match(part) and part[0] != "/" and not os.path.splitdrive(part)[0]
+        name, path = part.split(":", 1) if is_named else (part, part)
+        if not _REMOTE.match(path):
+            found[name] = str(Path(path).expanduser())
+    return found
+
+
+# -- searching ------------------------------------------------------------------------------------------------------------
+
+
+def _search(roots: Mapping[str, str]) -> Listing:
+    found = Listing()
+    for label, root in roots.items():
+        for run in _below(Path(root), label, found.troubles):
+            if len(found.runs) == MOST_RUNS:
+                found.troubles.append(
+                    f"There are more than {MOST_RUNS:,} runs: start TensorBoard on a directory with fewer."
+                )
+                return found
+            found.runs[run.id] = run
+    return found
+
+
+def _below(root: Path, label: str, troubles: list[str]) -> Iterator[Found]:
+    """Yield the session files below a directory; links that lead out of it are not followed."""
+    try:
+        root = root.resolve(strict=True)
+    except OSError as error:
+        troubles.append(f"{printable(str(root))} can't be searched: {error.strerror or error}.")
+        return
+
+    def failed(error: OSError) -> None:
+        troubles.append(f"{printable(str(error.filename))} can't be searched: {error.strerror or error}.")
+
+    links = 0
+    for folder, folders, files in os.walk(root, onerror=failed):
+        links += sum(_leads_out(root, Path(folder) / name) for name in folders)
+        if FILE_NAME in files:
+            run = _looked_at(root, Path(folder) / FILE_NAME, label)
+            if run is not None:
+                yield run
+            else:
+                links += 1
+    if links:
+        troubles.append(f"Not followed: {links:,} links out of {printable(str(root))}.")
+
+
+def _leads_out(root: Path, folder: Path) -> bool:
+    return folder.is_symlink() and not folder.resolve().is_relative_to(root)
+
+
+def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:
+    """Return the session file as it is now; None if it is gone, or a link out of the log directory."""
+    try:
+        if not path.resolve(strict=True).is_relative_to(root):
+            return None
+        status = path.stat()
+    except OSError:
+        return None
+    below = path.parent.relative_to(root).as_posix()
+    name = below if not label else label if below == "." else f"{label}/{below}"
+    id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    version = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
+    return Found(id, name, root, path, version, status.st_mtime)
+
+
+def _by_number(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts rank2 before rank10."""
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------
+
+
+def _read(run: Found) -> dict[str, Any]:
+    """Return a run's verdict, findings and map, or the sentence that says why it can't be read. Never raises."""
+    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.store import SessionError, read_session
+
+    try:
+        return _shown(analyse(read_session(run.path)))
+    except (SessionError, OSError) as error:
+        return {"error": printable(str(error))}
+    except Exception as error:
+        return {
+            "error": printable(f"mpinspect failed to read {run.path} ({error!r}): please report this, with the file.")
+        }
+
+
+def _shown(report: Any) -> dict[str, Any]:
+    from mpinspect.ranges.kinds import UPDATE
+    from mpinspect.ranges.report.document import title, verdict_blocks
+    from mpinspect.ranges.report.explorer import packed
+    from mpinspect.ranges.report.layers import seen_layers
+    from mpinspect.ranges.report.scale_line import steps_and_samples
+    from mpinspect.reporting.document import Code, Line
+    from mpinspect.reporting.escaping import escaped
+    from mpinspect.reporting.finding import gravest_first, inferred
+
+    report = escaped(report)
+    progress = report.session.progress
+    blocks = verdict_blocks(report.verdict)
+    lines = {block.text: block.tone for block in blocks if isinstance(block, Line)}
+    code = {block.text: "code" for block in blocks if isinstance(block, Code)}
+    verdict = [{"text": text, "tone": tone} for text, tone in (lines | code).items()]
+    findings = [
+        {
+            "severity": finding.severity,
+            "id": f"{finding.id}{inferred(finding)}",
+            "message": finding.message,
+            "fix": finding.fix,
+            "code": finding.code,
+        }
+        for finding in gravest_first(report.findings)
+    ]
+    has_map = any(layer.kind != UPDATE for layer in seen_layers(report))
+    return {
+        "title": title(report),
+        "ended": progress.ended,
+        "steps": steps_and_samples(progress, "" if progress.ended else " so far"),
+        "verdict": verdict,
+        "findings": findings,
+        "notes": list(report.session.notes),
+        "map": packed(report) if has_map else None,
+    }
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")

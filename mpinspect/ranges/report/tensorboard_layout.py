@@ -1,0 +1,73 @@
+"""The charts of TensorBoard's "custom scalars" page.
+
+TensorBoard gives a run one colour, whatever its lines are, and tells them apart by markers: a chart of every layer is one
+knot. So each kind of tensor has a chart of its median layer between the lowest and the highest, and each chart of single
+layers holds a few that belong together: the same layer of a model's blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+from mpinspect.ranges.kinds import KINDS, TABLE, UPDATE
+from mpinspect.ranges.report.layers import by_pattern, common_name
+from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.reporting.streams import printable
+
+#: Most lines of a chart, about as many as TensorBoard has markers for.
+MOST_LINES = 8
+#: The scalars that have charts, by the first part of their tags.
+MEASURES = {"flushed_fraction": "flushed at scale 1", "range_offset": "range offset"}
+#: The scalars of a margin chart, in the order of its value and its limits; each follows ``of_layers/<measure>/<kind>/``.
+MARGIN = ("median", "lowest", "highest")
+#: The limits of the suggested scale.
+_LOSS_SCALE = ("Margin", [f"loss_scale/{name}" for name in ("suggested", "lowest", "highest")])
+
+
+def layout(infos: Iterable[TensorInfo], tags: Mapping[TensorKey, str]) -> dict[str, dict[str, Any]]:
+    """Return the page's charts by category and title, each with its type and its tags (regular expressions for lines).
+
+    Args:
+        infos: the tensors that are watched.
+        tags: the tag of each, ``<kind>/<layer>``.
+    """
+    counted = sorted((info for info in infos if info.kind != UPDATE), key=lambda info: KINDS.index(info.kind))
+    kinds = {kind: list(of_kind) for kind, of_kind in groupby(counted, lambda info: info.kind)}
+    titles = {kind.name: kind.title.lower() for kind in TABLE}
+    overview: dict[str, Any] = {"loss scale, log2: suggested, and the safe window": _LOSS_SCALE}
+    for measure, words in MEASURES.items():
+        for kind in kinds:
+            overview[f"{words}: {titles[kind]}, the median layer, between the lowest and the highest"] = (
+                "Margin",
+                [f"of_layers/{measure}/{kind}/{name}" for name in MARGIN],
+            )
+    found = {"mpinspect": overview}
+    for measure, words in MEASURES.items():
+        for kind, of_kind in kinds.items():
+            found[f"{words}: {titles[kind]}"] = {
+                title: ("Multiline", [f"{measure}/{re.escape(tags[info.key])}$" for info in group])
+                for title, group in _charts(of_kind)
+            }
+    return found
+
+
+def _charts(infos: list[TensorInfo]) -> Iterable[tuple[str, list[TensorInfo]]]:
+    """Yield the title and the tensors of each chart: those that a model's blocks repeat, and then the others."""
+    groups = by_pattern(infos)
+    singles = [info for group in groups if len(group) == 1 for info in group]
+    taken: set[str] = set()
+    for group in (*(group for group in groups if len(group) > 1), singles):
+        for start in range(0, len(group), MOST_LINES):
+            part = group[start : start + MOST_LINES]
+            names = [info.name or "(the model)" for info in part]
+            title = printable(
+                common_name(names) if group is not singles else " .. ".join(dict.fromkeys((names[0], names[-1])))
+            )
+            # Two kinds of module may have the same names.
+            while title in taken:
+                title += "'"
+            taken.add(title)
+            yield title, part

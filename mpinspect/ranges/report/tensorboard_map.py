@@ -1,0 +1,136 @@
+"""The map of layers by exponents as a PNG for TensorBoard's "Images" page.
+
+Drawn with Pillow alone, which matplotlib brings: the training process draws it at its end, and importing matplotlib there
+would take a second.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpinspect.numeric.formats import FloatFormat
+from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.kinds import UPDATE, kind_named
+from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
+from mpinspect.reporting.streams import printable
+from mpinspect.reporting.words import format_name
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
+#: Most rows of a map; repeated layers share one.
+MOST_ROWS = 60
+#: Pixels of a row and of a power of two, and of what stands around them.
+_ROW, _COLUMN, _TOP, _BOTTOM, _RIGHT = 18, 9, 34, 46, 20
+_FONT_SIZE, _MOST_LETTERS = 12, 46
+#: Powers of two shown beyond the format's range at least, and at most.
+_LEAST_MARGIN, _MOST_MARGIN = 6, 24
+#: Shares of the non-zero elements from 10^-5 on are told apart.
+_DECADES = 5
+_INK, _SOFT, _GRID = (28, 33, 38), (89, 99, 110), (225, 229, 234)
+_FILL, _FLUSHED, _SUBNORMAL, _OVERFLOWED = (0, 84, 147), (253, 236, 200), (250, 247, 236), (249, 214, 210)
+
+
+def layers_by_kind(report: RangeReport) -> dict[str, list[LayerReport]]:
+    """Return the layers that a map can show, by kind; no updates, since flushing does not decide whether one is lost."""
+    found: dict[str, list[LayerReport]] = {}
+    for layer in seen_layers(report):
+        if layer.kind != UPDATE and layer.histogram is not None and layer.histogram.nonzero:
+            found.setdefault(layer.kind, []).append(layer)
+    return found
+
+
+def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int, int]:
+    """Return a map of layers of one kind, at least one, as PNG, and its width and height in pixels.
+
+    A row is a layer, or the worst of those that a model's blocks repeat; a column is a power of two, the darker the larger
+    the share of the layer's non-zero elements. The background says where the format flushes and overflows.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    rows = repeated(layers)
+    shown = rows[:MOST_ROWS]
+    low, high = _ends(shown, format)
+    font = ImageFont.load_default(_FONT_SIZE)
+    names = [_shortened(row.name or "(the model)") for row in shown]
+    left = 16 + max(math.ceil(font.getlength(name)) for name in names)
+    title = f"{kind_named(layers[0].kind).title} against {format_name(format.name)} at scale 1" + (
+        f": the first {len(shown)} of {len(rows)} rows" if len(shown) < len(rows) else ""
+    )
+    width = max(left + (high - low) * _COLUMN + _RIGHT, 24 + math.ceil(font.getlength(title)))
+    height = _TOP + len(shown) * _ROW + _BOTTOM
+    image = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(image)
+    pen.font = font
+    pen.text((12, 9), title, _INK)
+    _background(pen, format, low, high, left, _TOP, _TOP + len(shown) * _ROW)
+    for place, (name, row) in enumerate(zip(names, shown, strict=True)):
+        top = _TOP + place * _ROW
+        pen.text((left - 8, top + _ROW // 2), name, _INK, anchor="rm")
+        _cells(pen, row, low, high, left, top)
+    made = io.BytesIO()
+    image.save(made, "PNG", optimize=True)
+    return made.getvalue(), width, height
+
+
+def _edges(format: FloatFormat) -> tuple[int, int, int]:
+    """Return the exponents from which on not everything is flushed, all bits are kept, and everything overflows."""
+    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
+    return flush, format.min_normal_exponent, format.max_exponent + 1
+
+
+def _ends(rows: list[Repeated], format: FloatFormat) -> tuple[int, int]:
+    """Return the first exponent drawn and the one after the last; what lies further out is counted at the ends."""
+    flush, _, top = _edges(format)
+    used = [row.worst.histogram for row in rows if row.worst.histogram is not None]
+    low = min(min(histogram.min_exponent for histogram in used), flush - _LEAST_MARGIN)
+    high = max(max(histogram.max_exponent for histogram in used) + 1, top + _LEAST_MARGIN)
+    return max(low, flush - _MOST_MARGIN), min(high, top + _MOST_MARGIN)
+
+
+def _background(pen: ImageDraw, format: FloatFormat, low: int, high: int, left: int, top: int, bottom: int) -> None:
+    """Draw the format's regions with their names, and the axis."""
+
+    def place(exponent: int) -> int:
+        return left + (exponent - low) * _COLUMN
+
+    flush, normal, over = _edges(format)
+    regions = (
+        ("flushed", low, flush, _FLUSHED),
+        ("subnormal", flush, normal, _SUBNORMAL),
+        ("overflow", over, high, _OVERFLOWED),
+    )
+    for name, start, end, colour in regions:
+        if end > start:
+            pen.rectangle((place(start), top, place(end) - 1, bottom), colour)
+            if (end - start) * _COLUMN > pen.textlength(name):
+                pen.text(((place(start) + place(end)) // 2, bottom + 34), name, _SOFT, anchor="mm")
+    step = 8 if high - low < 100 else 32
+    for exponent in range(-(-low // step) * step, high + 1, step):
+        pen.line((place(exponent), top, place(exponent), bottom + 4), _GRID)
+        pen.text((place(exponent), bottom + 13), f"2^{exponent}", _SOFT, anchor="mm")
+    for edge in {flush, normal, over}:
+        pen.line((place(edge), top, place(edge), bottom), _INK)
+
+
+def _cells(pen: ImageDraw, row: Repeated, low: int, high: int, left: int, top: int) -> None:
+    histogram = row.worst.histogram
+    assert histogram is not None, "draw() takes layers that were counted"
+    shares = [0.0] * (high - low)
+    for exponent, count in enumerate(histogram.counts.tolist(), histogram.min_exponent):
+        shares[min(max(exponent, low), high - 1) - low] += count / histogram.nonzero
+    for column, share in enumerate(shares):
+        if share:
+            strength = 0.15 + 0.85 * min(max(1 + math.log10(share) / _DECADES, 0.0), 1.0)
+            colour = tuple(round(255 + (part - 255) * strength) for part in _FILL)
+            x = left + column * _COLUMN
+            pen.rectangle((x, top + 2, x + _COLUMN - 1, top + _ROW - 3), colour)
+
+
+def _shortened(name: str) -> str:
+    """Return the end of a name, which tells layers apart, in characters that the font has."""
+    plain = printable(name).encode("ascii", "backslashreplace").decode("ascii")
+    return plain if len(plain) <= _MOST_LETTERS else f"...{plain[3 - _MOST_LETTERS :]}"

@@ -1,0 +1,300 @@
+"""TensorBoard's page "Ranges": its routes through the real application, and the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sessions
+from werkzeug.test import Client
+
+import mpinspect
+from mpinspect.integrations.tensorboard import RangesPlugin
+from mpinspect.integrations.tensorboard_runs import FILE_NAME, Runs, roots_of
+from mpinspect.ranges import store
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.report.explorer import packed
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.store import save_session
+
+with warnings.catch_warnings():
+    # TensorBoard's copy of html5lib.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from tensorboard import default, program
+    from tensorboard.backend import application
+    from tensorboard.backend.event_processing import data_ingester
+
+ROOT = Path(mpinspect.__file__).parents[1]
+#: A plugin's routes.
+HERE = "/data/plugin/mpinspect_ranges"
+
+
+def written(folder: Path, session: Session) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_session(session, folder)
+    return folder / FILE_NAME
+
+
+def client(logdir: Path | str, spec: str = "") -> Client:
+    """TensorBoard's own application with the plugin, called without a server."""
+    board = program.TensorBoard(plugins=[*default.get_plugins(), RangesPlugin])
+    board.configure(argv=["", "--logdir", str(logdir)] if logdir else ["", "--logdir_spec", spec])
+    provider = data_ingester.LocalDataIngester(board.flags).data_provider
+    return Client(application.TensorBoardWSGIApp(board.flags, [RangesPlugin], data_provider=provider))
+
+
+def told(client: Client, path: str, **query: str) -> Any:
+    return json.loads(client.get(f"{HERE}/{path}", query_string=query).data)
+
+
+def runs(client: Client) -> dict[str, str]:
+    return {run["name"]: run["id"] for run in told(client, "runs")["runs"]}
+
+
+def test_the_entry_point_names_the_plugin() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    ((module, name),) = re.findall(r'^\[project\.entry-points\.tensorboard_plugins\]\n\w+ = "(.*):(.*)"$', text, re.M)
+    assert getattr(import_module(module), name) is RangesPlugin
+
+
+def test_starting_tensorboard_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from tensorboard import default, program; default.get_plugins(); before = set(sys.modules)\n"
+        "from mpinspect.integrations.tensorboard import RangesPlugin; print(*(set(sys.modules) - before))"
+    )
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    added = ended.stdout.split()
+    assert "mpinspect.integrations.tensorboard" in added
+    assert not {"torch", "matplotlib", "numba", "rich", "mpinspect.ranges.store", "mpinspect.ranges.analysis"} & set(
+        added
+    )
+    assert len(added) < 40
+
+
+def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
+    path = written(tmp_path, sessions.word_model()).parent
+    code = (
+        "import sys; from mpinspect.integrations.tensorboard_runs import Runs\n"
+        f"runs = Runs({{'': {str(path)!r}}}); (id,) = runs.listing().runs\n"
+        "assert b'\"map\"' in runs.answer(id); print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
+
+
+def test_the_name_of_the_session_file_is_the_stores() -> None:
+    assert FILE_NAME == store.FILE_NAME
+
+
+def test_a_run_is_served_as_the_page_embeds_it(tmp_path: Path) -> None:
+    session = sessions.everything()
+    written(tmp_path / "a" / "WordModel", session)
+    written(tmp_path / "rank10", session)
+    written(tmp_path / "rank2", session)
+    board = client(tmp_path)
+    assert list(runs(board)) == ["a/WordModel", "rank2", "rank10"]
+    answer = told(board, "run", id=runs(board)["a/WordModel"])
+    report = analyse(session)
+    assert answer["map"] == packed(report)
+    assert [line["text"] for line in answer["verdict"] if line["tone"] != "code"]
+    assert {finding["message"] for finding in answer["findings"]} == {finding.message for finding in report.findings}
+    assert answer["ended"] is session.progress.ended
+    unchanged = told(board, "run", id=runs(board)["a/WordModel"], version=answer["version"])
+    assert unchanged == {"version": answer["version"]}
+
+
+def test_a_run_that_goes_on_is_read_again(tmp_path: Path) -> None:
+    session = sessions.word_model()
+    goes_on = replace(session, windows=session.windows[:1], progress=replace(session.progress, ended=False, steps=10))
+    path = written(tmp_path / "run", goes_on)
+    board = client(tmp_path)
+    (id,) = runs(board).values()
+    first = told(board, "run", id=id)
+    assert first["ended"] is False
+    assert "so far" in first["steps"]
+    path.unlink()
+    written(tmp_path / "run", session)
+    later = told(board, "run", id=id, version=first["version"])
+    assert later["version"] != first["version"]
+    assert later["map"] == packed(analyse(session))
+
+
+def test_scripts_and_styles_are_served(tmp_path: Path) -> None:
+    board = client(tmp_path)
+    for name, kind in {
+        "tensorboard.js": "text/javascript",
+        "explorer.js": "text/javascript",
+        "style.css": "text/css",
+    }.items():
+        response = board.get(f"{HERE}/{name}")
+        assert response.status_code == 200
+        assert response.mimetype == kind
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+    listing = json.loads(board.get("/data/plugins_listing").data)["mpinspect_ranges"]
+    assert listing["tab_name"] == "Ranges"
+    assert listing["loading_mechanism"] == {"type": "IFRAME", "module_path": f"{HERE}/tensorboard.js"}
+    assert "nnerHTML" not in board.get(f"{HERE}/tensorboard.js").text
+
+
+def test_it_is_active_where_there_is_a_run(tmp_path: Path) -> None:
+    def active() -> bool:
+        return bool(json.loads(client(tmp_path).get("/data/plugins_listing").data)["mpinspect_ranges"]["enabled"])
+
+    assert active() is False
+    written(tmp_path / "run", sessions.word_model())
+    assert active() is True
+
+
+def test_nothing_outside_of_the_log_directory_is_read(tmp_path: Path) -> None:
+    outside = written(tmp_path / "outside", sessions.word_model())
+    logs = tmp_path / "logs"
+    (logs / "linked file").mkdir(parents=True)
+    (logs / "linked file" / FILE_NAME).symlink_to(outside)
+    (logs / "linked folder").symlink_to(outside.parent)
+    inside = written(logs / "inside", sessions.word_model())
+    board = client(logs)
+    assert list(runs(board)) == ["inside"]
+    assert told(board, "runs")["troubles"] == [f"Not followed: 2 links out of {logs}."]
+    for wanted in ("../outside", str(outside), f"../outside/{FILE_NAME}", "inside", "", "\0"):
+        response = board.get(f"{HERE}/run", query_string={"id": wanted})
+        assert response.status_code == 404
+        assert "gone" in response.json["error"]
+    # What was a file when it was found, and is a link when it is asked for.
+    (id,) = runs(board).values()
+    inside.unlink()
+    inside.symlink_to(outside)
+    response = board.get(f"{HERE}/run", query_string={"id": id})
+    assert response.status_code == 404
+    for path in ("/run/../../../../pyproject.toml", "/..%2f..%2fpyproject.toml", "/tensorboard.py"):
+        assert board.get(HERE + path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "holds nothing"),
+        (b"something else", "is not an mpinspect session file"),
+        (store.frames.MAGIC + (99).to_bytes(4, "little"), "was written by a newer mpinspect"),
+    ],
+)
+def test_what_can_not_be_read_is_a_sentence(data: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / FILE_NAME).write_bytes(data)
+    written(tmp_path / "good", sessions.word_model())
+    board = client(tmp_path)
+    assert sentence in told(board, "run", id=runs(board)["bad"])["error"]
+    assert told(board, "run", id=runs(board)["good"])["map"]
+
+
+@pytest.mark.parametrize("name", sessions.all_sessions())
+def test_every_session_is_served(name: str, tmp_path: Path) -> None:
+    written(tmp_path, sessions.all_sessions()[name])
+    board = client(tmp_path)
+    answer = told(board, "run", id=runs(board)["."])
+    assert "error" not in answer
+    assert all(text.isprintable() for text in (answer["title"], *answer["notes"]))
+
+
+def test_where_it_looks_is_said(tmp_path: Path) -> None:
+    (trouble,) = told(client(tmp_path / "missing"), "runs")["troubles"]
+    assert trouble == f"{tmp_path / 'missing'} can't be searched: No such file or directory."
+    assert told(client("gs://bucket/logs"), "runs")["where"] == "no local directory"
+    written(tmp_path / "one" / "x", sessions.word_model())
+    written(tmp_path / "two", sessions.word_model())
+    assert list(runs(client("", f"first:{tmp_path / 'one'},second:{tmp_path / 'two'}"))) == ["first/x", "second"]
+    assert roots_of("", "/a:b,name:/c,s3://x,y:s3://x") == {"/a:b": "/a:b", "name": "/c"}
+
+
+def test_a_listing_is_searched_again_only_after_a_while(tmp_path: Path) -> None:
+    found = Runs({"": str(tmp_path)})
+    assert found.listed()["runs"] == []
+    written(tmp_path, sessions.word_model())
+    assert found.listed()["runs"] == []
+    found._searched -= 3600
+    assert [run["name"] for run in found.listed()["runs"]] == ["."]
+
+
+# -- in a browser --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Any:
+    """The page of the real TensorBoard, served here, in a browser; ``frame`` waits for the plugin's."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'mpinspect[browser]'")
+    chromium = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
+    if chromium is None:
+        pytest.skip("needs Chromium, which is not installed")
+    board = program.TensorBoard(plugins=[*default.get_plugins(), RangesPlugin])
+    board.configure(
+        argv=["", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false", "--reload_interval", "0"]
+    )
+    server = board._make_server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        page.troubles = []
+        page.on("console", lambda message: page.troubles.extend([message.text] if message.type == "error" else []))
+        page.on("pageerror", lambda error: page.troubles.append(str(error)))
+        page.address = f"http://localhost:{server.server_port}/#mpinspect_ranges"
+        yield page
+        browser.close()
+    server.shutdown()
+    server.server_close()
+
+
+def frame(page: Any) -> Any:
+    page.goto(page.address)
+    return page.wait_for_selector("iframe[src*=mpinspect_ranges]", state="attached").content_frame()
+
+
+def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
+    session = sessions.word_model()
+    totals = {key: tensor.histogram for key, tensor in session.totals().items()}
+    other = {key: counts.shifted(-6 if key.name == "hidden.weight" else 0) for key, counts in totals.items()}
+    written(tmp_path / "<b>ended", sessions.session(other))
+    early = replace(session, windows=session.windows[:1], progress=replace(session.progress, ended=False, steps=10))
+    path = written(tmp_path / "going on", early)
+    here = frame(page)
+    here.wait_for_selector(".part .explorer tbody tr[data-name]")
+    assert here.text_content(".part h2") == "going on"
+    assert "10 steps so far" in here.text_content(".part > p")
+    here.get_by_text("<b>ended").click()
+    here.wait_for_selector(".part >> nth=1 >> .explorer tbody tr[data-name]")
+    # What is chosen in one map is chosen in the other.
+    here.locator(".explorer select").first.select_option("weight_gradient")
+    here.locator(".explorer input[type=range]").first.fill("12")
+    here.locator(".explorer input[type=search]").first.fill("hidden")
+    here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
+    assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
+    assert "2^12" in here.locator(".explorer .said").nth(1).text_content()
+    assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]
+    assert here.locator(".differences tbody th").all_text_contents() == ["hidden.weight"]
+    # The choice outlives what the run writes.
+    path.unlink()
+    written(tmp_path / "going on", session)
+    here.wait_for_function("!document.querySelector('.part > p').textContent.includes('so far')")
+    here.wait_for_function("document.querySelectorAll('.explorer input[type=range]').length > 2")
+    assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
+    assert here.locator(".explorer input[type=search]").first.input_value() == "hidden"
+    assert "2^12" in here.locator(".explorer .said").first.text_content()
+    assert page.troubles == []
+
+
+def test_a_folder_without_runs_is_a_sentence(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    here = frame(page)
+    here.wait_for_function("document.body.textContent.includes('No run of mpinspect lies below')")
+    assert str(tmp_path) in here.text_content("[role=status]")
+    assert page.troubles == []
