@@ -17,7 +17,8 @@ from mpinspect.runtime.version import __version__
 
 FILE_NAME = "run.json"
 #: Names of the other files beside run.json: the report in three forms and, with --kernels, the trace.
-REPORTS = ("report.md", "report.json", "report.html")
+PAGE = "report.html"
+REPORTS = ("report.md", "report.json", PAGE)
 TRACE = "trace.json.gz"
 
 #: Outcomes reported for a process that has not written its final run.json.
