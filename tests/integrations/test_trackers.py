@@ -368,8 +368,9 @@ def test_wandb(way, writes_each_step, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(writes_each_step, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     with mlflow.start_run() as run:
         train(lambda step, loss: mlflow.log_metric("loss", step, step=step), tracker="mlflow")
     client = mlflow.MlflowClient()
