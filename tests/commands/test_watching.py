@@ -1,9 +1,11 @@
-"""``mpinspect report --watch``: again at each change, until the run ends; no clock and no process but in the last test."""
+"""``mpinspect report --watch``: again at each change, until the run ends."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
 import sys
 import time
 
@@ -34,6 +36,7 @@ def looks(monkeypatch):
 def writes(path, **progress):
     made = sessions.word_model()
     path.mkdir(parents=True, exist_ok=True)
+    (path / "session.mpinspect").unlink(missing_ok=True)
     dataclasses.replace(made, progress=dataclasses.replace(made.progress, **progress)).save(path)
 
 
@@ -71,9 +74,6 @@ def test_what_does_not_change_is_not_shown_again_and_ctrl_c_ends_it(looks, tmp_p
 
 @pytest.mark.parametrize("end", ["its record", "its process", "no data"])
 def test_a_run_directory_ends_with_its_record_or_its_process(end, looks, tmp_path, capsys, monkeypatch):
-    import os
-    import platform
-
     begun(tmp_path, process=os.getpid(), host=platform.node())
     if end != "no data":
         writes(tmp_path / "Net", ended=True)
@@ -118,8 +118,6 @@ def test_only_a_terminal_is_cleared(looks, tmp_path, capsys, monkeypatch):
 
 
 def test_the_time_is_that_of_the_last_change(looks, tmp_path, capsys, monkeypatch):
-    import os
-
     writes(tmp_path, ended=True)
     os.utime(tmp_path / "session.mpinspect", (86400, 86400))
     watch(tmp_path)
