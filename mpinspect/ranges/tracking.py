@@ -45,7 +45,7 @@ class Tracking:
     def hand_over(self, report: Callable[[], RangeReport]) -> Iterator[str]:
         """Give the tracker the report's page; yield sentences on what went wrong, and raise nothing."""
         run = self._tracker if isinstance(self._tracker, ActiveRun) else None
-        if run is not None and not run.found:
+        if run is not None and run.missing:
             yield run.missing
         if run is not None and not run.is_open:
             return

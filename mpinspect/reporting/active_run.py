@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,25 @@ class ActiveRun:
         self._tracker: WandbRun | MlflowRun | TrackioRun | None = None
         #: The parts that have logged to the open run, in this order.
         self._parts: list[RunPart] = []
+        #: Runs whose waiting rows are still to be logged.
+        self._left: list[WandbRun | MlflowRun | TrackioRun] = []
+        #: Held while something is logged, as several models may; never taken by the thread that trains, before the end.
+        self._lock = threading.Lock()
         self._process = os.getpid()
         self._fault: Exception | None = None
-        #: Whether any run was found.
-        self.found = False
+        self._found = False
+        #: The first step whose scalars were dropped since a run ended; None if none were.
+        self._dropped_from: int | None = None
 
     @property
     def missing(self) -> str:
-        """A sentence on what is missing if no run was found."""
+        """A sentence on what was not logged for want of an open run; "" if nothing."""
         package = PACKAGES[self._name]
-        return f"nothing was logged to {package.title}: the training opened no run of it ({package.begin})"
+        if not self._found:
+            return f"nothing was logged to {package.title}: the training opened no run of it ({package.begin})"
+        if self._dropped_from is not None:
+            return f"the run of {package.title} ended before the training: it has no scalars from step {self._dropped_from:,} on"
+        return ""
 
     @property
     def is_open(self) -> bool:
@@ -54,7 +64,7 @@ class ActiveRun:
             return
         try:
             run = PACKAGES[self._name].open(package)
-            if run is not None and run is not self._open and not getattr(run, "disabled", False):
+            if run is not None and run is not self._open:
                 self._bind(run)
         except Exception as error:
             self._fault = error
@@ -68,13 +78,19 @@ class ActiveRun:
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
-        if self._tracker is not None:
-            self._tracker.scalars(step, values)
+        with self._lock:
+            while self._left:
+                self._left.pop().release()
+            if self._tracker is not None:
+                self._tracker.scalars(step, values)
+            elif self._open is None and self._dropped_from is None:
+                self._dropped_from = step
 
     def artifact(self, path: Path) -> None:
         """Keep a page. Raises whatever the package raises."""
-        if self._tracker is not None:
-            self._tracker.artifact(path)
+        with self._lock:
+            if self._tracker is not None:
+                self._tracker.artifact(path)
 
     def leave(self) -> None:
         """Call ``before_end`` no more: nothing will be handed over, but for rows that wait for the end of a run."""
@@ -85,17 +101,24 @@ class ActiveRun:
         self.leave()
         self._ends()
 
+    def join(self, part: RunPart) -> None:
+        """Give a part its place among those that log to the open run."""
+        if part not in self._parts and self._open is not None:
+            self._parts.append(part)
+
     def name_in_run(self, part: RunPart, name: str) -> str:
         """Return the name that a value of a part has in the open run."""
-        if part not in self._parts:
-            self._parts.append(part)
+        self.join(part)
+        if not self._parts:
+            return name
         return name if part is self._parts[0] else name.replace(f"{GROUP}/", f"{GROUP}/{part.name}/", 1)
 
     def _bind(self, run: Any) -> None:
         if self._tracker is not None:
-            self._tracker.release()
-        self._tracker = PACKAGES[self._name].log_to(run)
-        self._open, self._parts, self.found = run, [], True
+            self._left.append(self._tracker)
+        is_disabled = getattr(run, "disabled", False)
+        self._tracker = None if is_disabled else PACKAGES[self._name].log_to(run)
+        self._open, self._parts, self._found, self._dropped_from = run, [], True, None
         if isinstance(self._tracker, WandbRun):
             # Exit handlers run last in, first out: before W&B's own, which was registered when the run began.
             atexit.unregister(self._ends)
@@ -110,7 +133,8 @@ class ActiveRun:
         atexit.unregister(self._ends)
         try:
             self._before_end()
-            tracker.release()
+            with self._lock:
+                tracker.release()
         except Exception as error:
             self._fault = error
         self._tracker = self._open = None
@@ -124,8 +148,9 @@ class RunPart:
         self.name = name
 
     def look(self) -> None:
-        """Find the run to log to; never raises."""
+        """Find the run to log to, and take this model's place in it; never raises."""
         self._run.look()
+        self._run.join(self)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values under the part's names."""

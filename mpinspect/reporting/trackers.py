@@ -186,8 +186,9 @@ def check_name(name: str) -> str:
     """
     if name not in PACKAGES:
         raise ValueError(
-            f"tracker={name!r}: there are {', '.join(PACKAGES)}, or give an object with scalars and artifact"
+            f"tracker={name!r}: there are {', '.join(PACKAGES)} (in Python also objects with scalars and artifact)"
         )
-    if name not in sys.modules and find_spec(name) is None:
+    # A folder ./wandb, as W&B makes it, is found as a package without an origin.
+    if name not in sys.modules and getattr(find_spec(name), "origin", None) is None:
         raise ImportError(f"tracker={name!r} needs {PACKAGES[name].title}: pip install mpinspect[{name}]")
     return name

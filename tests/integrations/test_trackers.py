@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import launched
@@ -201,7 +202,7 @@ def test_what_is_no_tracker_is_refused(tracker, error, words):
 @pytest.mark.parametrize("name", trackers.PACKAGES)
 def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: ModuleSpec(name, None))
     with pytest.raises(ImportError, match=rf"pip install mpinspect\[{name}\]"):
         mpinspect.Inspector(nn.Linear(1, 1), tracker=name)
 
@@ -240,17 +241,37 @@ def test_a_run_is_found_when_it_begins_and_followed_by_the_next(package, writes_
     assert len(second.pages) == 1
 
 
+@pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+def test_a_run_that_ends_before_the_training_costs_a_note(package, writes_each_step, monkeypatch):
+    """As W&B's do, which take nothing afterwards."""
+    package.run = kept = Kept()
+    ends = []
+    monkeypatch.setattr(Kept, "before_end", lambda self, call: ends.append(call), raising=False)
+    monkeypatch.setattr("mpinspect.reporting.active_run.WandbRun", Kept)
+
+    def log(step, loss):
+        if step == 2:
+            package.run = None
+            ends[0]()
+
+    inspector, _ = train(log, tracker="fake")
+    assert [step for step, _ in kept.rows][-1] == 2
+    assert len(kept.pages) == 1
+    assert notes(inspector, "the run of Fake ended before the training: it has no scalars from step 3 on")
+
+
 def test_several_models_have_their_names_but_for_the_first_in_each_run(package):
     active = ActiveRun("fake", lambda: None)
     one, other = active.part("Net"), active.part("Head")
     for first, later in ((one, other), (other, one)):
         package.run = Kept()
-        active.look()
-        first.scalars(0, {"mpinspect/steps/skipped": 1})
+        first.look()
+        later.look()
         later.scalars(0, {"mpinspect/steps/skipped": 2})
+        first.scalars(0, {"mpinspect/steps/skipped": 1})
         assert package.run.rows == [
-            (0, {"mpinspect/steps/skipped": 1}),
             (0, {f"mpinspect/{later.name}/steps/skipped": 2}),
+            (0, {"mpinspect/steps/skipped": 1}),
         ]
 
 
