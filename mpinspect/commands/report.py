@@ -35,6 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.watch and options.json:
+        raise UnusableError("--watch shows text: leave --json out")
     if options.watch:
         from mpinspect.commands.watching import watch
 

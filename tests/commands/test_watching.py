@@ -94,6 +94,8 @@ def test_a_file_that_is_half_written_is_read_again_and_a_broken_one_is_an_error(
     path.write_bytes(b"mp")
     looks += [lambda: writes(tmp_path, ended=True)]
     assert watch(tmp_path) == 0
+    assert watch(tmp_path, "--json") == 2
+    assert capsys.readouterr().err == "mpinspect: --watch shows text: leave --json out\n"
     path.write_bytes(b"no session")
     looks += [lambda: None]
     assert watch(tmp_path) == 2

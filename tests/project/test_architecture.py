@@ -51,7 +51,8 @@ WITHOUT_TORCH = (
     *("kernels.records", "kernels.trace", "kernels.names", "kernels.analysis", "kernels.report"),
     *("run.reading", "run.report", "commands.report", "commands.kernels"),
 )
-HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton"}
+TRACKERS = ("wandb", "mlflow", "trackio")
+HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "numba", "triton", *TRACKERS}
 #: Drawing asks for matplotlib, and is imported where a picture is asked for.
 DRAWS = ("plot", "picture")
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
