@@ -44,8 +44,10 @@ class ActiveRun:
 
     @property
     def missing(self) -> str:
-        """A sentence on what was not logged for want of an open run; "" if nothing."""
+        """A sentence on what was not logged for want of an open run; "" if nothing, and in all ranks but the first."""
         package = PACKAGES[self._name]
+        if os.environ.get("RANK", "0") != "0":
+            return ""
         if not self._found:
             return f"nothing was logged to {package.title}: the training opened no run of it ({package.begin})"
         if self._dropped_from is not None:

@@ -146,7 +146,7 @@ class Ending:
 
     def _finish(self, flush: bool) -> None:
         recordings = Recordings() if self._watcher is None else self._watcher.finish()
-        if self._tracker is not None and self._tracker.missing and self.speaks:
+        if self._tracker is not None and self._tracker.missing:
             self.seen.note(self._tracker.missing)
         self.seen.other_frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
         if self._leaves_no_trace and not recordings.models and not self.seen.backwards and not self._failed_with_torch:

@@ -223,9 +223,12 @@ def package(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_without_an_open_run_a_note_says_how_to_begin_one(package):
+def test_without_an_open_run_a_note_says_how_to_begin_one_in_the_first_rank(package, monkeypatch):
     inspector, _ = train(tracker="fake")
     assert notes(inspector, "nothing was logged to Fake: the training opened no run of it (fake.init())")
+    monkeypatch.setenv("RANK", "1")
+    inspector, _ = train(tracker="fake")
+    assert inspector.session().notes == ()
 
 
 def test_a_run_is_found_when_it_begins_and_followed_by_the_next(package, writes_each_step):
