@@ -28,6 +28,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the inspector's log_dir, a run directory of mpinspect run, or a session file; the run may still go on",
     )
     add_output_options(parser, range_finding)
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="show the report again whenever the run has written something, until it ends; waits for a run that has not begun",
+    )
     parser.add_argument("--all", action="store_true", help="show every layer, and every block of repeated ones")
     parser.add_argument(
         "--format",
@@ -38,14 +43,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    report = _read(options.run_dir, options.format)
+    if options.watch and options.json:
+        raise UnusableError("--watch shows text: leave --json out")
+    if options.watch:
+        from mpinspect.commands.watching import watch
+
+        report = watch(
+            options.run_dir, lambda: _read(options.run_dir, options.format), lambda each: _show(each, options)
+        )
+    else:
+        report = _read(options.run_dir, options.format)
+        _show(report, options)
+    return status(report.findings, options.fail_on)
+
+
+def _show(report: RangeReport | RunReport, options: argparse.Namespace) -> None:
     # Save before printing, so that an error from a picture does not follow a printed report.
     save_to(report, options.png, options.md, options.html)
     if options.json:
         sys.stdout.write(report.to_json())
     else:
         print_text(report, everything=options.all)
-    return status(report.findings, options.fail_on)
 
 
 def _read(path: str, format: str | None) -> RangeReport | RunReport:

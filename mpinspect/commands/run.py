@@ -62,6 +62,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", type=gpu_name, metavar="NAME", help="judge for this GPU: hopper, A100, ... (the one at hand)"
     )
+    parser.add_argument(
+        "--tracker",
+        type=_tracker,
+        metavar="NAME",
+        help="log a few scalars and the report's page to the run that the script has open: wandb, mlflow or trackio",
+    )
     parser.add_argument("--fail-on", action="append", type=_finding, default=[], metavar="WHAT", help=_FAIL_ON)
 
 
@@ -109,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
         watch=options.watch,
         loss_scale=options.loss_scale,
         max_overhead=options.max_overhead,
+        tracker=options.tracker,
         fail_on=tuple(options.fail_on),
     )
     try:
@@ -145,6 +152,15 @@ def _below(limit: float, text: str, advice: str) -> float:
     if not 0 < number < limit:
         raise argparse.ArgumentTypeError(f"{text!r}: {advice}")
     return number
+
+
+def _tracker(text: str) -> str:
+    from mpinspect.reporting.trackers import check_name
+
+    try:
+        return check_name(text)
+    except (ValueError, ImportError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _kinds(text: str) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.ranges.tracking import Tracking
+from mpinspect.reporting.trackers import Tracker
 from mpinspect.runtime.wrappers import unwrapped
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -73,11 +75,15 @@ class Inspector:
             sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the
             budget, it covers fewer steps; the report says how many. None: ``every`` and ``watch`` apply whatever they
             cost.
+        tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
+            "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
+            ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note says so and the training goes on.
 
     Raises:
-        TypeError: model is not a Module, or optimizers, loss_scale or max_overhead have the wrong type.
-        ValueError: an unknown kind, ``every`` below 1, ``max_overhead`` not between 0 and 1, or a ``loss_scale`` that
-            is not positive and finite.
+        TypeError: model is not a Module, or optimizers, loss_scale, max_overhead or tracker have the wrong type.
+        ValueError: an unknown kind or tracker, ``every`` below 1, ``max_overhead`` not between 0 and 1, or a ``loss_scale``
+            that is not positive and finite.
+        ImportError: the tracker's package is not installed.
     """
 
     #: Whether the inspector detaches by itself when the process ends.
@@ -97,6 +103,7 @@ class Inspector:
         log_dir: str | Path | None = None,
         watch: bool = True,
         max_overhead: float | None = None,
+        tracker: str | Tracker | None = None,
     ) -> None:
         if max_overhead is not None:
             max_overhead = check_max_overhead(max_overhead)
@@ -109,8 +116,12 @@ class Inspector:
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
         info = RunInfo(type(unwrapped(model)).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
+        self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
-        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce)
+        if self._tracking is not None:
+            sinks.append(self._tracking.sink)
+        look = None if self._tracking is None else self._tracking.look
+        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce, before_write=look)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = Capture(
             found,
@@ -148,6 +159,8 @@ class Inspector:
         self._broken_before = self._capture.broken_weights() or frozenset()
         # Set before attaching, so that detach also cleans up after an attach that fails halfway.
         self._running = True
+        if self._tracking is not None:
+            self._tracking.look()
         self._capture.attach()
         if self.log_dir is not None and self._ends_with_the_process:
             self._at_exit = AtExit(self._end)
@@ -227,6 +240,27 @@ class Inspector:
             if self._left is not None:
                 self._recording.event(self._left)
             self._recording.close()
+            if self._tracking is not None:
+                self._hand_over(self._tracking)
+                self._tracking.leave()
+
+    def bring_tracker_up_to_date(self) -> None:
+        """Bring the tracker up to date while it still takes what is logged: the script ends its run before the inspection."""
+        if self._tracking is None or self._recording.progress.ended:
+            return
+        try:
+            if self._capture.attached:
+                self._capture.collect(wait=True)
+            self._recording.flush()
+            self._tracking.sink.settle()
+        except Exception as error:
+            self._recording.note(f"the tracker does not have all of its scalars: {error!r}")
+        self._hand_over(self._tracking)
+
+    def _hand_over(self, tracking: Tracking) -> None:
+        """Give the tracker the report's page; note what it could not take."""
+        for sentence in tracking.hand_over(self.report):
+            self._recording.note(sentence)
 
     def _tell(self, note: str) -> None:
         """Warn the user of a new note: what could not be measured, and why."""

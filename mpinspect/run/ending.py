@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpinspect.reporting import streams
+from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others
 from mpinspect.run.options import LaunchOptions
@@ -73,6 +74,7 @@ class Ending:
         self._record = record
         self._leaves_no_trace = leaves_no_trace
         self._watcher: Watcher | None = None
+        self._tracker: ActiveRun | None = None
         self._once = threading.Lock()
 
     @property
@@ -88,7 +90,9 @@ class Ending:
         try:
             from mpinspect.run.watcher import Watcher
 
-            self._watcher = Watcher(self.options, self.directory, self._say, self.seen)
+            if self.options.tracker is not None:
+                self._tracker = ActiveRun(self.options.tracker, self._before_the_tracker_ends)
+            self._watcher = Watcher(self.options, self.directory, self._say, self.seen, self._tracker)
             self._watcher.install()
         except Exception as error:
             self.seen.note(f"mpinspect failed when torch was imported, and watched nothing: {brief(error)}")
@@ -117,6 +121,8 @@ class Ending:
             return
         try:
             self._finish(flush)
+            if self._tracker is not None:
+                self._tracker.end()
         except KeyboardInterrupt:
             self._say(f"stopped before the report was complete: mpinspect report {self._whole} reads what was recorded")
         except Exception as error:
@@ -140,6 +146,8 @@ class Ending:
 
     def _finish(self, flush: bool) -> None:
         recordings = Recordings() if self._watcher is None else self._watcher.finish()
+        if self._tracker is not None and self._tracker.missing:
+            self.seen.note(self._tracker.missing)
         self.seen.other_frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
         if self._leaves_no_trace and not recordings.models and not self.seen.backwards and not self._failed_with_torch:
             return
@@ -197,9 +205,28 @@ class Ending:
             _save_again(model)
         for name in REPORTS:
             report.save(self.directory / name)
+        self._hand_over(self.directory / PAGE)
         self._write_last_record(
             models=[{"name": model.name, "log_dir": model.log_dir} for model in models], saw=list(report.saw)
         )
+
+    def _before_the_tracker_ends(self) -> None:
+        """Give the tracker all scalars and the page, while the script, which is about to end its tracker's run, goes on."""
+        if self.over or self._watcher is None:
+            return
+        try:
+            report = join(self._watcher.so_far(), self.seen, self.outcome, self.options, self._whole)
+            self._hand_over(report.save(self.directory / PAGE))
+        except Exception as error:
+            self._say(f"the report's page could not be made for {self.options.tracker}: {brief(error)}")
+
+    def _hand_over(self, page: Path) -> None:
+        """Give the page to the tracker, if its run is open; say what went wrong."""
+        try:
+            if self._tracker is not None:
+                self._tracker.artifact(page)
+        except Exception as error:
+            self._say(f"{self.options.tracker} did not take the report's page: {brief(error)}")
 
     def _write_last_record(self, **more: Any) -> None:
         ended = {

@@ -23,7 +23,7 @@ TRACE = "trace.json.gz"
 
 #: Outcomes reported for a process that has not written its final run.json.
 _KILLED = "ended without a report (killed, or it crashed)"
-_RUNNING = "still running, or killed"
+STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
 
@@ -161,7 +161,7 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     models = _field(record, "models", tuple[_Model, ...], damaged, needed=has_ended) or ()
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
-        outcome = _KILLED if _is_gone(record) else _RUNNING
+        outcome = _KILLED if _is_gone(record) else STILL_RUNNING
     # A model has no directory if none of its files could be written.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
     return ProcessRecord(command, outcome, has_ended, saw, directories, trouble)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.models.attach_lock import AttachLock
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.torch_patches import TorchPatches
@@ -31,14 +32,23 @@ class Watcher(Guarded):
         directory: each model gets a directory below it.
         say: prints a line to stderr.
         seen: the counts to update.
+        tracker: gets the models' scalars.
     """
 
-    def __init__(self, options: LaunchOptions, directory: Path, say: Callable[[str], None], seen: Seen) -> None:
+    def __init__(
+        self,
+        options: LaunchOptions,
+        directory: Path,
+        say: Callable[[str], None],
+        seen: Seen,
+        tracker: ActiveRun | None = None,
+    ) -> None:
         super().__init__(seen.note)
         self.seen = seen
         self._options = options
         self._directory = directory
         self._say = say
+        self._tracker = tracker
         self._active = False
         self._known: set[int] = set()
         self._lock = AttachLock()
@@ -58,6 +68,15 @@ class Watcher(Guarded):
         except Exception as error:
             self.seen.note(f"mpinspect failed while it finished: {error!r}")
             return Recordings()
+
+    def so_far(self) -> Recordings:
+        """Bring the tracker up to date and return the recordings, while the script goes on. Waits for the GPU."""
+        with self._lock.held():
+            parts = self._parts
+            if parts is None:
+                return Recordings()
+            parts.models.bring_tracker_up_to_date()
+            return Recordings(parts.models.records(), parts.one_step.matmuls, parts.one_step.trace)
 
     @guarded
     def broke_off(self, error: BaseException) -> None:
@@ -201,7 +220,7 @@ class Watcher(Guarded):
         from mpinspect.run.models.one_step import OneStep
 
         seen, lock, compiled = self.seen, self._lock, self._compiled
-        models = InspectedModels(self._options, self._directory, self._say, seen, lock, compiled)
+        models = InspectedModels(self._options, self._directory, self._say, seen, lock, compiled, self._tracker)
         attaching = Attacher(models, seen, lock, compiled, self.attached)
         one_step = OneStep(self._options, self._directory, models, seen, compiled)
         return _Parts(models, attaching, BackwardSearch(attaching, seen), one_step)

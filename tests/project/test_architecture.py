@@ -52,7 +52,8 @@ WITHOUT_TORCH = (
     *("run.reading", "run.report", "run.diff", "commands.report", "commands.diff", "commands.kernels"),
     "integrations.tensorboard_runs",
 )
-HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "wandb", "numba", "triton"}
+TRACKERS = ("wandb", "mlflow", "trackio")
+HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "numba", "triton", *TRACKERS}
 #: Drawing asks for matplotlib, and is imported where a picture is asked for.
 DRAWS = ("plot", "picture")
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

@@ -39,7 +39,7 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
         ValueError: ``format`` is the name of no known format.
     """
     session = replace(session, progress=session.reached())
-    format = _judged_in(session) if format is None else as_format(format)
+    format = judged_in(session) if format is None else as_format(format)
     totals = session.totals()
     infos = tensor_infos(session, totals)
     seen = evidence(session)
@@ -71,7 +71,7 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
     )
 
 
-def _judged_in(session: Session) -> FloatFormat:
+def judged_in(session: Session) -> FloatFormat:
     """Return the format in which the run computes; FP16 if the run computes in FP32 or its format is unknown."""
     format = run_format(session)
     return FLOAT16 if format is None or format == FLOAT32 else format

@@ -273,8 +273,9 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in _containers(producer):
-        # A container that returned this very tensor says nothing by its other outputs: the gradient may come from outside.
-        if container in finite_at_output and container not in story.producers:
+        if container in finite_at_output:
+            if container in story.producers:
+                doubt += ", or in the code after it, which was given this tensor too (the loss)"
             reason = (
                 f"the gradient at its output was finite, the one at the {what} of {producer!r} inside it was not: it arose in "
                 f"its own code{doubt}"

@@ -114,6 +114,7 @@ class Recording:
         clock: returns monotonic seconds.
         tell: shows a note to the user, who may never read the report. Called on the recording thread.
         announce: called with each event immediately, on the thread that detected it.
+        before_write: called before records are passed on to the sinks, on the thread that trains; must not raise.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Recording:
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = warn,
         announce: Callable[[Event], None] = lambda event: None,
+        before_write: Callable[[], None] | None = None,
     ) -> None:
         self.info = info
         self.progress = Progress()
@@ -143,6 +145,7 @@ class Recording:
         self._clock = clock
         self._tell = tell
         self._announce = announce
+        self._before_write = before_write
         self._written_at = -math.inf
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:
@@ -279,6 +282,8 @@ class Recording:
 
     def write(self) -> None:
         """Forward pending windows and the progress to the sinks; return immediately (``flush`` waits for the sinks)."""
+        if self._before_write is not None:
+            self._before_write()
         windows = tuple(self._unwritten) if self._sinks else ()
         self._unwritten.clear()
         self._sinks.pass_on((lambda: merge_windows(*windows)) if windows else None, self.progress)

@@ -3,15 +3,16 @@
 The horizontal axis of the histograms is log2 of the magnitude: values with exponent e lie between e and e + 1. Zeros,
 infinities and NaNs have no exponent; their counts are scalars. Tags are ``exponents/<kind>/<layer>``,
 ``flushed_fraction/...`` (at scale 1), ``range_offset/...``, ``zero_fraction/...``, ``infs/...``, ``nans/...``,
-``of_layers/<measure>/<kind>/...`` (the lowest, the median and the highest layer) and ``loss_scale/...`` (in log2). On the same
-axis as the histograms, one more shows the format: how many bits it keeps of a magnitude.
+``of_layers/<measure>/<kind>/...`` (the lowest, the median and the highest layer) and ``loss_scale/...`` (in log2); beside them
+the run's scalars of ``scalars.py``, which trackers get too. On the same axis as the histograms, one more shows the format:
+how many bits it keeps of a magnitude.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from statistics import median
 from typing import Any
@@ -20,12 +21,11 @@ import numpy as np
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
-from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
-from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Session, TensorInfo, TensorKey, Window
+from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorInfo, TensorKey, Window
 from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.reporting.words import format_name
 from mpinspect.runtime.background import give_way
@@ -111,6 +111,10 @@ class TensorBoardLog:
         known = {name: scale for name, scale in scales.items() if scale is not None and 0 < scale < math.inf}
         self._file.add([self._scalar(f"loss_scale/{name}", math.log2(k)) for name, k in known.items()], step)
 
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add scalars by tag."""
+        self._file.add([self._scalar(tag, value) for tag, value in values.items()], step)
+
     def text(self, tag: str, words: str, step: int) -> None:
         """Add a sentence to the text page."""
         self._file.add(self._summary.text(tag, words).value, step)
@@ -184,8 +188,8 @@ class TensorBoardLog:
         return self._tags[key]
 
 
-class TensorBoardSink:
-    """Writes a run's records to a TensorBoardLog as they arrive, with the loss-scale advice for each window.
+class TensorBoardSink(ScalarSink):
+    """Writes a run's records to a TensorBoardLog as they arrive, with the scalars of each window.
 
     Args:
         log_dir: directory of the events file.
@@ -193,49 +197,44 @@ class TensorBoardSink:
     """
 
     def __init__(self, log_dir: str | PathLike[str], session: Callable[[], Session | None] = lambda: None) -> None:
+        super().__init__()
         self._log = TensorBoardLog(log_dir)
         self._session = session
-        self._watched: tuple[TensorInfo, ...] = ()
         #: Whether the page's charts are those of tensors no longer all that are watched.
         self._charts_are_old = False
-        self._progress = Progress()
+        self._scales: tuple[ScaleChange, ...] = ()
 
     def watched(self, infos: Sequence[TensorInfo]) -> None:
-        """Keep the descriptions of the tensors, from which the advice tells rounding noise from gradients."""
-        self._watched = tuple(infos)
+        """Keep the descriptions of the tensors, also for the page's charts."""
+        super().watched(infos)
         self._charts_are_old = True
 
     def window(self, window: Window) -> None:
-        """Write a window's counts and, if it has gradients, the loss scale that fits them."""
+        """Write a window's counts; its scalars follow with the progress."""
         if self._charts_are_old:
             self._log.charts(self._watched)
             self._charts_are_old = False
         self._log.write(window)
-        if any(key.kind in GRADIENT_KINDS for key in window.tensors):
-            session = Session(watched=self._watched, windows=(window,), progress=self._progress)
-            self._log.advice(window.last_step, recommend_loss_scale(session))
+        super().window(window)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write a window's scalars, without the scale in use, which is written at the very steps at which it changes."""
+        self._log.scalars(step, {name: value for name, value in values.items() if name != USED})
 
     def event(self, event: Event) -> None:
         """Write a line to the text page."""
+        super().event(event)
         place = _UNSAFE.sub("_", event.module) or "the model itself"
         self._log.text("events", f"step {event.step}, {event.phase}: first {event.value} in {place}", event.step)
 
-    def note(self, note: str) -> None:
-        """Ignore notes, which only the report shows."""
-
-    def measurement(self, measurement: Measurement) -> None:
-        """Ignore measurements, which only the report shows."""
-
-    def precision(self, precision: Precision) -> None:
-        """Ignore the run's dtypes, which only the report shows."""
-
     def progress(self, progress: Progress) -> None:
-        """Write each new change of the loss scale in use."""
-        known = set(self._progress.scales)
+        """Write the scalars of the windows that came before, and each new change of the loss scale in use."""
+        super().progress(progress)
+        known = set(self._scales)
         for change in progress.scales:
             if change not in known:
                 self._log.scales(change.step, {"used": change.scale})
-        self._progress = progress
+        self._scales = progress.scales
 
     def close(self) -> None:
         """Write the run's verdict to the text page and its maps to the images page, and close the log."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.models.attach_lock import AttachLock, is_unsafe_to_detach
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.launched_inspector import LaunchedInspector
@@ -72,6 +73,7 @@ class InspectedModels:
         seen: the counts to update.
         lock: held while attaching and detaching.
         compiled: knows the modules that must not be hooked.
+        tracker: gets the models' scalars.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class InspectedModels:
         seen: Seen,
         lock: AttachLock,
         compiled: Compiled,
+        tracker: ActiveRun | None = None,
     ) -> None:
         self._options = options
         self._directory = directory
@@ -89,6 +92,7 @@ class InspectedModels:
         self._seen = seen
         self._lock = lock
         self._compiled = compiled
+        self._tracker = tracker
         self._pause_is_due = False
         self.all: list[InspectedModel] = []
 
@@ -186,6 +190,11 @@ class InspectedModels:
             if each.inspector.attached:
                 each.inspector.broke_off(error)
 
+    def bring_tracker_up_to_date(self) -> None:
+        """Log to the tracker what every model has counted so far. Waits for the GPU."""
+        for each in self.all:
+            each.inspector.bring_tracker_up_to_date()
+
     def end(self) -> None:
         """Detach from every model; if this fails for a model, note the failure and continue with the others."""
         for each in self.all:
@@ -213,7 +222,10 @@ class InspectedModels:
         name = free_name(model, label, {each.name: each.label for each in self.all})
         say = self._say if not self.all else lambda line: self._say(f"{name}: {line}")
         unhookable = self._unhookable(model)
-        inspector = LaunchedInspector(model, self._options, optimizers, self._directory / name, say, unhookable)
+        tracker = None if self._tracker is None else self._tracker.part(name)
+        inspector = LaunchedInspector(
+            model, self._options, optimizers, self._directory / name, say, unhookable, tracker
+        )
         made = InspectedModel(name, label, inspector)
         # Listed before attaching, which may fail: the name and the directory are in use from here on.
         self.all.append(made)

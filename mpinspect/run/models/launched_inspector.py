@@ -17,6 +17,8 @@ from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event
+from mpinspect.ranges.tracking import Tracking
+from mpinspect.reporting.trackers import Tracker
 from mpinspect.run.models.owners import Parameters
 from mpinspect.run.options import LaunchOptions
 
@@ -39,6 +41,7 @@ class LaunchedInspector(Inspector):
         log_dir: directory of its session file and TensorBoard log.
         say: prints a line to stderr.
         unhookable: ids of modules that must not be hooked, since they are compiled.
+        tracker: gets the model's scalars; the launch gives it the page.
     """
 
     #: The launch ends the inspector, not an exit handler.
@@ -52,6 +55,7 @@ class LaunchedInspector(Inspector):
         log_dir: Path | None,
         say: Callable[[str], None],
         unhookable: Collection[int] = (),
+        tracker: Tracker | None = None,
     ) -> None:
         self._say = say
         self._has_announced = False
@@ -70,6 +74,7 @@ class LaunchedInspector(Inspector):
             watch=options.watch,
             loss_scale=options.loss_scale,
             max_overhead=options.max_overhead,
+            tracker=tracker,
             **chosen,
         )
         self._schedule = Schedule(every=options.every, dense=options.dense)
@@ -173,6 +178,9 @@ class LaunchedInspector(Inspector):
 
     def _tell(self, note: str) -> None:
         """Do nothing instead of warning: the script may turn warnings into errors, and the report contains the note."""
+
+    def _hand_over(self, tracking: Tracking) -> None:
+        """Do nothing: the launch hands over one page of all its models."""
 
     def _announce(self, event: Event) -> None:
         """Print the event if it is the first that no loss scaler caught."""
