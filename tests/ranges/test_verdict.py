@@ -124,7 +124,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     assert report.format == "bfloat16"
     assert report.loss_scale.needed is False
     assert report.verdict.sentences[1].startswith(
-        "BF16 needs no loss scale; FP16 would fit without a loss scale (window 2^"
+        "BF16 needs no loss scale; the gradients would fit FP16 without a loss scale (window 2^"
     )
     assert report.verdict.sentences[1].endswith("and round 8 times finer.")
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
@@ -202,4 +202,4 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code()
     assert verdict.healthy is False
     assert verdict.code
     assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
-    assert verdict.more.endswith("more findings below.")
+    assert verdict.more.startswith("Also below: ")

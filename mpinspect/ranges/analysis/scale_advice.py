@@ -202,7 +202,7 @@ def decide(
         losses,
         sum(count for peak, count in peaks.items() if log2_room(peak, rules.format) < chosen),
         sum(peaks.values()),
-        _conflicts(losses) if whole.is_empty else (),
+        _conflicts(losses, whole.log2_highest) if whole.is_empty else (),
         rules,
         ceiling.log2_overflowed is None and not any(g.histogram.infs or g.histogram.nans for g in gradients),
     )
@@ -301,15 +301,19 @@ def _loss(gradient: GradientRange, rules: ScaleRules) -> Loss:
     )
 
 
-def _conflicts(losses: Sequence[Loss]) -> tuple[ScaleConflict, ...]:
-    """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself."""
+def _conflicts(losses: Sequence[Loss], log2_highest: int) -> tuple[ScaleConflict, ...]:
+    """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself.
+
+    The layer that overflows first does so above the window's top, which may lie below what its finite values allow.
+    """
     needs_large = sorted(losses, key=lambda loss: (loss.log2_lowest, loss.key.name), reverse=True)[:MAX_CONFLICTS]
-    needs_small = sorted(losses, key=lambda loss: (loss.log2_highest, loss.key.name))[:MAX_CONFLICTS]
+    needs_small = sorted((loss.log2_highest, loss.key.name) for loss in losses)[:MAX_CONFLICTS]
+    needs_small[0] = (min(needs_small[0][0], log2_highest), needs_small[0][1])
     pairs = [
-        ScaleConflict(large.key.name, large.log2_lowest, small.key.name, small.log2_highest)
+        ScaleConflict(large.key.name, large.log2_lowest, small, highest)
         for large in needs_large
-        for small in needs_small
-        if large.log2_lowest > small.log2_highest
+        for highest, small in needs_small
+        if large.log2_lowest > highest
     ]
     return tuple(sorted(pairs, key=lambda pair: pair.log2_highest - pair.log2_lowest)[:MAX_CONFLICTS])
 
