@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.reporting.document import Strip
+from mpinspect.reporting.words import share
 
 #: Powers of two drawn below the flush edge.
 _BELOW = 15
@@ -36,16 +38,18 @@ class Repeated:
     members: tuple[LayerReport, ...]
 
 
-def one_by_one(layers: Iterable[LayerReport]) -> list[Repeated]:
-    """Return each layer as a group of its own."""
-    return [Repeated(layer.name, layer, (layer,)) for layer in layers]
-
-
-def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
+def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
     """Group layers whose names differ only in their blocks' numbers; groups are in the order of their first members.
 
     A number in the last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
+
+    Args:
+        layers: any layers.
+        at_most: each of so many layers is a group of its own; None for any number.
     """
+    layers = list(layers)
+    if at_most is None or len(layers) <= at_most:
+        return [Repeated(layer.name, layer, (layer,)) for layer in layers]
     groups: dict[tuple[object, ...], list[LayerReport]] = {}
     for layer in layers:
         parts = layer.name.split(".")
@@ -71,12 +75,6 @@ def _alternatives(parts: list[str]) -> str:
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{{{numbers[0]}..{numbers[-1]}}}"
     return f"{{{','.join(map(str, numbers))}}}"
-
-
-def worst(layers: Iterable[LayerReport], limit: int) -> list[LayerReport]:
-    """Return the ``limit`` layers that lose most, worst first; if there are no more than that, keep their order."""
-    found = list(layers)
-    return found if len(found) <= limit else sorted(found, key=badness, reverse=True)[:limit]
 
 
 def badness(layer: LayerReport) -> tuple[float, ...]:
@@ -108,6 +106,12 @@ def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval 
     if k is None or layer.histogram is None or layer.flushed_fraction is None:
         return None
     return Visibility(layer.histogram, layer.floor_exponent).flushed_fraction(FORMATS[report.format], k)
+
+
+def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
+    """Return a share of elements in words, with bounds only if the lost L1 share may exceed its tolerance."""
+    is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE
+    return share(elements, near=1.0) if is_served else share(elements)
 
 
 def range_strip(histogram: ExponentHistogram, format: FloatFormat) -> Strip:
