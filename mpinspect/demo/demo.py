@@ -249,12 +249,10 @@ def _layer(report: RangeReport, name: str, kind: str) -> LayerReport | None:
 def draw(report: RangeReport, directory: Path) -> list[Path]:
     """Write the report's pictures, and return their paths."""
     from mpinspect.ranges.report import plots
-    from mpinspect.reporting.plot_style import DPI
+    from mpinspect.reporting.plot_style import write
 
-    paths = [directory / name for name in _PICTURES]
-    for path, figure in zip(paths, (plots.range_offset(report), plots.heat_map(report)), strict=True):
-        figure.savefig(path, dpi=DPI)
-    return paths
+    figures = plots.range_offset(report), plots.heat_map(report)
+    return [write(figure, directory / name) for name, figure in zip(_PICTURES, figures, strict=True)]
 
 
 def whereabouts(directory: Path, pictures: list[Path]) -> str:

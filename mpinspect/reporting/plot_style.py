@@ -26,7 +26,6 @@ from PIL import Image
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.reporting.streams import printable
-from mpinspect.reporting.words import percent
 
 FONT = "DejaVu Sans"
 
@@ -34,7 +33,7 @@ FONT = "DejaVu Sans"
 DPI = 140
 #: Width of a figure in inches, and the characters of a title and of a note that fit in a line of it.
 _WIDTH = 10.5
-_TITLE, _NOTE = 92, 150
+_TITLE, _NOTE = 96, 168
 #: Smaller shares are drawn as this one: no figure in words is smaller either (``words.percent``).
 LEAST_SHARE = 1e-5
 #: Powers of two shown beyond a format's range: at least this share of the range and this many, and at most.
@@ -109,12 +108,14 @@ def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
     for region in regions(format):
         left = low if region.low is None else region.low
         right = high if region.high is None else region.high
-        axes.axvspan(left, right, facecolor=region.colour, edgecolor="#cfcfcf", hatch=region.hatch, linewidth=0, zorder=0)
+        axes.axvspan(
+            left, right, facecolor=region.colour, edgecolor="#cfcfcf", hatch=region.hatch, linewidth=0, zorder=0
+        )
         if region.high is not None:
             # The dashes are seen on white and on the darkest cell.
             axes.axvline(region.high, color="white", linewidth=1.8, zorder=3)
             axes.axvline(region.high, color=INK, linewidth=1.1, linestyle=(0, (4, 2)), zorder=3)
-        # A narrow region's name goes on above the next one. That one is "normal", named in its middle, and only where there is room.
+        # A narrow region's name goes on above "normal", which is named in its middle, and only where there is room.
         is_normal = region.name == "normal"
         if not is_normal or right - left > 0.15 * (high - low):
             place = (left + right) / 2 if is_normal else left
@@ -129,8 +130,10 @@ def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
 
 
 def percent_axis(axis: Axis) -> None:
-    """Label the axis in percent, in the words of the reports."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: percent(value)))
+    """Label the axis in percent, each tick exactly and none above 100%."""
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{100 * value:.6f}".rstrip("0").rstrip(".") + "%" if value < 1.001 else "")
+    )
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -174,9 +177,8 @@ def shortened(name: str, length: int, keep: str = "end") -> str:
         # Not inside "{0..11}".
         part = re.search(r"[./](?![^{}]*\})", tail)
         return "…" + tail[part.start() if part else 0 :]
-    head = text[: length - 1]
-    words = re.match(r".*\w(?=\W|_)", head)
-    return (words[0] if words and len(words[0]) > length // 2 else head) + "…"
+    words = re.match(r".*[^\W_](?=\W|_)", text[:length])
+    return (words[0] if words and len(words[0]) > length // 2 else text[: length - 1]) + "…"
 
 
 def drawn(height: float, draw: Callable[[Figure], None]) -> Figure:
@@ -198,7 +200,9 @@ def write(figure: Figure, path: str | Path) -> Path:
     with matplotlib.rc_context(RC):
         figure.savefig(drawing, format="png", dpi=DPI)
     # Flat colours: a palette of 256 holds them, in a third of the bytes.
-    Image.open(drawing).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, format="png", optimize=True)
+    Image.open(drawing).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        picture, format="png", optimize=True
+    )
     beside = target.with_name(f".{target.name}.part")
     try:
         beside.write_bytes(picture.getvalue())

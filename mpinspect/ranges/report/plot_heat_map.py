@@ -90,7 +90,9 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
     exponent_axis(axes, format, low, high)
     axes.set_xlabel("magnitude")
     _label(axes, lines, _columns(report, found))
-    handles = [Patch(color=colour, label=f"to {percent(most)}") for colour, most in zip(COLOURS, _BOUNDS[1:], strict=True)]
+    handles = [
+        Patch(color=colour, label=f"to {percent(most)}") for colour, most in zip(COLOURS, _BOUNDS[1:], strict=True)
+    ]
     legend_below(axes, len(handles), handles, "share of the layer's non-zero elements")
     notes(figure, " ".join(_notes(report, found, low, high)))
 
@@ -123,7 +125,9 @@ def _finding(report: RangeReport, found: list[Repeated]) -> str:
         return f"{called} overflows {name} at loss scale 1"
     lost = worst.lost_l1_share
     if lost is None or lost.high <= LOST_L1_TOLERANCE:
-        loses = f"more than {percent(lost.high)} of its sum of magnitudes" if lost is not None and lost.high else "anything"
+        loses = (
+            f"more than {percent(lost.high)} of its sum of magnitudes" if lost is not None and lost.high else "anything"
+        )
         return f"{name} at loss scale 1 serves every layer: none loses {loses} to flushing"
     return f"{called} loses most in {name}: {flushed_words(worst, worst.flushed_fraction)} flushed at loss scale 1"
 

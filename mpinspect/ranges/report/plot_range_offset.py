@@ -47,7 +47,9 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
         axes.text(0.5, 0.5, _why_empty(pooled), ha="center", va="center", fontsize=11)
         return
     k = log2_recommended(report.loss_scale) or 0
-    scaled = {shift: {kind: counts.shifted(shift) for kind, counts in pooled.items()} for shift in sorted({0, k}, key=abs)}
+    scaled = {
+        shift: {kind: counts.shifted(shift) for kind, counts in pooled.items()} for shift in sorted({0, k}, key=abs)
+    }
     low, high = exponent_limits((counts for kinds in scaled.values() for counts in kinds.values()), format)
     for place, (shift, kinds) in zip(_ARROWS[2 - len(scaled) :][::-1], scaled.items(), strict=True):
         is_before = shift != k
@@ -133,7 +135,9 @@ def _offset_arrow(
     if offset:
         style = {"arrowstyle": "<->", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
         style["linestyle"] = "--" if is_before else "-"
-        axes.annotate("", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=style)
+        axes.annotate(
+            "", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=style
+        )
     # To the left of the format's top there is always room, however short the arrow.
     box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8}
     place = {"xycoords": transform, "textcoords": "offset points"}
