@@ -153,30 +153,35 @@ def notes(figure: Figure | SubFigure, *sentences: str) -> None:
 def legend_below(axes: Axes, columns: int, handles: Sequence[Artist] | None = None, title: str = "") -> None:
     """Draw the legend, of all labelled artists or of these, below the axis' label."""
     below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.get_figure(root=True).dpi_scale_trans)
-    given = {} if handles is None else {"handles": handles}
     place: Any = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": below, "borderaxespad": 0}
-    axes.legend(ncols=columns, fontsize=8, title=title or None, title_fontsize=8, alignment="left", **place, **given)
+    shown = axes.get_legend_handles_labels()[0] if handles is None else handles
+    axes.legend(
+        handles=shown, ncols=columns, fontsize=8, title=title or None, title_fontsize=8, alignment="left", **place
+    )
 
 
 def shortened(name: str, length: int, keep: str = "end") -> str:
-    """Return a name without its beginning, or its end, to fit ``length``, with "…" for what is left out.
+    """Return a name that fits ``length``, with "…" for what is left out; characters not in the font become "?".
 
-    Whole parts are left out ("….query.weight") unless one part alone is too long. Characters not in the font become "?".
+    Whole parts are left out ("model.….query.weight") unless one alone is too long. A short first part stays, as towers of a
+    model often differ in it alone.
 
     Args:
         name: a dotted path, or a kernel's name.
         length: in characters.
-        keep: "end" or "start".
+        keep: "end", or "start" for names whose last part tells least.
     """
     known = get_font(findfont(FONT)).get_charmap()
     text = "".join(c if ord(c) in known else "?" for c in printable(name)) or "(the model)"
     if len(text) <= length:
         return text
     if keep == "end":
-        tail = text[1 - length :]
+        first = re.match(r"[^./]*[./]", text)
+        head = first[0] if first and len(first[0]) <= length // 5 else ""
+        tail = text[1 + len(head) - length :]
         # Not inside "{0..11}".
         part = re.search(r"[./](?![^{}]*\})", tail)
-        return "…" + tail[part.start() if part else 0 :]
+        return f"{head}…{tail[part.start() if part else 0 :]}"
     words = re.match(r".*[^\W_](?=\W|_)", text[:length])
     return (words[0] if words and len(words[0]) > length // 2 else text[: length - 1]) + "…"
 

@@ -177,6 +177,7 @@ def test_the_regions_are_the_formats_own():
 
 def test_long_names_lose_whole_parts_and_never_their_middle():
     assert shortened("encoder.layers.11.attention.self.query.weight", 24) == "….self.query.weight"
+    assert shortened("decoder.layers.11.attention.self.query.weight", 40) == "decoder.….attention.self.query.weight"
     # A dot inside the numbers of a group is no end of a part.
     assert shortened("encoder.layers.{0..11}.query.weight", 20) == "….query.weight"
     assert shortened("x" * 300, 24) == "…" + "x" * 23

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,7 +33,7 @@ COLOURS = {
 }
 _LABEL_LENGTH = 58
 #: Drawn over the part of a bar that could be regained, from the bar's left end on.
-_REGAINED = {"facecolor": "none", "edgecolor": INK, "hatch": "////", "linewidth": 0.8}
+_REGAINED: Any = {"facecolor": "none", "edgecolor": INK, "hatch": "////", "linewidth": 0.8}
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,13 @@ def _lower(axes: Axes, found: tuple[Bar, ...], report: KernelReport) -> None:
         if bar.regained_us > 0:
             axes.barh(place, bar.regained_us / total, height=0.74, **_REGAINED)
         regained = f", at most {words.duration(bar.regained_us)} to regain" if bar.regained_us > 0 else ""
-        beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8, "color": "#444444"}
+        beside: Any = {
+            "xytext": (4, 0),
+            "textcoords": "offset points",
+            "va": "center",
+            "fontsize": 8,
+            "color": "#444444",
+        }
         axes.annotate(words.duration(bar.total) + regained, (bar.total / total, place), **beside)
     axes.set_yticks(range(len(found)), [bar.label for bar in found], fontsize=8, parse_math=False)
     axes.set_ylim(len(found) - 0.4, -0.6)

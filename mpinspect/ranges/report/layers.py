@@ -114,6 +114,12 @@ def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
     return share(elements, near=1.0) if is_served else share(elements)
 
 
+def overflowed_share(histogram: ExponentHistogram, format: FloatFormat) -> Interval:
+    """Return the share of the non-zero elements that overflow at scale 1; bounds where the counts leave it open."""
+    least, most = (number / max(histogram.nonzero, 1) for number in histogram.overflowed_bounds(format))
+    return Interval(most, least, most)
+
+
 def range_strip(histogram: ExponentHistogram, format: FloatFormat) -> Strip:
     """Return shares of the non-zero elements by exponent: below the format's flush edge, up to its top, and beyond."""
     # Surviving exponents begin one below the smallest subnormal's: values above half of it round up to it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ from mpinspect.ranges.report.layers import (
     flushed_at_recommended,
     flushed_words,
     log2_recommended,
+    overflowed_share,
     repeated,
     seen_layers,
 )
@@ -34,7 +36,7 @@ from mpinspect.reporting.plot_style import (
     shares,
     shortened,
 )
-from mpinspect.reporting.words import format_name, percent
+from mpinspect.reporting.words import UNKNOWN, format_name, percent, share
 
 MAX_ROWS = 60
 #: So many layers have a row each; of more, the repeated blocks share one.
@@ -48,6 +50,8 @@ _COLUMN = 44
 
 #: A column's heading, and a layer's figure in words.
 _Column = tuple[str, Callable[[LayerReport], str]]
+#: A line of the map: a layer with its name, or a kind's title.
+_Line = tuple[str, LayerReport | None]
 
 
 def rows(report: RangeReport) -> list[Repeated]:
@@ -75,9 +79,13 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
         axes.text(0.5, 0.5, "No layer has a finite non-zero value to show.", ha="center", va="center", fontsize=11)
         return
     # A kind's title has a line of its own, above its layers.
-    lines = [line for _, group in groupby(found, lambda row: row.worst.kind) for line in (None, *group)]
+    lines: list[_Line] = [
+        line
+        for kind, group in groupby(found, lambda row: row.worst.kind)
+        for line in ((kind_named(kind).title, None), *((_name(row), row.worst) for row in group))
+    ]
     low, high = exponent_limits((row.worst.histogram for row in found if row.worst.histogram), format)
-    cells = np.array([_shares(row, low, high) for row in lines])
+    cells = np.array([_shares(layer, low, high) for _, layer in lines])
     axes.pcolormesh(
         np.arange(low, high + 1),
         np.arange(len(lines) + 1),
@@ -105,10 +113,10 @@ def _broken(layer: LayerReport) -> int:
     return layer.histogram.infs + layer.histogram.nans if layer.histogram is not None else 0
 
 
-def _shares(row: Repeated | None, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    if row is None or row.worst.histogram is None:
+def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if layer is None or layer.histogram is None:
         return np.zeros(high - low)
-    return shares(row.worst.histogram, low, high)
+    return shares(layer.histogram, low, high)
 
 
 def _finding(report: RangeReport, found: list[Repeated]) -> str:
@@ -121,8 +129,9 @@ def _finding(report: RangeReport, found: list[Repeated]) -> str:
     called = next(f"'{shortened(row.name, _NAME_LENGTH)}'" for row in found if row.worst is worst)
     if _broken(worst):
         return f"{called} holds infinities or NaNs"
-    if worst.overflowed:
-        return f"{called} overflows {name} at loss scale 1"
+    if worst.overflowed and worst.histogram is not None:
+        may = "overflows" if overflowed_share(worst.histogram, FORMATS[report.format]).low else "may overflow"
+        return f"{called} {may} {name} at loss scale 1"
     lost = worst.lost_l1_share
     if lost is None or lost.high <= LOST_L1_TOLERANCE:
         loses = (
@@ -140,29 +149,29 @@ def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
     if k and layers[0].kind in GRADIENT_KINDS:
         columns.append((f"at 2^{k}", lambda layer: flushed_words(layer, flushed_at_recommended(layer, report))))
     if any(layer.overflowed for layer in layers):
-        columns.append(("overflow", lambda layer: percent((layer.overflowed or 0) / max(_nonzero(layer), 1))))
+        format = FORMATS[report.format]
+        columns.append(
+            ("overflow", lambda layer: share(overflowed_share(layer.histogram, format)) if layer.histogram else UNKNOWN)
+        )
     if any(map(_broken, layers)):
         columns.append(("inf, NaN", lambda layer: f"{_broken(layer):,}"))
     return columns
 
 
-def _label(axes: Axes, lines: list[Repeated | None], columns: list[_Column]) -> None:
+def _label(axes: Axes, lines: list[_Line], columns: list[_Column]) -> None:
     """Put the layers' names left of the map, their figures right of it, and draw lines between them."""
-    names = []
-    for place, row in enumerate(lines):
-        axes.axhline(place, color="white", linewidth=0.6, zorder=2)
-        names.append(_name(row) if row else kind_named(lines[place + 1].worst.kind).title)
-    axes.set_yticks(np.arange(len(lines)) + 0.5, names, fontsize=8, parse_math=False)
+    axes.set_yticks(np.arange(len(lines)) + 0.5, [name for name, _ in lines], fontsize=8, parse_math=False)
     axes.tick_params(axis="y", length=0)
-    for label, row in zip(axes.get_yticklabels(), lines, strict=True):
-        label.set_fontweight("bold" if row is None else "normal")
-    beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "center"}
-    for number, (heading, words) in enumerate(columns, start=1):
-        place = {"xytext": (number * _COLUMN + 4, 0), "fontsize": 8, "annotation_clip": False, **beside}
-        axes.annotate(heading, (1, 0.5), fontweight="bold", color=FAINT, **place)
-        for line, row in enumerate(lines):
-            if row is not None:
-                axes.annotate(words(row.worst), (1, line + 0.5), **place)
+    beside: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "center"}
+    beside |= {"fontsize": 8, "annotation_clip": False}
+    for number, (heading, _) in enumerate(columns, start=1):
+        axes.annotate(heading, (1, 0.5), (number * _COLUMN + 4, 0), fontweight="bold", color=FAINT, **beside)
+    for place, (label, (_, layer)) in enumerate(zip(axes.get_yticklabels(), lines, strict=True)):
+        axes.axhline(place, color="white", linewidth=0.6, zorder=2)
+        label.set_fontweight("bold" if layer is None else "normal")
+        for number, (_, words) in enumerate(columns, start=1):
+            said = words(layer) if layer is not None else ""
+            axes.annotate(said, (1, place + 0.5), (number * _COLUMN + 4, 0), **beside)
 
 
 def _name(row: Repeated) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
-from mpinspect.numeric.exponents import ExponentHistogram, Interval, merge
+from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.kinds import GRADIENT_KINDS, kind_named
-from mpinspect.ranges.report.layers import log2_recommended, seen_layers
+from mpinspect.ranges.report.layers import log2_recommended, overflowed_share, seen_layers
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.plot_style import (
     INK,
@@ -103,8 +104,8 @@ def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
 
 def _fate(counts: ExponentHistogram, format: FloatFormat) -> str:
     """Return in words what the format does to the values that it can't hold."""
-    least, most = (number / counts.nonzero for number in counts.overflowed_bounds(format))
-    over = f", {share(Interval(most, least, most))} overflow" if most else ""
+    overflowed = overflowed_share(counts, format)
+    over = f", {share(overflowed)} overflow" if overflowed.high else ""
     return f": {percent(counts.flushed_fraction(format))} flushed{over}"
 
 
@@ -133,14 +134,14 @@ def _offset_arrow(
     ends = sorted((min(largest + 1, high), top))
     transform = axes.get_xaxis_transform()
     if offset:
-        style = {"arrowstyle": "<->", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
+        style: Any = {"arrowstyle": "<->", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
         style["linestyle"] = "--" if is_before else "-"
         axes.annotate(
             "", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=style
         )
     # To the left of the format's top there is always room, however short the arrow.
     box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8}
-    place = {"xycoords": transform, "textcoords": "offset points"}
+    place: Any = {"xycoords": transform, "textcoords": "offset points"}
     axes.annotate(words, (ends[1], height), (-5, 3), ha="right", va="bottom", fontsize=8.5, bbox=box, zorder=5, **place)
 
 
