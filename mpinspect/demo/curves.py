@@ -163,7 +163,7 @@ def _recommendation(report: RangeReport, seed: int) -> str:
 def _draw(comparison: Comparison) -> None:
     from mpinspect.demo import plot_curves
 
-    plot_curves.save(comparison.curves, comparison.picture, _TITLE, comparison.notes)
+    plot_curves.save(comparison.curves, comparison.picture, _TITLE)
 
 
 def _print(quiet: bool, *parts: object) -> None:

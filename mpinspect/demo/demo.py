@@ -250,13 +250,11 @@ def _layer(report: RangeReport, name: str, kind: str) -> LayerReport | None:
 def draw(report: RangeReport, directory: Path) -> list[Path]:
     """Write the report's page and its pictures, and return the pictures' paths."""
     from mpinspect.ranges.report import plots
-    from mpinspect.reporting.plot_style import DPI
+    from mpinspect.reporting.plot_style import write
 
     report.save(directory / _PAGE)
-    paths = [directory / name for name in _PICTURES]
-    for path, figure in zip(paths, (plots.range_offset(report), plots.heat_map(report)), strict=True):
-        figure.savefig(path, dpi=DPI)
-    return paths
+    figures = plots.range_offset(report), plots.heat_map(report)
+    return [write(figure, directory / name) for name, figure in zip(_PICTURES, figures, strict=True)]
 
 
 def whereabouts(directory: Path, pictures: list[Path], unscaled: Path | None = None) -> str:

@@ -7,27 +7,23 @@ et al., ICLR 2018).
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mpinspect.demo.loss_curves import Curve, by_name, from_reference, loss_scale, signed
-from mpinspect.reporting.plot_style import DPI, RC, drawn
+from mpinspect.reporting.plot_style import FAINT, drawn, headline, notes, write
 from mpinspect.reporting.words import NOT_APPLICABLE
 
-_HEIGHT = 6.2
+_HEIGHT = 5.6
 #: Height of a label (two lines) as a fraction of the axes' height.
 _LABEL = 0.105
-_NOTE_CHARACTERS = 165
 #: The vertical axis need not include the losses of this first fraction of the steps.
 _PLUNGE = 0.15
 
@@ -47,42 +43,31 @@ _STYLES = (
     _Style("#a8adb3", 7.0, "solid", ""),
     _Style("#d55e00", 2.4, "solid", "o"),
     _Style("#0b2f6b", 1.9, (0, (6, 3)), ""),
-    _Style("#009e73", 1.0, "solid", "D"),
+    _Style("#00785a", 1.0, "solid", "D"),
 )
 
 
-def save(curves: Sequence[Curve], path: str | Path, title: str, notes: Sequence[str] = ()) -> Path:
+def save(curves: Sequence[Curve], path: str | Path, title: str) -> Path:
     """Write the chart as a PNG, atomically, and return its path.
 
     Args:
         curves: at least one; runs with the name of the first are the reference.
         path: an existing file is replaced.
         title: title above the chart.
-        notes: sentences below the chart, on the settings and what was emulated.
 
     Raises:
         OSError: the file can't be written.
     """
-    picture = BytesIO()
-    with matplotlib.rc_context(RC):
-        figure(curves, title, notes).savefig(picture, format="png", dpi=DPI)
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.part")
-    try:
-        beside.write_bytes(picture.getvalue())
-        return beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    return write(figure(curves, title), path)
 
 
-def figure(curves: Sequence[Curve], title: str, notes: Sequence[str] = ()) -> Figure:
+def figure(curves: Sequence[Curve], title: str) -> Figure:
     """Return a figure of the mean validation (strong) and training losses (faint), with a thin line for each seed."""
 
     def draw(made: Figure) -> None:
-        axes = made.subplots()
-        _draw(axes, curves)
-        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=20)
-        _footnotes(axes, curves, notes)
+        headline(made, title)
+        _draw(made.subplots(), curves)
+        notes(made, _caption(curves))
 
     return drawn(_HEIGHT, draw)
 
@@ -171,15 +156,15 @@ def _labels(axes: Axes, groups: Sequence[Sequence[Curve]], curves: Sequence[Curv
     for place, (group, end, height) in enumerate(zip(groups, ends[:-1], heights[:-1], strict=True)):
         axes.plot([1.008, 1.03], [end, height], color="#999999", linewidth=0.7, **free)
         axes.plot([1.035, 1.06, 1.085], [height] * 3, **_line(_style(place)), markevery=[1], **free)
-        axes.text(1.1, height, _end_words(group, curves), fontweight="bold", va="bottom", **free)
-        axes.text(1.1, height, _scale_words(group), fontsize=8, color="#555555", va="top", **free)
-    axes.text(1.1, heights[-1], "training loss (faint lines)", fontsize=8, color="#555555", va="center", **free)
+        axes.text(1.1, height + 0.006, _end_words(group, curves), fontweight="bold", va="bottom", **free)
+        axes.text(1.1, height - 0.01, _scale_words(group), fontsize=8, color=FAINT, va="top", **free)
+    axes.text(1.1, heights[-1], "training loss (faint lines)", fontsize=8, color=FAINT, va="center", **free)
     axes.text(
         1.1,
         max(heights) + 0.07,
         "validation loss at the end (from the reference)",
         fontsize=8,
-        color="#555555",
+        color=FAINT,
         va="bottom",
         **free,
     )
@@ -221,19 +206,8 @@ def _scale_words(group: Sequence[Curve]) -> str:
     return f"loss scale {' or '.join(scales)}" + (f", {count} {steps} skipped" if any(skipped) else "")
 
 
-def _footnotes(axes: Axes, curves: Sequence[Curve], notes: Sequence[str]) -> None:
-    lines = [line for note in (*_own_notes(axes, curves), *notes) for line in textwrap.wrap(note, _NOTE_CHARACTERS)]
-    below: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate("\n".join(lines), (0, 0), (0, -38), va="top", fontsize=8, color="#555555", linespacing=1.4, **below)
-
-
-def _own_notes(axes: Axes, curves: Sequence[Curve]) -> Iterator[str]:
-    seeds = {curve.seed for curve in curves}
-    yield (
-        "Validation loss (strong lines) is computed in FP32 from the FP32 weights for all, training loss as trained."
-        + (f" Means of {len(seeds)} seeds; thin lines: validation loss of each." if len(seeds) > 1 else "")
-    )
-    low, high = axes.get_ylim()
-    first = max(curve.training_losses[0] for curve in curves)
-    above = f"; the first steps, from {first:.1f} down, lie above it" if first > high else ""
-    yield f"The vertical axis runs from {low:.1f} to {high:.1f}, not from 0{above}."
+def _caption(curves: Sequence[Curve]) -> str:
+    seeds = len({curve.seed for curve in curves})
+    means = f" Means of {seeds} seeds, thin lines: each." if seeds > 1 else ""
+    emulated = " FP16 was emulated on a CPU." if any(curve.emulated for curve in curves) else ""
+    return f"Validation losses are computed in FP32 from the FP32 weights.{means}{emulated}"

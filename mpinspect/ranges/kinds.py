@@ -13,7 +13,7 @@ class TensorKind:
         name: the name used in ``capture=`` and in session files.
         title: heading of the kind's table in a report.
         phrase: words that precede a tensor's quoted name in a sentence.
-        colour: colour of bars and labels, from Okabe and Ito's colour-blind-safe palette.
+        colour: colour of outlines; all differ for every kind of colour vision.
         is_scaled: whether a loss scale multiplies tensors of this kind.
         is_of_parameters: whether a tensor has the name of a parameter; otherwise that of the module whose output it is.
         is_default: whether the kind is captured by default.
@@ -56,7 +56,7 @@ TABLE = (
     TensorKind(ACTIVATION, "Activations", "the activations of", "#009e73"),
     TensorKind(WEIGHT, "Weights", "the weight", "#56b4e9", is_of_parameters=True),
     # Captured by default, too, where parameters are stored in FP16 or BF16 (inspector.py).
-    TensorKind(UPDATE, "Updates", "the update of", "#cc79a7", is_of_parameters=True),
+    TensorKind(UPDATE, "Updates", "the update of", "#882255", is_of_parameters=True),
 )
 
 KINDS = tuple(kind.name for kind in TABLE)

@@ -51,14 +51,14 @@ def test_every_session_into_tensorboard(name, tmp_path):
 def test_no_layer_name_is_cut_from_text(name):
     """Folded over lines at most: with the white space taken out every shown name is there in full."""
     from mpinspect.ranges.report.document import LAYERS
-    from mpinspect.ranges.report.layers import badness, one_by_one, repeated, seen_layers
+    from mpinspect.ranges.report.layers import badness, repeated, seen_layers
     from mpinspect.reporting.streams import printable
 
     for width in (60, 90, 140):
         lines = render(REPORTS[name], ".txt", width=width).splitlines()
         assert max(map(_cells, lines)) <= width
         seen = seen_layers(REPORTS[name])
-        rows = one_by_one(seen) if len(seen) <= LAYERS.terminal else repeated(seen)
+        rows = repeated(seen, LAYERS.terminal)
         for row in sorted(rows, key=lambda row: badness(row.worst), reverse=True)[: LAYERS.terminal]:
             assert _holds(lines, printable(row.name)), (width, row.name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -113,13 +113,17 @@ _ASSUMPTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlook:
-    """What limits a kernel. Each run can save at most (time - least_us) * factor for ``cause``; nothing if that is ""."""
+class Outlook:
+    """What limits a kernel, and what each of its runs can save at most for ``cause``; nothing if that is ""."""
 
     limited_by: str
     cause: str = ""
     least_us: float = 0.0
     factor: float = 0.0
+
+    def saved_at_most_us(self, time_us: float) -> float:
+        """Return the upper bound of the saving of a run that took ``time_us``."""
+        return max(0.0, time_us - self.least_us) * self.factor if self.cause else 0.0
 
 
 def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
@@ -127,26 +131,10 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
     parts = tuple(ranks)
     kinds = {"math": 0.0, "memory": 0.0, "unknown": 0.0, "communication": 0.0}
     saved = dict.fromkeys(CAUSES, 0.0)
-    known: dict[tuple[object, ...], _Outlook] = {}
-    for row in rows:
-        # Keyed by identity, since hashing shapes takes longer than all the rest; the rows keep the objects alive.
-        key = (
-            row.name,
-            row.verdict,
-            id(row.gpu),
-            id(row.matmul),
-            id(row.kernel.op),
-            row.flops,
-            row.dtype,
-            row.phase,
-        )
-        outlook = known.get(key)
-        if outlook is None:
-            outlook = known[key] = _outlook(row)
-        time = row.time_us
-        kinds[outlook.limited_by] += time
+    for row, outlook in outlooks(rows):
+        kinds[outlook.limited_by] += row.time_us
         if outlook.cause:
-            saved[outlook.cause] += max(0.0, time - outlook.least_us) * outlook.factor
+            saved[outlook.cause] += outlook.saved_at_most_us(row.time_us)
     known_gpus = bool(rows) and all(row.gpu.has_tensor_cores for row in rows)
     span = sum(device.span_us for part in parts for device in part.devices)
     busy = sum(device.busy_us for part in parts for device in part.devices)
@@ -165,30 +153,41 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
     )
 
 
+def outlooks(rows: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, Outlook]]:
+    """Yield each row with its outlook."""
+    known: dict[tuple[object, ...], Outlook] = {}
+    for row in rows:
+        # Keyed by identity, since hashing shapes takes longer than all the rest; the rows keep the objects alive.
+        same = (row.name, row.verdict, id(row.gpu), id(row.matmul), id(row.kernel.op), row.flops, row.dtype, row.phase)
+        if same not in known:
+            known[same] = _outlook(row)
+        yield row, known[same]
+
+
 def _speedup(span: float, saved: float) -> float | None:
     """Return the bound; None without a span, or if the summed savings of simultaneous kernels reach the span."""
     return span / (span - saved) if span > saved else None
 
 
-def _outlook(row: KernelRow) -> _Outlook:
+def _outlook(row: KernelRow) -> Outlook:
     if row.is_communication:
-        return _Outlook("communication")
+        return Outlook("communication")
     is_product = row.is_product and can_gain(row)
     run = bound_as_run(row) if is_product else None
     limited_by = "memory" if not is_product else "unknown" if run is None else run.limited_by
     if not row.gpu.has_tensor_cores:
-        return _Outlook(limited_by)
+        return Outlook(limited_by)
     if row.verdict == "native":
-        return _Outlook(limited_by, "native TF32 products in 16 bits", factor=_tf32_gain(row))
+        return Outlook(limited_by, "native TF32 products in 16 bits", factor=_tf32_gain(row))
     if is_product:
         least = _least(row)
-        return _Outlook(limited_by) if least is None else _Outlook(limited_by, _PRODUCTS[row.verdict], least, 1.0)
+        return Outlook(limited_by) if least is None else Outlook(limited_by, _PRODUCTS[row.verdict], least, 1.0)
     if is_layout_conversion(row.name):
-        return _Outlook(limited_by, "layout conversions", factor=1.0)
+        return Outlook(limited_by, "layout conversions", factor=1.0)
     wide = is_wide(row)
     if row.phase == "optimizer" or wide is False:
-        return _Outlook(limited_by)
-    return _Outlook(limited_by, _WIDE if wide else _MAY_BE_WIDE, factor=0.5)
+        return Outlook(limited_by)
+    return Outlook(limited_by, _WIDE if wide else _MAY_BE_WIDE, factor=0.5)
 
 
 def _least(row: KernelRow) -> float | None:

@@ -1,50 +1,54 @@
-"""Draw the kernel report's figure: kernel time by verdict, and the modules (or kernels) that take most of it."""
+"""Draw the kernel report's figure: kernel time by verdict, and the modules (or kernels) from which most could be regained."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-import matplotlib.patches
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.text import Text
+from matplotlib.patches import Patch
 
+from mpinspect.kernels.analysis.limits import outlooks
 from mpinspect.kernels.analysis.report import KernelReport
+from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.report.document import clean_name, figures, has_modules, share_words, title
 from mpinspect.reporting import words
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.plot_style import DPI, RC, drawn, percent_axis, shortened
+from mpinspect.reporting.plot_style import INK, drawn, headline, legend_below, notes, percent_axis, shortened, write
 
 #: Maximum number of bars for modules or kernels.
 MAX_BARS = 15
-#: Colours of Okabe and Ito's palette; greys for kernels that are not products, with a darker grey for communication.
+#: Colours that differ for all kinds of colour vision, by hue or lightness; greys for kernels that are not products.
 COLOURS = {
-    "native": "#009e73",
-    "degraded": "#e69f00",
+    "native": "#0072b2",
+    "degraded": "#f0c000",
     "off": "#d55e00",
     "unknown": "#cc79a7",
-    "helper": "#56b4e9",
-    "communication": "#666666",
-    "other": "#c4c4c4",
+    "helper": "#8fd0f5",
+    "other": "#d0d0d0",
+    "communication": "#555555",
 }
 _LABEL_LENGTH = 58
-#: Maximum number of characters in a line above the bars.
-_LINE = 92
-#: Margin in points between a label inside a bar and the bar's edges.
-_MARGIN = 3.0
+#: Drawn over the part of a bar that could be regained, from the bar's left end on.
+_REGAINED: Any = {"facecolor": "none", "edgecolor": INK, "hatch": "////", "linewidth": 0.8}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the figure: its label, and its times by part (keys of COLOURS)."""
+    """A bar of the figure: a module or kernel without its communication.
+
+    Args:
+        label: the name.
+        times: times in us by part (keys of COLOURS).
+        regained_us: upper bound of what mixed precision and Tensor Cores can save of them.
+    """
 
     label: str
     times: dict[str, float]
+    regained_us: float
 
     @property
     def total(self) -> float:
@@ -52,8 +56,10 @@ class Bar:
 
 
 def kernels(report: KernelReport) -> Figure:
-    """Return a figure with kernel time by verdict as one stacked bar, and a bar for each of the longest modules below."""
-    return drawn(_height(report), lambda figure: _draw(figure, report))
+    """Return a figure: all kernel time by verdict as a stacked bar, and a bar for each of the modules that could regain most."""
+    return drawn(
+        0.9 if not report.shares.kernel_time_us else 3.4 + 0.25 * len(bars(report)), lambda f: _draw(f, report)
+    )
 
 
 def save(report: KernelReport, path: str | Path) -> Path:
@@ -62,128 +68,117 @@ def save(report: KernelReport, path: str | Path) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    report = escaped(report)
-    with matplotlib.rc_context(RC):
-        kernels(report).savefig(path, format="png", dpi=DPI)
-    return Path(path)
+    return write(kernels(escaped(report)), path)
 
 
 def bars(report: KernelReport) -> tuple[Bar, ...]:
-    """Return a bar for each of the modules that take most time, or of the kernels if no module is known."""
-    if has_modules(report):
-        known = [row.module for row in report.by_module[:MAX_BARS]]
-        return tuple(Bar(_label(module or "(unknown)", "start"), _times(report, module=module)) for module in known)
-    chosen = report.by_name[:MAX_BARS]
-    return tuple(
-        Bar(_label(clean_name(row.name), "middle"), {_part(row.verdict, row.kind): row.time_us}) for row in chosen
-    )
+    """Return bars for the modules, or for the kernels if no module is known, that could regain most, or take most time."""
+    found = _everything(report)
+    return tuple(sorted(found, key=lambda bar: (-bar.regained_us, -bar.total, bar.label))[:MAX_BARS])
 
 
-def _label(name: str, cut: str) -> str:
-    return words.shortened(name, _LABEL_LENGTH, cut)
+def _everything(report: KernelReport) -> list[Bar]:
+    """Return a bar for every module or kernel; communication, which no precision shortens, is in none."""
+    by_module = has_modules(report)
+    times: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLOURS, 0.0))
+    regained: dict[str, float] = defaultdict(float)
+    for row, outlook in outlooks(report.kernels):
+        if not row.is_communication:
+            name = row.module if by_module else row.name
+            times[name][row.verdict] += row.time_us
+            regained[name] += outlook.saved_at_most_us(row.time_us)
+    return [
+        Bar(_label(name, by_module=by_module), {part: time for part, time in parts.items() if time > 0}, regained[name])
+        for name, parts in times.items()
+    ]
 
 
-def _part(verdict: str, kind: str) -> str:
-    return "communication" if kind == "communication" else verdict
+def _label(name: str, *, by_module: bool) -> str:
+    if by_module:
+        return shortened(name or "(unknown)", _LABEL_LENGTH)
+    return shortened(clean_name(name), _LABEL_LENGTH, keep="start")
 
 
-def _times(report: KernelReport, module: str | None = None) -> dict[str, float]:
-    found = dict.fromkeys(COLOURS, 0.0)
-    for row in report.kernels:
-        if module is None or row.module == module:
-            found[_part(row.verdict, row.named.kind)] += row.time_us
-    return {part: time for part, time in found.items() if time > 0}
-
-
-def _height(report: KernelReport) -> float:
-    return 1.8 if not report.kernels else 3.4 + 0.27 * len(bars(report))
+def _part(row: KernelRow) -> str:
+    return "communication" if row.is_communication else row.verdict
 
 
 def _draw(figure: Figure, report: KernelReport) -> None:
-    figure.suptitle(shortened(title(report), 100), fontsize=12, fontweight="bold")
-    if report.shares.kernel_time_us <= 0:
-        reason = next((finding.message for finding in report.findings), "No kernel was recorded.")
-        figure.text(
-            0.5, 0.4, "\n".join(textwrap.wrap(shortened(reason, 400), 100)), ha="center", va="center", fontsize=10
-        )
+    total = report.shares.kernel_time_us
+    if total <= 0:
+        headline(figure, title(report))
+        notes(figure, next((finding.message for finding in report.findings), "No kernel was recorded."))
         return
-    found = bars(report)
-    upper, lower = figure.subplots(2, 1, height_ratios=[1.0, max(1.0, 0.62 * len(found))])
-    labels = _whole(upper, report)
-    _parts(lower, found, report)
-    _legend(upper, report)
-    _drop_wide(figure, labels)
+    found, regained = bars(report), sum(report.limits.saved_at_most_us.values())
+    headline(figure, _finding(report, regained))
+    upper, lower = figure.subplots(2, 1, height_ratios=[1.0, max(1.0, 0.9 * len(found))])
+    parts = dict.fromkeys(COLOURS, 0.0)
+    for row in report.kernels:
+        parts[_part(row)] += row.time_us
+    parts = {part: time for part, time in parts.items() if time > 0}
+    _bar(upper, 0, parts, total)
+    upper.set_xlim(0, 1)
+    upper.set_yticks([0], ["all kernels"], fontsize=8, fontweight="bold")
+    upper.tick_params(labelsize=8)
+    percent_axis(upper.xaxis)
+    upper.spines[["top", "right", "left"]].set_visible(False)
+    _lower(lower, found, report)
+    handles = [Patch(color=COLOURS[part], label=f"{part} {share_words(time / total)}") for part, time in parts.items()]
+    if regained > 0:
+        handles.append(Patch(label="could be regained, at most (estimate)", **_REGAINED))
+    legend_below(lower, 4, handles)
+    notes(figure, *_notes(report))
 
 
-def _whole(axes: Axes, report: KernelReport) -> list[tuple[Text, Rectangle]]:
-    """Draw one bar of all kernel time and return each part's label with its bar."""
-    total, left = report.shares.kernel_time_us, 0.0
-    labelled = []
-    for part, time in _times(report).items():
-        width = time / total
-        (bar,) = axes.barh(0, width, left=left, color=COLOURS[part], height=0.8)
-        label = f"{part} {share_words(width)}"
-        text = axes.text(left + width / 2, 0, label, ha="center", va="center", fontsize=9, color=_ink(part))
-        labelled.append((text, bar))
-        left += width
-    axes.set_xlim(0, 1)
-    axes.set_yticks([])
-    percent_axis(axes.xaxis)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_title("\n".join(_sentences(report)), loc="left", fontsize=9.5)
-    return labelled
+def _finding(report: KernelReport, regained: float) -> str:
+    share, of = next(figures(report.shares))
+    on = f"{share} {of} on Tensor Cores" if report.shares.product_time_us > 0 else "No matrix product ran"
+    most = share_words(min(1.0, regained / report.shares.kernel_time_us))
+    return f"{on}; at most {most} of the kernel time could be regained" if regained > 0 else on
 
 
-def _drop_wide(figure: Figure, labelled: Iterable[tuple[Text, Rectangle]]) -> None:
-    """Remove labels that do not fit their bars; bar widths are measured, since they depend on the longest name."""
-    figure.draw_without_rendering()
-    margin = _MARGIN * figure.dpi / 72
-    for text, bar in labelled:
-        if text.get_window_extent().width + 2 * margin > bar.get_window_extent().width:
-            text.remove()
+def _bar(axes: Axes, place: int, times: dict[str, float], total: float) -> None:
+    left = 0.0
+    for part, time in times.items():
+        axes.barh(place, time / total, left=left, color=COLOURS[part], height=0.74)
+        left += time / total
 
 
-def _sentences(report: KernelReport) -> Iterator[str]:
-    for number, (figure, of) in enumerate(figures(report.shares)):
-        yield from textwrap.wrap(f"{'' if number else 'on Tensor Cores: '}{figure} {of}", _LINE)
-    if report.phrase:
-        yield from textwrap.wrap(report.phrase, _LINE)
-
-
-def _parts(axes: Axes, found: Sequence[Bar], report: KernelReport) -> None:
-    """Draw one bar per module or kernel, the one with most time on top."""
+def _lower(axes: Axes, found: tuple[Bar, ...], report: KernelReport) -> None:
+    """Draw one bar per module or kernel, the one from which most could be regained on top."""
     total = report.shares.kernel_time_us
     for place, bar in enumerate(found):
-        left = 0.0
-        for part, time in bar.times.items():
-            axes.barh(place, time / total, left=left, color=COLOURS[part], height=0.74)
-            left += time / total
-        axes.text(left, place, f" {words.duration(bar.total)}", va="center", fontsize=8, color="#444444")
-    labels = [shortened(bar.label, _LABEL_LENGTH) for bar in found]
-    axes.set_yticks(range(len(found)), labels, fontsize=8)
+        _bar(axes, place, bar.times, total)
+        if bar.regained_us > 0:
+            axes.barh(place, bar.regained_us / total, height=0.74, **_REGAINED)
+        regained = f", at most {words.duration(bar.regained_us)} to regain" if bar.regained_us > 0 else ""
+        beside: Any = {
+            "xytext": (4, 0),
+            "textcoords": "offset points",
+            "va": "center",
+            "fontsize": 8,
+            "color": "#444444",
+        }
+        axes.annotate(words.duration(bar.total) + regained, (bar.total / total, place), **beside)
+    axes.set_yticks(range(len(found)), [bar.label for bar in found], fontsize=8, parse_math=False)
     axes.set_ylim(len(found) - 0.4, -0.6)
-    axes.set_xlim(0, 1.12 * max(bar.total for bar in found) / total)
+    # Room for the words beside the longest bar.
+    axes.set_xlim(0, 1.5 * max((bar.total for bar in found), default=1.0) / total)
     percent_axis(axes.xaxis)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    everything = report.by_module if has_modules(report) else report.by_name
-    what = "modules" if has_modules(report) else "kernels"
-    which = (
-        f"the {len(found)} {what} that take most, of {len(everything):,}"
-        if len(found) < len(everything)
-        else f"all {what}"
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("share of all kernel time")
+
+
+def _notes(report: KernelReport) -> list[str]:
+    everything, what = len(_everything(report)), "modules" if has_modules(report) else "kernels"
+    order = f"first those that {'could regain' if any(report.limits.saved_at_most_us.values()) else 'take'} most"
+    shown = (
+        f"{min(everything, MAX_BARS)} of {everything:,} {what}, {order}."
+        if everything > MAX_BARS
+        else f"All {what}, {order}."
     )
-    axes.set_xlabel(f"share of all kernel time: {which}")
-
-
-def _legend(axes: Axes, report: KernelReport) -> None:
-    """Draw a legend of all parts with their shares, since labels of small parts do not fit the bar."""
-    total, times = report.shares.kernel_time_us, _times(report)
-    handles = [matplotlib.patches.Patch(color=COLOURS[part]) for part in times]
-    labels = [f"{part} {share_words(time / total)}" for part, time in times.items()]
-    axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=len(labels), fontsize=8)
-
-
-def _ink(part: str) -> str:
-    return "white" if part in ("native", "off", "communication") else "#222222"
+    apart = " Communication, which no precision shortens, is in the first bar only." * (
+        report.shares.communication_time_us > 0
+    )
+    counted = "; ".join(filter(None, (*(" ".join(figure) for figure in figures(report.shares)), report.phrase)))
+    return [f"{title(report)}.", f"On Tensor Cores: {counted}.", shown + apart]

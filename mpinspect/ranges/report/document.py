@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import run_format
@@ -17,8 +16,8 @@ from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
     flushed_at_recommended,
+    flushed_words,
     log2_recommended,
-    one_by_one,
     range_strip,
     repeated,
     seen_layers,
@@ -231,7 +230,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         yield from section("Layers", Line("No tensor was counted."))
         return
     limit = None if everything else LAYERS
-    blocks = one_by_one(counted) if limit is None or len(counted) <= limit.terminal else repeated(counted)
+    blocks = repeated(counted, None if limit is None else limit.terminal)
     seen = [block.worst for block in blocks]
     worst_first = sorted(range(len(seen)), key=lambda place: badness(seen[place]), reverse=True)
     ranks = {place: rank for rank, place in enumerate(worst_first[: most(limit, len(seen))])}
@@ -267,7 +266,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         ),
         (
             Column("flushed", meaning="of the non-zero elements"),
-            lambda layer: _flushed(layer, layer.flushed_fraction),
+            lambda layer: flushed_words(layer, layer.flushed_fraction),
         ),
     ]
     k = log2_recommended(report.loss_scale)
@@ -276,7 +275,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         columns.append(
             (
                 Column(f"at 2^{k}"),
-                lambda layer: _flushed(layer, flushed_at_recommended(layer, report)),
+                lambda layer: flushed_words(layer, flushed_at_recommended(layer, report)),
             )
         )
     format = FORMATS[report.format]
@@ -301,12 +300,6 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         ),
     ]
     return columns
-
-
-def _flushed(layer: LayerReport, elements: Interval | None) -> str:
-    """Return a share of elements in words, with bounds only if the lost L1 share may exceed its tolerance."""
-    is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE
-    return share(elements, near=1.0) if is_served else share(elements)
 
 
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:

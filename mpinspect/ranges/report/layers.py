@@ -10,9 +10,11 @@ from typing import TypeVar
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import TensorInfo
 from mpinspect.reporting.document import Strip
+from mpinspect.reporting.words import share
 
 Named = TypeVar("Named", LayerReport, TensorInfo)
 
@@ -40,16 +42,18 @@ class Repeated:
     members: tuple[LayerReport, ...]
 
 
-def one_by_one(layers: Iterable[LayerReport]) -> list[Repeated]:
-    """Return each layer as a group of its own."""
-    return [Repeated(layer.name, layer, (layer,)) for layer in layers]
-
-
-def repeated(layers: Iterable[LayerReport]) -> list[Repeated]:
+def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
     """Group layers whose names differ only in their blocks' numbers; groups are in the order of their first members.
 
     A number in the last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
+
+    Args:
+        layers: any layers.
+        at_most: each of so many layers is a group of its own; None for any number.
     """
+    layers = list(layers)
+    if at_most is None or len(layers) <= at_most:
+        return [Repeated(layer.name, layer, (layer,)) for layer in layers]
     return [
         Repeated(common_name([layer.name for layer in group]), max(group, key=badness), tuple(group))
         for group in by_pattern(layers)
@@ -84,12 +88,6 @@ def _alternatives(parts: list[str]) -> str:
     return f"{{{','.join(map(str, numbers))}}}"
 
 
-def worst(layers: Iterable[LayerReport], limit: int) -> list[LayerReport]:
-    """Return the ``limit`` layers that lose most, worst first; if there are no more than that, keep their order."""
-    found = list(layers)
-    return found if len(found) <= limit else sorted(found, key=badness, reverse=True)[:limit]
-
-
 def badness(layer: LayerReport) -> tuple[float, ...]:
     """Return a sort key, larger for worse layers.
 
@@ -119,6 +117,18 @@ def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval 
     if k is None or layer.histogram is None or layer.flushed_fraction is None:
         return None
     return Visibility(layer.histogram, layer.floor_exponent).flushed_fraction(FORMATS[report.format], k)
+
+
+def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
+    """Return a share of elements in words, with bounds only if the lost L1 share may exceed its tolerance."""
+    is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE
+    return share(elements, near=1.0) if is_served else share(elements)
+
+
+def overflowed_share(histogram: ExponentHistogram, format: FloatFormat) -> Interval:
+    """Return the share of the non-zero elements that overflow at scale 1; bounds where the counts leave it open."""
+    least, most = (number / max(histogram.nonzero, 1) for number in histogram.overflowed_bounds(format))
+    return Interval(most, least, most)
 
 
 def range_strip(histogram: ExponentHistogram, format: FloatFormat) -> Strip:

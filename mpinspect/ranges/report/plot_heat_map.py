@@ -1,99 +1,192 @@
-"""Heat map of layers by exponents: the spread of each layer's values, and the format's edges."""
+"""Heat map of layers by exponents: the spread of each layer's values, the format's edges, and what the format loses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
-from mpinspect.numeric.formats import FORMATS, FloatFormat
+from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, kind_named
-from mpinspect.ranges.report.layers import seen_layers, worst
-from mpinspect.reporting.plot_style import draw_regions, exponent_axis, percent_axis, shortened
-from mpinspect.reporting.words import format_name
+from mpinspect.ranges.report.layers import (
+    Repeated,
+    badness,
+    flushed_at_recommended,
+    flushed_words,
+    log2_recommended,
+    overflowed_share,
+    repeated,
+    seen_layers,
+)
+from mpinspect.reporting.plot_style import (
+    FAINT,
+    exponent_axis,
+    exponent_limits,
+    headline,
+    legend_below,
+    notes,
+    shares,
+    shortened,
+)
+from mpinspect.reporting.words import UNKNOWN, format_name, percent, share
 
 MAX_ROWS = 60
-_NAME_LENGTH = 44
-#: Shares below this have the palest colour.
-_LEAST_SHARE = 1e-5
-#: Powers of two shown beyond the format's range, at most.
-_MAX_MARGIN = 40
+#: So many layers have a row each; of more, the repeated blocks share one.
+_ONE_BY_ONE = 24
+_NAME_LENGTH = 60
+#: Lightness alone tells the classes of shares apart: the bounds, and a colour for each class.
+_BOUNDS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+COLOURS = ("#dcebf7", "#a6cbe6", "#5f9fd0", "#2068a8", "#08306b")
+#: Width of a column beside the map in points.
+_COLUMN = 44
+
+#: A column's heading, and a layer's figure in words.
+_Column = tuple[str, Callable[[LayerReport], str]]
+#: A line of the map: a layer with its name, or a kind's title.
+_Line = tuple[str, LayerReport | None]
 
 
-def rows(report: RangeReport) -> list[LayerReport]:
-    """Return the layers to show, by kind: the worst MAX_ROWS of the gradients, or of all if there are no gradients."""
-    seen = [layer for layer in seen_layers(report) if layer.histogram is not None and layer.histogram.nonzero]
+def rows(report: RangeReport) -> list[Repeated]:
+    """Return the rows to show, by kind: the worst MAX_ROWS of the gradients, or of all if there are no gradients."""
+    seen = [layer for layer in seen_layers(report) if _nonzero(layer) or _broken(layer)]
     gradients = [layer for layer in seen if layer.kind in GRADIENT_KINDS]
-    return sorted(worst(gradients or seen, MAX_ROWS), key=lambda layer: KINDS.index(layer.kind))
+    found = repeated(gradients or seen, _ONE_BY_ONE)
+    places = sorted(range(len(found)), key=lambda place: badness(found[place].worst), reverse=True)[:MAX_ROWS]
+    return [found[place] for place in sorted(places, key=lambda place: (KINDS.index(found[place].worst.kind), place))]
+
+
+def height(report: RangeReport) -> float:
+    """Return the figure's height in inches."""
+    found = rows(report)
+    return 2.5 + 0.19 * (len(found) + len({row.worst.kind for row in found})) if found else 1.6
 
 
 def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
     """Draw one row per layer and one column per power of two, coloured by share of the layer's non-zero elements."""
-    layers, format = rows(report), FORMATS[report.format]
-    short = format_name(format.name)
-    figure.suptitle(
-        f"Layers against the range of {short} (loss scale 1){_how_many(report, layers)}", fontsize=12, fontweight="bold"
-    )
+    found, format = rows(report), FORMATS[report.format]
+    headline(figure, _finding(report, found))
     axes = figure.subplots()
-    if not layers:
+    if not found:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "No layer has a finite non-zero value to show.", ha="center", va="center", fontsize=11)
         return
-    low, high = _limits(layers, format)
-    shares = np.array([_shares(layer, low, high) for layer in layers])
-    edges = np.arange(low, high + 1), np.arange(len(layers) + 1)
-    norm = LogNorm(_LEAST_SHARE, float(shares.max()))
-    mesh = axes.pcolormesh(
-        *edges, np.where(shares > 0, np.maximum(shares, _LEAST_SHARE), np.nan), norm=norm, cmap="YlGnBu"
+    # A kind's title has a line of its own, above its layers.
+    lines: list[_Line] = [
+        line
+        for kind, group in groupby(found, lambda row: row.worst.kind)
+        for line in ((kind_named(kind).title, None), *((_name(row), row.worst) for row in group))
+    ]
+    low, high = exponent_limits((row.worst.histogram for row in found if row.worst.histogram), format)
+    cells = np.array([_shares(layer, low, high) for _, layer in lines])
+    axes.pcolormesh(
+        np.arange(low, high + 1),
+        np.arange(len(lines) + 1),
+        np.where(cells > 0, cells, np.nan),
+        cmap=ListedColormap(COLOURS),
+        norm=BoundaryNorm(_BOUNDS, len(COLOURS)),
+        zorder=1,
     )
-    axes.invert_yaxis()
-    draw_regions(axes, format, low, high, shade=False, colour="#d40000")
-    exponent_axis(axes, low, high)
+    axes.set_ylim(len(lines), 0)
+    exponent_axis(axes, format, low, high)
     axes.set_xlabel("magnitude")
-    names = [shortened(layer.name, _NAME_LENGTH) for layer in layers]
-    size = 8.5 if len(layers) <= 30 else 7.0
-    axes.set_yticks(np.arange(len(layers)) + 0.5, names, fontsize=size, parse_math=False)
+    _label(axes, lines, _columns(report, found))
+    handles = [
+        Patch(color=colour, label=f"to {percent(most)}") for colour, most in zip(COLOURS, _BOUNDS[1:], strict=True)
+    ]
+    legend_below(axes, len(handles), handles, "share of the layer's non-zero elements")
+    notes(figure, " ".join(_notes(report, found, low, high)))
+
+
+def _nonzero(layer: LayerReport) -> int:
+    return layer.histogram.nonzero if layer.histogram is not None else 0
+
+
+def _broken(layer: LayerReport) -> int:
+    return layer.histogram.infs + layer.histogram.nans if layer.histogram is not None else 0
+
+
+def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    if layer is None or layer.histogram is None:
+        return np.zeros(high - low)
+    return shares(layer.histogram, low, high)
+
+
+def _finding(report: RangeReport, found: list[Repeated]) -> str:
+    """Return what the map shows: the layer that loses most, or that none does."""
+    name = format_name(report.format)
+    layers = [row.worst for row in found if not row.worst.rounding_noise]
+    if not layers:
+        return f"Layers against the range of {name}"
+    worst = max(layers, key=badness)
+    called = next(f"'{shortened(row.name, _NAME_LENGTH)}'" for row in found if row.worst is worst)
+    if _broken(worst):
+        return f"{called} holds infinities or NaNs"
+    if worst.overflowed and worst.histogram is not None:
+        may = "overflows" if overflowed_share(worst.histogram, FORMATS[report.format]).low else "may overflow"
+        return f"{called} {may} {name} at loss scale 1"
+    lost = worst.lost_l1_share
+    if lost is None or lost.high <= LOST_L1_TOLERANCE:
+        loses = (
+            f"more than {percent(lost.high)} of its sum of magnitudes" if lost is not None and lost.high else "anything"
+        )
+        return f"{name} at loss scale 1 serves every layer: none loses {loses} to flushing"
+    return f"{called} loses most in {name}: {flushed_words(worst, worst.flushed_fraction)} flushed at loss scale 1"
+
+
+def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
+    """Return the columns beside the map; the last ones only where a layer has such values."""
+    layers = [row.worst for row in found]
+    columns: list[_Column] = [("flushed", lambda layer: flushed_words(layer, layer.flushed_fraction))]
+    k = log2_recommended(report.loss_scale)
+    if k and layers[0].kind in GRADIENT_KINDS:
+        columns.append((f"at 2^{k}", lambda layer: flushed_words(layer, flushed_at_recommended(layer, report))))
+    if any(layer.overflowed for layer in layers):
+        format = FORMATS[report.format]
+        columns.append(
+            ("overflow", lambda layer: share(overflowed_share(layer.histogram, format)) if layer.histogram else UNKNOWN)
+        )
+    if any(map(_broken, layers)):
+        columns.append(("inf, NaN", lambda layer: f"{_broken(layer):,}"))
+    return columns
+
+
+def _label(axes: Axes, lines: list[_Line], columns: list[_Column]) -> None:
+    """Put the layers' names left of the map, their figures right of it, and draw lines between them."""
+    axes.set_yticks(np.arange(len(lines)) + 0.5, [name for name, _ in lines], fontsize=8, parse_math=False)
     axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#f4f4f4")
-    _colour_by_kind(figure, axes, layers)
-    bar = figure.colorbar(mesh, ax=axes, pad=0.015, fraction=0.04, aspect=25)
-    bar.set_label("share of non-zero elements")
-    percent_axis(bar.ax.yaxis)
+    beside: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "center"}
+    beside |= {"fontsize": 8, "annotation_clip": False}
+    for number, (heading, _) in enumerate(columns, start=1):
+        axes.annotate(heading, (1, 0.5), (number * _COLUMN + 4, 0), fontweight="bold", color=FAINT, **beside)
+    for place, (label, (_, layer)) in enumerate(zip(axes.get_yticklabels(), lines, strict=True)):
+        axes.axhline(place, color="white", linewidth=0.6, zorder=2)
+        label.set_fontweight("bold" if layer is None else "normal")
+        for number, (_, words) in enumerate(columns, start=1):
+            said = words(layer) if layer is not None else ""
+            axes.annotate(said, (1, place + 0.5), (number * _COLUMN + 4, 0), **beside)
 
 
-def _how_many(report: RangeReport, layers: list[LayerReport]) -> str:
-    kinds = {layer.kind for layer in layers}
-    of = sum(1 for layer in seen_layers(report) if layer.kind in kinds and layer.histogram and layer.histogram.nonzero)
-    return f": the {len(layers)} worst of {of}" if len(layers) < of else ""
+def _name(row: Repeated) -> str:
+    return shortened(row.name, _NAME_LENGTH) + (" (rounding noise)" if row.worst.rounding_noise else "")
 
 
-def _limits(layers: list[LayerReport], format: FloatFormat) -> tuple[int, int]:
-    used = [layer.histogram for layer in layers if layer.histogram is not None]
-    bottom, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
-    low = min(bottom - 10, min(histogram.min_exponent for histogram in used) - 1)
-    high = max(top + 4, max(histogram.max_exponent for histogram in used) + 2)
-    return max(low, bottom - _MAX_MARGIN), min(high, top + _MAX_MARGIN)
-
-
-def _shares(layer: LayerReport, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the share of non-zero elements per exponent low .. high - 1; values beyond are counted at the ends."""
-    assert layer.histogram is not None, "rows() takes layers that were counted"
-    exponents = layer.histogram.min_exponent + np.arange(len(layer.histogram.counts))
-    places = np.clip(exponents, low, high - 1) - low
-    return np.bincount(places, weights=layer.histogram.counts, minlength=high - low) / layer.histogram.nonzero
-
-
-def _colour_by_kind(figure: Figure | SubFigure, axes: Axes, layers: list[LayerReport]) -> None:
-    """Colour the layers' names by kind, draw lines between the kinds, and add a legend."""
-    for label, layer in zip(axes.get_yticklabels(), layers, strict=True):
-        label.set_color(kind_named(layer.kind).colour)
-    for index in range(1, len(layers)):
-        axes.axhline(index, color="white", linewidth=0.5)
-        if layers[index].kind != layers[index - 1].kind:
-            axes.axhline(index, color="#111111", linewidth=0.9)
-    kinds = list(dict.fromkeys(layer.kind for layer in layers))
-    handles = [Patch(color=row.colour, label=row.title.lower()) for row in map(kind_named, kinds)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=8.5)
+def _notes(report: RangeReport, found: list[Repeated], low: int, high: int) -> Iterator[str]:
+    yield "Flushed: of the layer's non-zero elements, at loss scale 1."
+    if any(len(row.members) > 1 for row in found):
+        yield "{0..11}: the worst of them."
+    kinds = {row.worst.kind for row in found}
+    layers = sum(1 for layer in seen_layers(report) if layer.kind in kinds and (_nonzero(layer) or _broken(layer)))
+    shown = sum(len(row.members) for row in found)
+    if shown < layers:
+        yield f"The worst {len(found)} rows: {shown} layers of {layers}."
+    used = [row.worst.histogram for row in found if row.worst.histogram is not None and row.worst.histogram.nonzero]
+    if any(histogram.min_exponent < low or histogram.max_exponent >= high for histogram in used):
+        yield "Values beyond the map are gathered in its outermost cells."

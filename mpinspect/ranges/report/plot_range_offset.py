@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,39 +13,83 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.kinds import GRADIENT_KINDS, kind_named
-from mpinspect.ranges.report.layers import log2_recommended, seen_layers
-from mpinspect.ranges.report.scale_line import scale_line
-from mpinspect.reporting.plot_style import draw_regions, exponent_axis, percent_axis
-from mpinspect.reporting.streams import printable
-from mpinspect.reporting.words import format_name, percent, power_of_two
+from mpinspect.ranges.report.layers import log2_recommended, overflowed_share, seen_layers
+from mpinspect.ranges.report.scale_line import scale_in_brief
+from mpinspect.reporting.plot_style import (
+    INK,
+    LEAST_SHARE,
+    exponent_axis,
+    exponent_limits,
+    headline,
+    legend_below,
+    notes,
+    percent_axis,
+    shares,
+    shortened,
+)
+from mpinspect.reporting.words import format_name, percent, power_of_two, share
 
-#: Powers of two shown: at least below and at least above the format's range, and at most on either side. Values beyond
-#: are counted in the outermost bar.
-_LOW_MARGIN, _HIGH_MARGIN, _MAX_MARGIN = 12, 6, 40
-#: Width of the arrow's note, in powers of two on an axis of 80.
-_NOTE_WIDTH = 16
+#: The vertical axis reaches above 100% to leave room for the arrows, whose heights are shares of the axis'.
+_TOP, _ARROWS = 60.0, (0.78, 0.9)
+
+
+def height(report: RangeReport) -> float:
+    """Return the figure's height in inches."""
+    return 4.6 if any(histogram.nonzero for histogram in _pooled(report).values()) else 1.4
 
 
 def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
-    """Draw one panel at scale 1 and, if a scale other than 1 is recommended, one at that scale."""
-    format = FORMATS[report.format]
-    pooled = _pooled(report)
-    short = format_name(format.name)
-    figure.suptitle(f"Gradients against the range of {short}", fontsize=12, fontweight="bold")
+    """Draw each kind's outline at scale 1, dashed where another scale is recommended, and at that scale, solid."""
+    format, pooled = FORMATS[report.format], _pooled(report)
+    headline(figure, _finding(report))
+    axes = figure.subplots()
     if not any(histogram.nonzero for histogram in pooled.values()):
-        _say(figure, _why_empty(pooled))
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, _why_empty(pooled), ha="center", va="center", fontsize=11)
         return
-    k = log2_recommended(report.loss_scale)
-    shifts = [0] + ([k] if k else [])
-    low, high = _limits(pooled, shifts, format)
-    panels = figure.subplots(len(shifts), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, shift in zip(panels, shifts, strict=True):
-        _panel(axes, {kind: histogram.shifted(shift) for kind, histogram in pooled.items()}, format, low, high)
-        scale = power_of_two(2.0**shift)
-        axes.set_title(
-            "as they are (loss scale 1)" if not shift else f"multiplied by the suggested loss scale {scale}", pad=20
-        )
-    panels[-1].set_xlabel("magnitude of the gradient elements\n" + "\n".join(_notes(report, pooled, low, high)))
+    k = log2_recommended(report.loss_scale) or 0
+    scaled = {
+        shift: {kind: counts.shifted(shift) for kind, counts in pooled.items()} for shift in sorted({0, k}, key=abs)
+    }
+    low, high = exponent_limits((counts for kinds in scaled.values() for counts in kinds.values()), format)
+    for place, (shift, kinds) in zip(_ARROWS[2 - len(scaled) :][::-1], scaled.items(), strict=True):
+        is_before = shift != k
+        at = f" at loss scale {power_of_two(2.0**shift) if shift else 1}"
+        for kind, counts in kinds.items():
+            if counts.nonzero:
+                _outline(axes, kind, counts, (low, high), at + _fate(counts, format), is_before=is_before)
+        largest = max(counts.max_exponent for counts in kinds.values() if counts.nonzero)
+        _offset_arrow(axes, largest, format, place, high, at, is_before=is_before)
+    axes.set_yscale("log")
+    axes.set_ylim(LEAST_SHARE / 2, _TOP)
+    axes.set_yticks([1.0, 1e-1, 1e-2, 1e-3, 1e-4, LEAST_SHARE])
+    percent_axis(axes.yaxis)
+    axes.tick_params(axis="y", which="minor", left=False)
+    axes.set_ylabel("share of the kind's\nnon-zero elements")
+    exponent_axis(axes, format, low, high)
+    axes.set_xlabel("magnitude of the gradient elements")
+    legend_below(axes, len(pooled))
+    notes(figure, *_notes(report, pooled, low, high))
+
+
+def _finding(report: RangeReport) -> str:
+    """Return what the picture shows: whether a loss scale is needed, and what it changes."""
+    advice, name = report.loss_scale, format_name(report.format)
+    if not advice.available:
+        return f"Gradients against the range of {name}"
+    if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
+        return f"No single loss scale serves every gradient in {name}"
+    if advice.needed is None:
+        return f"It is not known whether {name} needs a loss scale"
+    if not advice.needed:
+        return f"{name} needs no loss scale: no layer that was seen loses too much without one"
+    before, after = advice.flushed_fraction_unscaled, advice.flushed_fraction_scaled
+    changes = (
+        f": in '{shortened(advice.worst_layer, 40)}' it flushes {percent(before)} without, {percent(after)} with it"
+        if before is not None and after is not None
+        else ""
+    )
+    return f"{name} needs a loss scale of {power_of_two(advice.recommended)}{changes}"
 
 
 def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
@@ -58,94 +102,63 @@ def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
     return {kind: histogram for kind, histogram in found.items() if histogram.total}
 
 
-def _limits(pooled: dict[str, ExponentHistogram], shifts: list[int], format: FloatFormat) -> tuple[int, int]:
-    """Return the exponents at the axis ends: the format's range and, up to _MAX_MARGIN, the values beyond it."""
-    used = [histogram.shifted(k) for histogram in pooled.values() if histogram.nonzero for k in shifts]
-    bottom, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
-    low = min(bottom - _LOW_MARGIN, min(histogram.min_exponent for histogram in used) - 1)
-    high = max(top + _HIGH_MARGIN, max(histogram.max_exponent for histogram in used) + 2)
-    return max(low, bottom - _MAX_MARGIN), min(high, top + _MAX_MARGIN)
+def _fate(counts: ExponentHistogram, format: FloatFormat) -> str:
+    """Return in words what the format does to the values that it can't hold."""
+    overflowed = overflowed_share(counts, format)
+    over = f", {share(overflowed)} overflow" if overflowed.high else ""
+    return f": {percent(counts.flushed_fraction(format))} flushed{over}"
 
 
-def _panel(axes: Axes, pooled: dict[str, ExponentHistogram], format: FloatFormat, low: int, high: int) -> None:
-    draw_regions(axes, format, low, high)
-    smallest = 1.0
-    for kind, histogram in pooled.items():
-        if not histogram.nonzero:
-            continue
-        shares = _shares(histogram, low, high)
-        smallest = min(smallest, float(shares[shares > 0].min()))
-        label = f"{kind_named(kind).title.lower()}: {percent(histogram.flushed_fraction(format))} flushed"
-        axes.stairs(shares, np.arange(low, high + 1), fill=True, color=kind_named(kind).colour, alpha=0.35, zorder=2)
-        axes.stairs(
-            shares, np.arange(low, high + 1), color=kind_named(kind).colour, linewidth=1.4, label=label, zorder=4
-        )
-    axes.set_yscale("log")
-    # Leave room above the bars for the arrow and the legend: a third of the height on the log axis.
-    axes.set_ylim(smallest / 3, (1 / smallest) ** 0.5 * 3)
-    axes.set_yticks([tick for tick in (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10) if tick > smallest / 3])
-    percent_axis(axes.yaxis)
-    axes.tick_params(axis="y", which="minor", left=False)
-    axes.set_ylabel("share of the kind's\nnon-zero elements")
-    exponent_axis(axes, low, high)
-    axes.legend(loc="upper left", fontsize=8.5, frameon=True, framealpha=0.75, edgecolor="none")
-    _offset_arrow(axes, max(histogram.max_exponent for histogram in pooled.values() if histogram.nonzero), format, high)
+def _outline(
+    axes: Axes, kind: str, counts: ExponentHistogram, limits: tuple[int, int], words: str, *, is_before: bool
+) -> None:
+    found, style = shares(counts, *limits), kind_named(kind)
+    edges = np.arange(limits[0], limits[1] + 1)
+    heights = np.where(found > 0, np.maximum(found, LEAST_SHARE), 0)
+    if not is_before:
+        axes.stairs(heights, edges, fill=True, color=style.colour, alpha=0.12, zorder=2)
+    line = (0, (3, 1.5)) if is_before else "solid"
+    label = style.title.lower() + words
+    # The kind drawn first is wider, so that an outline that coincides with it leaves it visible.
+    width = 2.8 if kind == GRADIENT_KINDS[0] else 1.4
+    axes.stairs(heights, edges, color=style.colour, linewidth=width, linestyle=line, label=label, zorder=4)
 
 
-def _shares(histogram: ExponentHistogram, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the share of non-zero elements per exponent low .. high - 1; values beyond are counted at the ends."""
-    exponents = histogram.min_exponent + np.arange(len(histogram.counts))
-    places = np.clip(exponents, low, high - 1) - low
-    return np.bincount(places, weights=histogram.counts, minlength=high - low) / histogram.nonzero
-
-
-def _offset_arrow(axes: Axes, max_exponent: int, format: FloatFormat, high: int) -> None:
+def _offset_arrow(
+    axes: Axes, largest: int, format: FloatFormat, height: float, high: int, at: str, *, is_before: bool
+) -> None:
     """Draw an arrow, with the range offset, from the largest gradient to the format's top."""
-    offset = format.max_exponent - max_exponent
-    top = format.max_exponent + 1
-    if offset == 0:
-        return
-    if offset > 0:
-        words = f"range offset: {offset} unused\npower{'s' if offset != 1 else ''} of two"
-    else:
-        words = f"{-offset} power{'s' if offset != -1 else ''} of two\nbeyond the format"
-    height = 0.62
-    ends = (min(max_exponent + 1, high), top)
-    arrow = {"arrowstyle": "<->", "color": "#222222", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+    offset, top = format.max_exponent - largest, format.max_exponent + 1
+    powers = f"{abs(offset)} power{'s' if abs(offset) != 1 else ''} of two"
+    words = f"range offset: {powers} unused{at}" if offset >= 0 else f"{powers} beyond the format{at}"
+    ends = sorted((min(largest + 1, high), top))
     transform = axes.get_xaxis_transform()
-    axes.annotate("", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=arrow)
-    fits = abs(ends[1] - ends[0]) >= _NOTE_WIDTH * (high - axes.get_xlim()[0]) / 80
-    # A note wider than its arrow ends at the arrow's right end; either way it stands above the histograms.
-    place = (sum(ends) / 2, height + 0.03) if fits else (max(ends) - 0.7, height + 0.03)
-    box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.5}
-    text = axes.text(*place, words, transform=transform, fontsize=9, fontweight="bold", bbox=box, zorder=5)
-    text.set_horizontalalignment("center" if fits else "right")
-    text.set_verticalalignment("bottom")
-
-
-def _not_shown(pooled: dict[str, ExponentHistogram]) -> str:
-    parts = []
-    for kind, histogram in pooled.items():
-        broken = histogram.infs + histogram.nans
-        more = f" and {broken:,} infinite or NaN" if broken else ""
-        parts.append(
-            f"{kind_named(kind).title.lower()} {percent(histogram.zeros / histogram.total)} of all elements{more}"
+    if offset:
+        style: Any = {"arrowstyle": "<->", "color": INK, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0}
+        style["linestyle"] = "--" if is_before else "-"
+        axes.annotate(
+            "", (ends[0], height), (ends[1], height), xycoords=transform, textcoords=transform, arrowprops=style
         )
-    return "not shown: exact zeros, " + "; ".join(parts)
+    # To the left of the format's top there is always room, however short the arrow.
+    box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8}
+    place: Any = {"xycoords": transform, "textcoords": "offset points"}
+    axes.annotate(words, (ends[1], height), (-5, 3), ha="right", va="bottom", fontsize=8.5, bbox=box, zorder=5, **place)
+
+
+def _left_out(pooled: dict[str, ExponentHistogram]) -> str:
+    broken = sum(histogram.infs + histogram.nans for histogram in pooled.values())
+    return f"Exact zeros are left out{f', and {broken:,} infinite or NaN elements' if broken else ''}."
 
 
 def _notes(report: RangeReport, pooled: dict[str, ExponentHistogram], low: int, high: int) -> Iterator[str]:
     """Yield the notes below the plot: values not shown, values flushed before counting, the loss-scale advice."""
-    yield _not_shown(pooled)
-    if any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values()):
-        yield "values beyond the picture are gathered in its outermost bars"
+    floor = percent(LEAST_SHARE)
+    beyond = any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values())
+    gathered = " Values beyond the picture are gathered in its outermost bars." if beyond else ""
+    yield f"{_left_out(pooled)} Shares below {floor} are drawn as {floor}.{gathered}"
     if any(layer.floor_exponent is not None and layer.kind in GRADIENT_KINDS for layer in report.layers):
-        yield "some of the zeros may be values that were flushed before they were counted: the shares are of those seen"
-    advice = report.loss_scale
-    if not advice.available:
-        yield textwrap.shorten(f"no loss scale suggested: {printable(advice.reason)}", 110, placeholder=" ...")
-        return
-    yield scale_line(advice)
+        yield "Some of the zeros may be values that were flushed before they were counted: the shares are of those seen."
+    yield f"{scale_in_brief(report)}." + (f" {report.loss_scale.reason}" if not report.loss_scale.available else "")
 
 
 def _why_empty(pooled: dict[str, ExponentHistogram]) -> str:
@@ -153,10 +166,4 @@ def _why_empty(pooled: dict[str, ExponentHistogram]) -> str:
         return "No gradient was counted."
     if all(histogram.zeros == histogram.total for histogram in pooled.values()):
         return "Every gradient element that was counted is zero."
-    return "No gradient element that was counted is finite and non-zero.\n" + _not_shown(pooled)
-
-
-def _say(figure: Figure | SubFigure, words: str) -> None:
-    axes = figure.subplots()
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, words, ha="center", va="center", fontsize=11)
+    return f"No gradient element that was counted is finite and non-zero.\n{_left_out(pooled)}"

@@ -5,24 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report import plot_heat_map, plot_range_offset
-from mpinspect.ranges.report.layers import log2_recommended
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.plot_style import DPI, RC, drawn
+from mpinspect.reporting.plot_style import drawn, write
 
 
 def range_offset(report: RangeReport) -> Figure:
-    """Plot the gradients' exponent histograms against the format's range, before and after the suggested loss scale."""
-    return drawn(_range_offset_height(report), lambda figure: plot_range_offset.draw(figure, report))
+    """Plot the gradients' exponents against the format's range, as outlines before and after the suggested loss scale."""
+    return drawn(plot_range_offset.height(report), lambda figure: plot_range_offset.draw(figure, report))
 
 
 def heat_map(report: RangeReport) -> Figure:
-    """Plot a heat map of layers by exponents with the format's edges as lines; at most the 60 worst layers."""
-    return drawn(_heat_map_height(report), lambda figure: plot_heat_map.draw(figure, report))
+    """Plot a heat map of layers by exponents with the format's edges and what it flushes; at most the 60 worst rows."""
+    return drawn(plot_heat_map.height(report), lambda figure: plot_heat_map.draw(figure, report))
 
 
 def save(report: RangeReport, path: str | Path) -> Path:
@@ -32,21 +30,11 @@ def save(report: RangeReport, path: str | Path) -> Path:
         OSError: the file can't be written.
     """
     report = escaped(report)
-    upper, lower = _range_offset_height(report), _heat_map_height(report)
+    heights = [plot_range_offset.height(report), plot_heat_map.height(report)]
 
     def draw(figure: Figure) -> None:
-        parts: Any = figure.subfigures(2, 1, height_ratios=[upper, lower], hspace=0.04)
+        parts: Any = figure.subfigures(2, 1, height_ratios=heights, hspace=0.04)
         plot_range_offset.draw(parts[0], report)
         plot_heat_map.draw(parts[1], report)
 
-    with matplotlib.rc_context(RC):
-        drawn(upper + lower, draw).savefig(path, format="png", dpi=DPI)
-    return Path(path)
-
-
-def _range_offset_height(report: RangeReport) -> float:
-    return 6.6 if log2_recommended(report.loss_scale) else 4.0
-
-
-def _heat_map_height(report: RangeReport) -> float:
-    return max(2.8, 1.7 + 0.165 * len(plot_heat_map.rows(report)))
+    return write(drawn(sum(heights), draw), path)
