@@ -143,6 +143,9 @@ def _begin(folder: str, words: Sequence[str], env: Mapping[str, str], streams: s
         stream = os.open(Path(streams, name), flags)
         os.dup2(stream, number)
         os.close(stream)
+    if os.path.samestat(os.fstat(1), os.fstat(2)):
+        # As in a terminal, the streams' lines come in the order in which they were written.
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     while words[0] == "-W":
         warnings.simplefilter(words[1])
         words = words[2:]

@@ -110,7 +110,7 @@ def check(bare: Ran, inspected: Ran, *layers: str) -> None:
     assert bare.code == 0, bare.err
     assert same(inspected.weights, bare.weights)
     assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
-    assert re.search(r"Suggested loss scale: \d+|Scale 1 will do", inspected.err), inspected.err
+    assert re.search(r"Suggested loss scale: \d+|Scale 1 (will|would) do", inspected.err), inspected.err
     assert set(layers) <= inspected.layers, inspected.err
 
 
@@ -141,7 +141,7 @@ def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):
 
 
 def test_a_model_that_needs_a_loss_scale(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "words.py", "--steps", "40", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "words.py", "--steps", "60", "--save", "weights.pt")
     check(bare, inspected, "embedding.weight", "output")
     advice = analyse(inspected.session("WordModel")).loss_scale
     assert advice.needed

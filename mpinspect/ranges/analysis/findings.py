@@ -88,8 +88,9 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
 
 def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> list[Finding]:
     over = [report for report in reduction_reports(totals, format) if report.overflows]
-    if not over or holds_without_scale(session, [report.key for report in over]):
+    if not over:
         return []
+    spared = holds_without_scale(session, [report.key for report in over])
     largest = max(over, key=lambda report: report.sum_squares.estimate)
     return [
         Finding(
@@ -97,7 +98,8 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
             "info",
             largest.key.name,
             f"Sums over a whole tensor would overflow {format_name(format.name)} in {_tensors(len(over))}: the sum of squares "
-            f"of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}.",
+            f"of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}."
+            + (f" {spared}" if spared else ""),
             {
                 "sum_abs": largest.sum_abs.estimate,
                 "sum_squares": largest.sum_squares.estimate,
@@ -107,7 +109,7 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
                 },
                 "tensors_count": len(over),
             },
-            "Compute norms, means, variances and losses in FP32.",
+            "" if spared else "Compute norms, means, variances and losses in FP32.",
         )
     ]
 

@@ -10,12 +10,12 @@ from torch.nn.modules import module as global_hooks
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.runtime.hooks import ModelHook
 
-#: Elementwise (or reshaping) modules with |f(x)| <= max(|x|, 1).
+#: Elementwise (or reshaping) modules with |f(x)| <= max(|x|, 1). (GELU doubles x on the way where a processor has AVX-512.)
 VALUE_BY_VALUE: tuple[type[Any], ...] = (
-    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softsign),
+    *(nn.ReLU, nn.ReLU6, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softsign),
     *(nn.Flatten, nn.Unflatten, nn.Identity),
 )
-#: Modules whose input gradient is at most their output gradient. (GELU and SiLU may compute infinity times 0 for large inputs.)
+#: Modules whose input gradient is at most their output gradient. (SiLU may compute infinity times 0 for large inputs.)
 NO_STEEPER_THAN_1 = (nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.Identity)
 _PRODUCTS: tuple[type[Any], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: The forward methods of these classes at import: a forward that is replaced later is unknown code.
