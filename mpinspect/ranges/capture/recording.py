@@ -20,6 +20,7 @@ from mpinspect.ranges.session import (
     TensorInfo,
     TensorKey,
     Window,
+    coarsen,
     merge_windows,
     window_limit,
 )
@@ -82,6 +83,8 @@ EVENT_LIMIT = 1000
 MEASUREMENT_LIMIT = 1000
 #: Most changes of the loss scale kept; a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
+#: Most windows that one write leaves in the file: a run of a second, too, shows there how it began and ended.
+WINDOWS_A_WRITE = 8
 #: Most tensors named in one note.
 NAMED_LIMIT = 5
 #: Minimum time between two writes: in seconds, and as a multiple of a write's cost (so that writing takes 2% at most).
@@ -286,7 +289,7 @@ class Recording:
             self._before_write()
         windows = tuple(self._unwritten) if self._sinks else ()
         self._unwritten.clear()
-        self._sinks.pass_on((lambda: merge_windows(*windows)) if windows else None, self.progress)
+        self._sinks.pass_on(lambda: coarsen(windows, WINDOWS_A_WRITE), self.progress)
         self._written_at = self._clock()
         self._stride = 0
 

@@ -52,11 +52,10 @@ class _Keeper:
     def take(self, tell: Callable[[Sink], None]) -> None:
         self._others.append(tell)
 
-    def take_window(self, window: Window | None, progress: Progress) -> None:
+    def take_windows(self, windows: Sequence[Window], progress: Progress) -> None:
         self._progress = progress
-        if window is not None:
-            self._windows.append(window)
-        if len(self._windows) > WAITING_LIMIT:
+        self._windows += windows
+        while len(self._windows) > WAITING_LIMIT:
             self._windows[:2] = [merge_windows(*self._windows[:2])]
 
     def catch_up(self) -> None:
@@ -104,10 +103,10 @@ class Sinks:
         if self._keepers:
             self._background.call(lambda: self._tell(lambda keeper: keeper.take(tell)), urgent=urgent)
 
-    def pass_on(self, window: Callable[[], Window] | None, progress: Progress) -> None:
-        """Forward the run's progress and a window, which ``window`` creates on the background thread."""
+    def pass_on(self, windows: Callable[[], Sequence[Window]], progress: Progress) -> None:
+        """Forward the run's progress and some windows, which ``windows`` creates on the background thread."""
         if self._keepers:
-            self._background.call(lambda: self._pass_on(window, progress))
+            self._background.call(lambda: self._pass_on(windows, progress))
 
     def close(self) -> None:
         """Forward everything, close the sinks, and return when that is done."""
@@ -130,18 +129,17 @@ class Sinks:
         keepers, self._keepers = self._keepers, []
         return [keeper.sink for keeper in keepers]
 
-    def _pass_on(self, window: Callable[[], Window] | None, progress: Progress) -> None:
+    def _pass_on(self, windows: Callable[[], Sequence[Window]], progress: Progress) -> None:
         started = time.thread_time()
         self._steps = progress.steps
-        made = None
-        if window is not None:
-            try:
-                made = window()
-            except Exception as error:
-                self._failures.append(
-                    f"mpinspect failed to merge what was to be written ({error!r}): it is not in the log_dir"
-                )
-        self._tell(lambda keeper: keeper.take_window(made, progress))
+        made: Sequence[Window] = ()
+        try:
+            made = windows()
+        except Exception as error:
+            self._failures.append(
+                f"mpinspect failed to merge what was to be written ({error!r}): it is not in the log_dir"
+            )
+        self._tell(lambda keeper: keeper.take_windows(made, progress))
         self.cost_s = time.thread_time() - started
 
     def _tell(self, take: Callable[[_Keeper], None]) -> None:
