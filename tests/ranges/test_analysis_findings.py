@@ -141,6 +141,16 @@ def test_layers_at_odds_are_no_alarm_where_the_run_has_the_range():
     assert report.verdict.healthy is True
 
 
+def test_a_measurement_without_its_figures_costs_its_diagnosis_alone():
+    measurements = (
+        Measurement("loss", "", 0, {}, (), "float16"),
+        Measurement("average", "fc.weight", 0, {}, ("fc.weight",), "bfloat16"),
+        Measurement("stale", "fc.weight", 3, {}, ("fc.weight",)),
+    )
+    report = analyse(session_of({activation("fc"): spread({-40: 1000})}, measurements=measurements))
+    assert set(ids(report)) == {"gradients-stale", "gradients-flushed"}
+
+
 def test_unknown_scale_is_said_and_nothing_is_claimed_of_the_gradients():
     progress = Progress(10, 10, 0, 10, True, scale_known=False, scale_unknown_reason="no scaler was given.")
     report = analyse(session_of(DEMO, progress=progress))

@@ -47,4 +47,8 @@ def explains_events(finding: Finding) -> bool:
 def diagnose(case: Case) -> Iterator[Finding]:
     """The findings of all diagnoses."""
     for diagnosis in DIAGNOSES:
-        yield from diagnosis(case)
+        try:
+            yield from diagnosis(case)
+        except (ArithmeticError, LookupError, ValueError):
+            # A record that was damaged, or that another version wrote, may lack a figure: then this diagnosis knows nothing.
+            continue
