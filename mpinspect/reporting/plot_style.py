@@ -152,7 +152,7 @@ def notes(figure: Figure | SubFigure, *sentences: str) -> None:
 
 def legend_below(axes: Axes, columns: int, handles: Sequence[Artist] | None = None, title: str = "") -> None:
     """Draw the legend, of all labelled artists or of these, below the axis' label."""
-    below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.get_figure(root=True).dpi_scale_trans)
+    below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
     place: Any = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": below, "borderaxespad": 0}
     shown = axes.get_legend_handles_labels()[0] if handles is None else handles
     axes.legend(
