@@ -23,7 +23,9 @@ _XYZ = _XYZ / _XYZ.sum(axis=1, keepdims=True)
 
 def words(figure: Figure) -> list[str]:
     """The texts of a figure, each on one line."""
-    return [" ".join(text.get_text().split()) for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    return [
+        " ".join(text.get_text().split()) for text in figure.findobj(Text) if text.get_visible() and text.get_text()
+    ]
 
 
 def assert_readable(figure: Figure) -> None:

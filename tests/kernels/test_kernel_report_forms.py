@@ -146,7 +146,10 @@ def test_bars_add_up_to_all_time_but_communication():
 
 
 def test_bars_are_sorted_by_what_could_be_regained():
-    runs = [kernel(made.NATIVE, 90, mm(64, 64, 64), module="fine"), kernel(made.SGEMM, 40, mm(64, 64, 64), module="off")]
+    runs = [
+        kernel(made.NATIVE, 90, mm(64, 64, 64), module="fine"),
+        kernel(made.SGEMM, 40, mm(64, 64, 64), module="off"),
+    ]
     report = analyse_kernels([trace(*runs, kernel(made.NCCL, 100))])
     assert [bar.label for bar in plot_kernels.bars(report)] == ["off", "fine"]
     shown = labels.words(plot_kernels.kernels(report))

@@ -134,9 +134,7 @@ def test_the_heat_map_shows_the_worst_of_many_layers():
     assert plot_heat_map.rows(sessions.report_by_hand(many("tower_{}.weight")))[0].name == "tower_20.weight"
 
 
-@pytest.mark.parametrize(
-    "name", ["word_model", "layers_300", "hostile", "nan_everywhere", "many", "empty"]
-)
+@pytest.mark.parametrize("name", ["word_model", "layers_300", "hostile", "nan_everywhere", "many", "empty"])
 @pytest.mark.parametrize("picture", [plots.range_offset, plots.heat_map])
 def test_every_label_is_whole_and_none_lies_over_another(name, picture):
     made = sessions.all_sessions() | {"many": many("שכבה_{}." + "deep." * 59 + "weight")}
