@@ -136,7 +136,7 @@ def test_layers_at_odds_are_no_alarm_where_the_run_has_the_range():
     )
     finding = found(report, "scale-window-empty")
     assert finding.severity == "info"
-    assert finding.message.endswith("The run computes in FP32, which holds them without.")
+    assert finding.message.endswith("The run computes in FP32, which holds them.")
     assert finding.fix == ""
     assert report.verdict.healthy is True
 

@@ -124,12 +124,14 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
     if not unexpected:
         return []
     names = [name or "(the model itself)" for name, _, _ in unexpected]
+    not_frozen = coverage.watched - len(coverage.never_fired) + len(unexpected)
     return [
         Finding(
             "never-fired",
             "info",
             unexpected[0][0],
-            f"Nothing was counted of {len(names)} of {coverage.watched} watched tensors: {some(names)}. The coverage says why.",
+            f"Nothing was counted of {len(names)} of the {not_frozen} watched tensors that are not frozen: {some(names)}. The "
+            "coverage says why.",
             {
                 "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
                 "count": len(names),

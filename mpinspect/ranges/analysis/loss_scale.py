@@ -113,14 +113,14 @@ def advise(
         found = gradient_ranges(block_histograms(group), ceilings, noise)
         first, last = group[0].first_step, max(part.last_step for part in group)
         top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
+        own = overflowed_at(event for event in overflowed if first <= event.step <= last)
         if top is not None:
             # Use the whole run's margin: a margin from one block's few steps would differ.
             room = top.log2_highest + top.margin
             top = Ceiling(max(room - ceiling.margin, min(room, 0)))
-            top = top.below(overflowed_at(event for event in overflowed if first <= event.step <= last))
-        blocks.append(
-            Block(first, last, found, scale_window(found, top.log2_highest if top else None, format, rules.tolerance))
-        )
+            top = top.below(own)
+        served = scale_window(found, top.log2_highest if top else None, format, rules.tolerance)
+        blocks.append(Block(first, last, found, served, own is not None))
     decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules)
     return _advised(decision, blocks, gradients, seen.left_out)
 

@@ -34,11 +34,11 @@ def run_format(session: Session) -> FloatFormat | None:
 def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
     """Return why FP16's flushing or overflow of these tensors needs no warning (the run's format has more range), or ""."""
     if session.passed_through(keys) == {BFLOAT16.name}:
-        return "The run uses BF16, which holds them without."
+        return "The run uses BF16, which holds them."
     format = run_format(session) if session.precision.weights else None
     if format is None or format.max_exponent <= FLOAT16.max_exponent:
         return ""
-    return f"The run computes in {format_name(format.name)}, which holds them without."
+    return f"The run computes in {format_name(format.name)}, which holds them."
 
 
 def ledger_line(precision: Precision) -> str:

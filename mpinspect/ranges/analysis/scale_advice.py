@@ -49,18 +49,19 @@ class ScaleRules:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of steps, its gradients and their window (None if no gradient in it needs to be served)."""
+    """A block of steps, its gradients, their window (None if none needs to be served), and whether the run overflowed in it."""
 
     first_step: int
     last_step: int
     gradients: tuple[GradientRange, ...]
     window: ScaleWindow | None
+    overflowed: bool = False
 
     @property
     def shown(self) -> ScaleWindow | None:
-        """The window, unless infinities or NaNs were counted: what was finite beside them only mirrors the loss scale."""
-        is_finite = not any(gradient.histogram.infs or gradient.histogram.nans for gradient in self.gradients)
-        return self.window if is_finite else None
+        """The window, unless the run overflowed in the block: what was finite then only mirrors the loss scale."""
+        broken = any(gradient.histogram.infs or gradient.histogram.nans for gradient in self.gradients)
+        return None if broken or self.overflowed else self.window
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,8 @@ def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:
 def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
     """Return a dynamic scaler's initial scale: the recommended one, or the first block's if no scale serves the run."""
     first = next((block.shown for block in blocks if block.shown), None)
-    if first is None or not decision.window.is_empty:
+    at_odds = any(pair.needs_large != pair.needs_small for pair in decision.conflicts)
+    if first is None or at_odds or not decision.window.is_empty:
         return decision.log2_scale
     return first.choose(decision.rules.headroom)
 

@@ -161,7 +161,8 @@ def _overflowed(decision: Decision) -> str:
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         return (
-            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known."
+            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known, and a "
+            "scaler that skips such steps has its use."
         )
     if not ceiling.margin:
         return ""
@@ -184,12 +185,15 @@ def _hidden(decision: Decision) -> str:
         return f"{sure}To know it, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
     whatever = f"whatever they were, {power(window.log2_certain)} would keep them"
     return "Smaller gradients were flushed before they could be counted; " + (
-        f"{whatever}." if keeps else "no scale in the window is sure to keep them."
+        f"{whatever}." if keeps else "no scale without overflow is sure to keep them."
     )
 
 
 def _confidence(decision: Decision) -> str:
     overflows, steps, chosen = decision.overflows, decision.steps, decision.log2_scale
+    if decision.needed is False and decision.ceiling.margin:
+        # The bound at the window's top holds at scale 1 all the more.
+        return ""
     if not steps:
         return "How likely an overflow is can't be told without the peaks of single steps."
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"

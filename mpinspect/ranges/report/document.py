@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
+from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
@@ -47,9 +48,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
-LAYERS = Limit(
-    8, 100, "more rows that lose less (--all, JSON)", "more rows that lose less; to_dataframe() and JSON have all"
-)
+LAYERS = Limit(8, 100, "more rows (--all, JSON)", "more rows; to_dataframe() and JSON have all")
 EVENTS = Limit(5, 10)
 #: Reasons why layers never fired, and the names of layers for each reason.
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
@@ -155,7 +154,9 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
     yield Line("; ".join(event_facts(first)))
     if first.last_maxima:
         maxima = ", ".join(f"{value:.3g}" for value in first.last_maxima)
-        yield Line(f"its largest magnitudes in the steps before, oldest first: {maxima}")
+        scaled = first.loss_scale not in (None, 1.0) and first.phase == "backward"
+        times = ", times the loss scale," if scaled else ""
+        yield Line(f"its largest magnitudes{times} in the steps before, oldest first: {maxima}")
     if first.explanation:
         yield Line(first.explanation)
     yield Items(tuple(Item(event_line(event)) for event in events[1:]), EVENTS)
@@ -183,7 +184,10 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         return
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
-    if advice.dynamic is not None and advice.recommended is not None and advice.needed is not False:
+    # Where layers are at odds, no scale is worth beginning with.
+    fits = advice.highest is None or advice.lowest is None or advice.lowest <= advice.highest
+    moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
+    if advice.dynamic is not None and advice.needed is not False and (fits or moves):
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
         which = "it" if start == advice.static_scale else "the scale of the first steps"
         scaler = f"torch.amp.GradScaler(device_type, init_scale={start:.17g}, growth_interval={interval})"
@@ -281,7 +285,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
     format = FORMATS[report.format]
     columns += [
         (
-            Column("L1 lost", meaning="of the sum of magnitudes"),
+            Column("L1 lost", meaning="of the sum of magnitudes, by flushing"),
             lambda layer: share(layer.lost_l1_share, is_estimate=True, near=LOST_L1_TOLERANCE),
         ),
         (Column("largest", meaning="rounded down"), _largest),
@@ -366,7 +370,9 @@ def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
             for verdict in of_kind
             if not verdict.fits
         )
+        hidden = ", ".join(dict.fromkeys(f.name for f, _ in CANDIDATES if f.name not in {v.format for v in of_kind}))
         parts = ([f"range holds them: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
+        parts += [f"not known: {hidden} (values were flushed or overflowed before counting)"] if hidden else []
         told.setdefault("; ".join(parts), []).append(f"{kind.replace('_', ' ')}s")
     for words, kinds in told.items():
         yield f"{', '.join(kinds)}: {words}"

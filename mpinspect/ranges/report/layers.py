@@ -91,14 +91,14 @@ def _alternatives(parts: list[str]) -> str:
 def badness(layer: LayerReport) -> tuple[float, ...]:
     """Return a sort key, larger for worse layers.
 
-    In order: not rounding noise, non-finite values, overflow, lost updates, lost L1 share, flushed share.
+    In order: non-finite values, not rounding noise, overflow, lost updates, lost L1 share, flushed share.
     """
     histogram = layer.histogram
     broken = histogram.infs + histogram.nans if histogram is not None else 0
     lost = max((update.fraction for update in (layer.lost_updates or {}).values()), default=0.0)
     return (
-        not layer.rounding_noise,
         broken > 0,
+        not layer.rounding_noise,
         bool(layer.overflowed),
         lost,
         layer.lost_l1_share.estimate if layer.lost_l1_share else 0.0,

@@ -23,7 +23,7 @@ from mpinspect.reporting.document import (
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
@@ -111,7 +111,11 @@ def _brief(report: RunReport) -> Iterator[Item]:
         yield Item(_kernels(report), "kernels")
     counts = {name: sum(f.severity == name for f in report.findings) for name in reversed(SEVERITIES)}
     if any(counts.values()):
-        yield Item(", ".join(f"{number} {name}" for name, number in counts.items() if number), "findings")
+        # "info" has no plural.
+        words = [
+            f"{count} info" if name == "info" else number_of(count, name) for name, count in counts.items() if count
+        ]
+        yield Item(", ".join(words), "findings")
     if report.log_dir:
         yield Item(report.log_dir, "files")
 

@@ -32,8 +32,10 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "own statistics and goes on, evaluation uses these and gives zeros or NaN."
             + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
-            "Look at what makes the values too large, infinite or NaN, and begin the statistics anew"
-            + ("." if is_wide else "; keep normalisations and their statistics in FP32."),
+            "Look at what makes the values too large, infinite or NaN, and begin the statistics anew."
+            if is_wide
+            else "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and "
+            "begin the statistics anew.",
             ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
             + f"model.get_submodule({quoted(module)}).reset_running_stats()",
             step=first.step,
@@ -87,7 +89,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
             "Compute the loss in FP32: cast what the model returns before anything of the loss, a softmax of the target too."
             if overflowed or cancels
             else "",
-            "output, target = model(x).float(), target.float()\nloss = loss_fn(output, target)"
+            "output = model(x).float()  # and the target's logits, before their softmax\nloss = loss_fn(output, target)"
             if overflowed or cancels
             else "",
             step=found.step,

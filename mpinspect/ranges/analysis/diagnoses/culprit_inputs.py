@@ -129,8 +129,8 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: {found.figures['elements']:.0f} rows "
             f"were masked as a whole{_brackets(_rows(found))}, and 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
-            "Leave each row at least one key, or mask by a large finite number. Causes are an empty sample, padding on the wrong "
-            "side, or a mask that is applied twice.",
+            "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
+            "wrong side, a mask that is applied twice.",
             "mask[~mask.any(-1)] = True  # True: is seen. A row that sees nothing sees all, and the loss ignores it",
             step=found.step,
         )
@@ -170,7 +170,7 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         module, event = _where(case, found), _event_at(case, found.step)
         loss_finite = bool(found.figures.get("loss_finite", 0.0))
         in_model = event is not None and not event.after and event.what not in LOSSES
-        place = "in the model's own code" if in_model else "in the loss, or on the way to it"
+        place = "in the model's own code or in the loss" if in_model else "in the loss, or on the way to it"
         place = f"in or before {module!r}" if module else place
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
         if event is None:

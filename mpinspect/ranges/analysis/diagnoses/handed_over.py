@@ -86,8 +86,8 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 
 def _again(found: Sequence[Measurement]) -> str:
-    """In how many of the measured steps it was so, where that is more than one."""
-    return f" (so in {len(found)} measured steps)" if len(found) > 1 else ""
+    """In how many more of the steps that were checked it was so."""
+    return f" (and in {len(found) - 1} more of the steps that were checked for it)" if len(found) > 1 else ""
 
 
 def _is_average(found: list[Measurement]) -> bool:
@@ -134,7 +134,8 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
             f"it left nothing{_again(found)}.",
             evidence,
-            "Keep the weights in FP32, so that their gradients are, and skip a step whose norm is not finite all the same."
+            "Keep the weights in FP32, so that their gradients are, and skip a step whose norm is not finite all the same. Where "
+            "a sum of gradients exceeds 65504 by itself, multiply the loss by less than 1, or compute in BF16."
             if not_finite
             else "Compute norms in FP32 and clip by that.",
             (f"{fp32_weights(FLOAT16.name)}\n" if not_finite else "")
