@@ -274,12 +274,12 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in _containers(producer):
         if container in finite_at_output:
+            first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
-                doubt += ", or in the code after it, which was given this tensor too (the loss)"
-            reason = (
-                f"the gradient at its output was finite, the one at the {what} of {producer!r} inside it was not: it arose in "
-                f"its own code{doubt}"
-            )
+                # What arrives at this tensor is a sum over both.
+                first, second = "another output of it", f"the output of {producer!r}, which it returned too,"
+                doubt += ", or in the code after it (the loss)"
+            reason = f"the gradient at {first} was finite, the one at {second} was not: it arose in its own code{doubt}"
             return Culprit(BACKWARD, container, look, reason)
     reason = f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a function){doubt}"
     return Culprit(BACKWARD, producer, look, reason, after=True)

@@ -27,6 +27,7 @@ from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
+from mpinspect.shapes.analysis.causes import DTYPE_CAUSES
 
 #: How many modules are shown, those with most FLOPs; JSON has all.
 MODULES = Limit(8, 25)
@@ -127,7 +128,9 @@ def _shapes(report: RunReport) -> str:
         return "no matrix product was recorded"
     native = shapes.flops_by_verdict.get("native", 0) / shapes.flops
     more = " (--lint, report.md)" if report.is_shape_detail else ""
-    return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}{more}"
+    in_fp32 = sum(row.flops * row.calls for row in shapes.matmuls if row.judged.cause in DTYPE_CAUSES) / shapes.flops
+    why = f"; {percent(in_fp32)} are in FP32 without TF32, whatever their shapes" if in_fp32 else ""
+    return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}{why}{more}"
 
 
 def _kernels(report: RunReport) -> str:
