@@ -69,7 +69,7 @@ def test_the_entry_point_names_the_plugin() -> None:
 
 def test_starting_tensorboard_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from tensorboard import default, program; default.get_plugins(); before = set(sys.modules)\n"
+        "import sys; from tensorboard import default, program; default.get_static_plugins(); before = set(sys.modules)\n"
         "from mpinspect.integrations.tensorboard import RangesPlugin; print(*(set(sys.modules) - before))"
     )
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
