@@ -156,7 +156,8 @@ def _event(event: Event) -> dict[str, Any]:
         "words": printable(event_line(event)),
         "facts": printable("; ".join(event_facts(event))),
         "explanation": printable(event.explanation),
-        "maxima": event.last_maxima,
+        # In words, since JSON has no infinity, which a file may claim here.
+        "maxima": [f"{largest:.3g}" for largest in event.last_maxima],
     }
 
 
