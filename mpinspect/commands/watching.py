@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     AnyReport: TypeAlias = RangeReport | RunReport
 
-#: Least seconds between two looks, and and as a multiple of what a look took.
+#: Least seconds between two looks, and the same as a multiple of what a look took.
 _PAUSE_S, _PAUSE_FACTOR = 1.0, 2
 _CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from mpinspect.reporting.words import number_of
 
 #: Text of several lines, such as code: escaping keeps its line ends.
 Lines: TypeAlias = str
@@ -49,6 +52,17 @@ class Finding:
 def inferred(finding: Finding) -> str:
     """Return the words after a finding's id, " (inferred)"; "" if its cause was measured."""
     return "" if finding.certainty == MEASURED else f" ({finding.certainty})"
+
+
+def in_counts(findings: Iterable[Finding]) -> str:
+    """Return the number of findings of each severity in words, the gravest first: "1 error, 2 warnings, 3 info"; "" for none."""
+    counts = Counter(finding.severity for finding in findings)
+    # "info" has no plural.
+    return ", ".join(
+        f"{counts[name]} info" if name == "info" else number_of(counts[name], name)
+        for name in reversed(SEVERITIES)
+        if counts[name]
+    )
 
 
 def gravest_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -47,7 +47,7 @@ def written(folder: Path, session: Session) -> Path:
 
 def client(logdir: Path | str, spec: str = "") -> Client:
     """TensorBoard's own application with the plugin, called without a server."""
-    board = program.TensorBoard(plugins=[*default.get_plugins(), RangesPlugin])
+    board = program.TensorBoard(plugins=[*default.get_static_plugins(), RangesPlugin])
     board.configure(argv=["", "--logdir", str(logdir)] if logdir else ["", "--logdir_spec", spec])
     provider = data_ingester.LocalDataIngester(board.flags).data_provider
     return Client(application.TensorBoardWSGIApp(board.flags, [RangesPlugin], data_provider=provider))
@@ -234,7 +234,7 @@ def page(tmp_path: Path) -> Any:
     chromium = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
     if chromium is None:
         pytest.skip("needs Chromium, which is not installed")
-    board = program.TensorBoard(plugins=[*default.get_plugins(), RangesPlugin])
+    board = program.TensorBoard(plugins=[*default.get_static_plugins(), RangesPlugin])
     board.configure(
         argv=["", "--logdir", str(tmp_path), "--port", "0", "--load_fast", "false", "--reload_interval", "0"]
     )

@@ -184,7 +184,7 @@ def test_a_page_holds_the_runs_history() -> None:
     assert [2.0**end for end in given["windows"]["float16"]] == [advice.lowest, advice.highest]
     assert [event["step"] for event in given["events"]] == [412, 413]
     assert given["events"][0]["words"] in render(report, ".txt", width=200)
-    assert given["events"][0]["maxima"] == ["0.12", "0.25", "0.5", "0.97"]
+    assert given["events"][0]["maxima"].endswith("oldest first: 0.12, 0.25, 0.5, 0.97")
     lost = given["lost"]["bfloat16"]
     assert lost["measured"]
     assert lost["tensors"] == {"decoder.3.attn.weight": [[995, 1000]] * 4}
@@ -431,5 +431,5 @@ def test_an_event_whose_maxima_are_not_finite_is_on_the_page():
     session = sessions.everything()
     event = replace(session.events[0], last_maxima=(math.inf, math.nan, 0.5))
     report = analyse(replace(session, events=(event,)))
-    assert data(report)["events"][0]["maxima"] == ["inf", "nan", "0.5"]
+    assert data(report)["events"][0]["maxima"].endswith("oldest first: inf, nan, 0.5")
     assert packed(report)

@@ -17,7 +17,7 @@ from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, percent, some
+from mpinspect.reporting.words import format_name, number_of, percent, some
 
 
 def findings(
@@ -97,8 +97,8 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
             "reductions-overflow",
             "info",
             largest.key.name,
-            f"Sums over a whole tensor would overflow {format_name(format.name)} in {_tensors(len(over))}: the sum of squares "
-            f"of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}."
+            f"Sums over a whole tensor would overflow {format_name(format.name)} in {number_of(len(over), 'tensor')}: the sum of "
+            f"squares of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}."
             + (f" {spared}" if spared else ""),
             {
                 "sum_abs": largest.sum_abs.estimate,
@@ -112,10 +112,6 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
             "" if spared else "Compute norms, means, variances and losses in FP32.",
         )
     ]
-
-
-def _tensors(count: int) -> str:
-    return f"{count} tensor{'' if count == 1 else 's'}"
 
 
 def _never_fired(coverage: Coverage) -> list[Finding]:

@@ -16,6 +16,7 @@ FINDING_IDS = (
     "argument-out-of-range",
     "average-lost",
     "batch-not-finite",
+    "diagnosis-failed",
     "epsilon-zero",
     "gradients-already-flushed",
     "gradients-clipped-to-zero",

@@ -8,7 +8,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from mpinspect.ranges.analysis.precision import ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
 from mpinspect.reporting.words import bare_power, format_name, power_of_two
 
 _INFO, _WARNING, _ERROR = SEVERITIES
@@ -36,18 +36,10 @@ def verdict(
         return Verdict(True, precision, (_healthy(session), *_scale(session, format, advice, in_float16)))
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
-    more = _more([finding.severity for finding in findings if finding is not worst])
+    others = in_counts(finding for finding in findings if finding is not worst)
+    more = f"Also below: {others}." if others else ""
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
-
-
-def _more(severities: Sequence[str]) -> str:
-    """Return how many findings of each severity follow, the gravest first: "Also below: 1 error, 2 info."."""
-    counts = [(severities.count(severity), severity) for severity in reversed(SEVERITIES)]
-    words = [
-        f"{count} {severity}{'' if count == 1 or severity == _INFO else 's'}" for count, severity in counts if count
-    ]
-    return f"Also below: {', '.join(words)}." if words else ""
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:

@@ -23,7 +23,14 @@ from mpinspect.ranges.report.layers import (
     repeated,
     seen_layers,
 )
-from mpinspect.ranges.report.scale_line import event_facts, event_line, scale_in_brief, scale_line, steps_and_samples
+from mpinspect.ranges.report.scale_line import (
+    event_facts,
+    event_line,
+    event_maxima,
+    scale_in_brief,
+    scale_line,
+    steps_and_samples,
+)
 from mpinspect.ranges.session import Event
 from mpinspect.reporting.document import (
     Block,
@@ -153,10 +160,7 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
     yield Line(f"first: {event_line(first)}", "error")
     yield Line("; ".join(event_facts(first)))
     if first.last_maxima:
-        maxima = ", ".join(f"{value:.3g}" for value in first.last_maxima)
-        scaled = first.loss_scale not in (None, 1.0) and first.phase == "backward"
-        times = ", times the loss scale," if scaled else ""
-        yield Line(f"its largest magnitudes{times} in the steps before, oldest first: {maxima}")
+        yield Line(event_maxima(first))
     if first.explanation:
         yield Line(first.explanation)
     yield Items(tuple(Item(event_line(event)) for event in events[1:]), EVENTS)
@@ -345,13 +349,8 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
     if layer.overflowed:
         yield f"{layer.overflowed:,} overflow"
     if histogram is not None and not histogram.nonzero:
-        yield (
-            "no finite value"
-            if not histogram.zeros
-            else "all finite values are zero"
-            if histogram.infs + histogram.nans
-            else "all zero"
-        )
+        zero = "all finite values are zero" if histogram.infs + histogram.nans else "all zero"
+        yield zero if histogram.zeros else "no finite value"
     if layer.rounding_noise:
         yield "rounding noise"
 

@@ -683,7 +683,7 @@ export function render(root, data) {
           ?? layers.find((/** @type {any} */ each) => each.module === event.module && each.kind === state.kind)
           ?? layers.find((/** @type {any} */ each) => each.module === event.module));
       });
-      const maxima = event.maxima.length ? `; largest magnitudes before: ${event.maxima.join(", ")}` : "";
+      const maxima = event.maxima ? `; ${event.maxima}` : "";
       return element("li", {}, button, ` ${event.facts}${maxima}${event.explanation ? `; ${event.explanation}` : ""}`);
     });
     return element("details", {}, element("summary", {}, `${number(list.length)} ${list.length === 1 ? "event" : "events"}, the first: ${data.events[0].words}`), element("ol", {}, ...list));

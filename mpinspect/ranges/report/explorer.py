@@ -18,7 +18,7 @@ from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
-from mpinspect.ranges.report.scale_line import event_facts, event_line
+from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima
 from mpinspect.ranges.session import Event, ScaleChange, Window, coarsen
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.streams import printable
@@ -156,8 +156,7 @@ def _event(event: Event) -> dict[str, Any]:
         "words": printable(event_line(event)),
         "facts": printable("; ".join(event_facts(event))),
         "explanation": printable(event.explanation),
-        # In words, since JSON has no infinity, which a file may claim here.
-        "maxima": [f"{largest:.3g}" for largest in event.last_maxima],
+        "maxima": event_maxima(event),
     }
 
 

@@ -25,6 +25,15 @@ def steps_and_samples(progress: Progress, state: str = "") -> str:
     return ", ".join(words)
 
 
+def event_maxima(event: Event) -> str:
+    """Return the largest magnitudes of an event's tensor in the steps before, in words; "" if none are known."""
+    if not event.last_maxima:
+        return ""
+    scaled = event.loss_scale not in (None, 1.0) and event.phase == "backward"
+    largest = ", ".join(f"{value:.3g}" for value in event.last_maxima)
+    return f"its largest magnitudes{', times the loss scale,' if scaled else ''} in the steps before, oldest first: {largest}"
+
+
 def scale_line(advice: LossScaleAdvice) -> str:
     """Return the suggested loss scale, its window and the headroom in words, or a sentence that no scale fits."""
     if not advice.available:

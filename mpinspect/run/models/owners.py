@@ -21,13 +21,17 @@ _frozen: list[weakref.ref[nn.Module]] = []
 
 
 def living_modules() -> list[nn.Module]:
-    """Return every module alive in this process, in no particular order. Takes some 50 ms for a million objects."""
-    found = {id(each): each for each in living(lambda kind: issubclass(kind, nn.Module))}
+    """Return every module alive in this process, in no particular order. Takes some 0.2 s for a million objects."""
+    found = {id(each): each for each in living(_with_subclasses(nn.Module))}
     for reference in _frozen:
         module = reference()
         if module is not None:
             found[id(module)] = module
     return list(found.values())
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def remember_before_freezing() -> None:

@@ -22,8 +22,8 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
-from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
+from mpinspect.reporting.finding import SEVERITIES, in_counts
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
@@ -110,13 +110,8 @@ def _brief(report: RunReport) -> Iterator[Item]:
         yield Item(_shapes(report), "shapes")
     if report.kernels is not None:
         yield Item(_kernels(report), "kernels")
-    counts = {name: sum(f.severity == name for f in report.findings) for name in reversed(SEVERITIES)}
-    if any(counts.values()):
-        # "info" has no plural.
-        words = [
-            f"{count} info" if name == "info" else number_of(count, name) for name, count in counts.items() if count
-        ]
-        yield Item(", ".join(words), "findings")
+    if report.findings:
+        yield Item(in_counts(report.findings), "findings")
     if report.log_dir:
         yield Item(report.log_dir, "files")
 

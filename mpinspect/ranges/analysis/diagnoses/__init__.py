@@ -49,6 +49,14 @@ def diagnose(case: Case) -> Iterator[Finding]:
     for diagnosis in DIAGNOSES:
         try:
             yield from diagnosis(case)
-        except (ArithmeticError, LookupError, ValueError):
-            # A record that was damaged, or that another version wrote, may lack a figure: then this diagnosis knows nothing.
-            continue
+        except (ArithmeticError, LookupError, ValueError) as error:
+            # A record that was damaged, or that another version wrote, may lack a figure.
+            name = getattr(diagnosis, "__name__", "").replace("_", " ")
+            yield Finding(
+                "diagnosis-failed",
+                "info",
+                "",
+                f"Whether this run has the fault {name!r} is not known: what was recorded for it can't be read ({error!r}). The "
+                "file may be damaged or of another version.",
+                {"diagnosis": name, "error": repr(error)},
+            )

@@ -217,16 +217,14 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     ]
     if len(found) < _FEWEST_LEFT_OVER:
         return
+    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
+    grown = f" (the largest element of .grad rose from {first:.3g} to {last:.3g})" if first < last else ""
     yield Finding(
         "gradients-never-zeroed",
         "error",
         "",
         f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
-        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far (the largest element of .grad "
-        f"rose from {found[0].figures['largest']:.3g} to {found[-1].figures['largest']:.3g})."
-        if found[0].figures["largest"] < found[-1].figures["largest"]
-        else f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
-        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far.",
+        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far{grown}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step, those of the model too where the optimizer steps copies of its weights.",
         "optimizer.zero_grad()  # or model.zero_grad()",

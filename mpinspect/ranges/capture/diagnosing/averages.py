@@ -104,7 +104,7 @@ class Averages(Observer):
                 shapes.setdefault(tuple(watched.parameter.shape), []).append(watched)
             ours |= {id(watched.parameter), id(watched.parameter.grad)}
         ours |= self._optimizers.states()
-        found = [each for each in living(_TYPES.__contains__) if id(each) not in ours and id(each) not in self._copies]
+        found = [each for each in living(_TYPES) if id(each) not in ours and id(each) not in self._copies]
         if not self._copies:
             self._first_step = step
         for each in found:
