@@ -169,6 +169,8 @@ def full_session() -> s.Session:
                 gradients_finite=False,
                 explanation="為: its outputs were finite",
                 after=True,
+                given=True,
+                of_input=True,
             ),
         ),
         ("No gradient of the head was seen.",),

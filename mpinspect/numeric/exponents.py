@@ -138,7 +138,12 @@ class ExponentHistogram:
     @property
     def total(self) -> int:
         """The number of all elements, including zeros, infs and NaNs."""
-        return self.nonzero + self.zeros + self.infs + self.nans
+        return self.nonzero + self.zeros + self.nonfinite
+
+    @property
+    def nonfinite(self) -> int:
+        """The number of infs and NaNs."""
+        return self.infs + self.nans
 
     @property
     def max_exponent(self) -> int:

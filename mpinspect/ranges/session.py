@@ -179,6 +179,8 @@ class Event:
         explanation: a sentence on the evidence that the value arose in ``module``.
         after: whether the value arose in the forward code after ``module`` (the loss, or a function between modules),
             so that the gradient arriving at the module's output was already non-finite.
+        given: whether the value was in what the model was given.
+        of_input: whether it was first seen in the gradient of an input of ``tensor``, not of its output.
     """
 
     step: Count
@@ -195,10 +197,14 @@ class Event:
     gradients_finite: bool | None = None
     explanation: str = ""
     after: bool = False
+    given: bool = False
+    of_input: bool = False
 
     @property
     def place(self) -> str:
-        """The place where the value arose, in words: the module's path, "the loss" or "the model itself"."""
+        """The place where the value arose, in words: the module's path, "the loss", "the model itself" or "the model's input"."""
+        if self.given:
+            return "the model's input"
         place = self.module or ("the loss" if self.what in LOSSES else "the model itself")
         return f"after {place}" if self.after else place
 

@@ -543,7 +543,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Block(_chain, a=_linear(), b=_linear())),
         _NAN,
         _DATA,
-        "what the model was given was not finite already (the data, or whatever made it): '0.a' is the first",
+        "it came with the data, or was made before the model; '0.a' is the first",
     ),
     "a batch that was NaN, changed on its way": (
         lambda: nn.Sequential(_Block(lambda self, x: self.a(x.view(4, 2).T.reshape(2, 4) * 2), a=_linear())),
@@ -567,7 +567,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: _Block(lambda self, x: x * self.a.weight.sum(), a=_linear()),
         _NAN,
         _DATA,
-        "'the model' is the first module that received it",
+        "it came with the data, or was made before the model",
     ),
     "a batch that was NaN, through modules that hand it on": (
         lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.0), _linear()),

@@ -18,6 +18,7 @@ pytest.importorskip("numba")
 from mpinspect import Inspector
 from mpinspect.ranges.capture import innocent
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
+from mpinspect.runtime.hooks import ModelHook
 
 KINDS = list(innocent.VALUE_BY_VALUE)
 
@@ -283,3 +284,10 @@ def test_a_layer_is_named_and_not_the_container_that_hands_its_output_on() -> No
 
     event = _train(model, 3, break_it)[0]
     assert (event.step, event.phase, event.module) == (2, "forward", "head")
+
+
+def test_our_own_hooks_change_nothing() -> None:
+    linear = nn.Linear(2, 2)
+    for register in (linear.register_forward_pre_hook, linear.register_forward_hook):
+        register(ModelHook(linear, lambda *given: None))
+    assert gradient_stays_finite(linear, 1.0)

@@ -100,13 +100,17 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
         f"The forward was not finite in {_first(len(steps), first.step)}, where {_what(first)}"
         f"{_known_cause(first)}.{useless}",
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
+        f"{_look_at(first, in_half)} No loss scale repairs a forward.",
+    )
+
+
+def _look_at(first: Event, in_half: bool) -> str:
+    if first.given:
+        return f"Look at the data of step {first.step}, and at what is done to it before it reaches the model."
+    overflow = "; where its values grow beyond 65504, compute it, and what takes its result, in FP32 or BF16"
+    return (
         f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
-        + (
-            "; where its values grow beyond 65504, compute it, and what takes its result, in FP32 or BF16"
-            if in_half
-            else ""
-        )
-        + ". No loss scale repairs a forward.",
+        f"{overflow if in_half else ''}."
     )
 
 
@@ -281,6 +285,10 @@ def _value(event: Event) -> str:
 def _what(event: Event) -> str:
     value = _value(event)
     what = event.what.replace("_", " ")
+    if event.given:
+        return "what the model was given was not finite"
+    if event.of_input:
+        return f"the {what} of an input of {event.tensor or 'the model'!r} held {value}"
     if event.after:
         return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already"
     return (

@@ -9,7 +9,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT1
 from mpinspect.ranges.analysis.report import FormatVerdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, flush_exponent
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.kinds import KINDS, UPDATE
+from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.session import TensorKey, TensorWindow
 
 NO_SCALING = "none"
@@ -34,7 +34,9 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
             for key, window in totals.items()
             if key.kind == kind and key not in noise and len(window.histogram.counts)
         }
-        unknown = {window.passed_through for key, window in totals.items() if key.kind == kind and _hides(window)}
+        # A weight's gradient is made of activation gradients: what these lost it lacks.
+        sources = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
+        unknown = {window.passed_through for key, window in totals.items() if key.kind in sources and _hides(window)}
         if histograms and kind != UPDATE:
             verdicts += [
                 format_verdict(kind, histograms, format, scaling)

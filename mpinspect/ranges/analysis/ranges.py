@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FloatFormat
@@ -45,7 +46,11 @@ def over_the_run(
         layer
         if layer.histogram is None
         else _over_the_run(
-            layer, spoken.get(layer.key), [part[layer.key] for part in blocks if layer.key in part], format
+            layer,
+            spoken.get(layer.key),
+            # Beside infinities and NaNs what is finite is mostly zeros, and says nothing of how much is flushed.
+            [part[layer.key] for part in blocks if layer.key in part and not part[layer.key].histogram.nonfinite],
+            format,
         )
         for layer in layers
     )
@@ -58,8 +63,8 @@ def _over_the_run(
     run, parts = layer_report(info, spoken, format), [layer_report(info, block, format) for block in blocks]
     return replace(
         layer,
-        flushed_fraction=_between(run.flushed_fraction, [part.flushed_fraction for part in parts]),
-        lost_l1_share=_between(run.lost_l1_share, [part.lost_l1_share for part in parts]),
+        flushed_fraction=_between(run, parts, attrgetter("flushed_fraction")),
+        lost_l1_share=_between(run, parts, attrgetter("lost_l1_share")),
         already_flushed_fraction=run.already_flushed_fraction,
         floor_exponent=run.floor_exponent,
         subnormal_fraction=run.subnormal_fraction,
@@ -76,12 +81,16 @@ def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tupl
     )
 
 
-def _between(run: Interval | None, blocks: Sequence[Interval | None]) -> Interval | None:
-    """Return the run's estimate with bounds widened to the lowest and the highest bound of the run and its blocks."""
-    if run is None:
+def _between(
+    run: LayerReport, blocks: Sequence[LayerReport], share_of: Callable[[LayerReport], Interval | None]
+) -> Interval | None:
+    """Return the run's share with bounds widened to the lowest and the highest bound of the run and its blocks."""
+    known = [(layer, found) for layer in (run, *blocks) if (found := share_of(layer)) is not None]
+    if not known or known[0][0] is not run:
         return None
-    known = [run, *(part for part in blocks if part is not None)]
-    return Interval(run.estimate, min(part.low for part in known), max(part.high for part in known))
+    # A block in which every element was zero may have lost all of them, but it shows none that was kept.
+    lows = [found.low for layer, found in known if layer.histogram is not None and layer.histogram.nonzero]
+    return replace(known[0][1], low=min(lows, default=0.0), high=max(found.high for _, found in known))
 
 
 def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> tuple[LayerReport, ...]:

@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.scale_advice import Decision
 from mpinspect.ranges.analysis.scale_window import GradientRange, scale_window
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.words import format_name, percent, power, steps_named
+from mpinspect.reporting.words import format_name, percent, power, some, steps_named
 
 #: Lost share above which the sentence on a served layer also says why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
@@ -24,6 +24,7 @@ def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_o
 def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str) -> Iterator[str]:
     yield _at_scale_1(decision)
     yield _window(decision)
+    yield _never_finite(gradients)
     yield _overflowed(decision)
     yield _hidden(decision)
     yield _confidence(decision)
@@ -138,6 +139,18 @@ def _window(decision: Decision) -> str:
 def _by_what_was_finite(decision: Decision) -> str:
     """Return the words for a run that was not finite throughout: how large those gradients were is not known."""
     return "" if decision.all_finite else ", by what was finite"
+
+
+def _never_finite(gradients: Sequence[GradientRange]) -> str:
+    """Return a sentence on the gradients that had no finite value, of which the window says nothing; "" if there are none."""
+    names = [
+        gradient.key.name for gradient in gradients if gradient.histogram.nonfinite and not gradient.histogram.nonzero
+    ]
+    return (
+        f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen: for these it says nothing."
+        if names
+        else ""
+    )
 
 
 def _no_scale(decision: Decision) -> str:

@@ -131,6 +131,8 @@ class Culprit:
     explanation: str
     #: Whether the infinity or NaN arose after the module: in the loss, or in a function.
     after: bool = False
+    #: Whether it was in what the model was given.
+    given: bool = False
 
 
 def first_broken(seen: Sequence[Seen]) -> Seen | None:
@@ -195,15 +197,12 @@ def _in_forward(
             return _in_container(around, inner, look, read)
         inner = container
     if outermost:
-        reason = (
-            "what the model was given was not finite already (the data, or whatever made it): "
-            f"{look.module or 'the model'!r} is the first module that received it"
-        )
-    else:
-        reason = (
-            f"it arose before {inner!r}, whose input was not finite already: in the code around it or in the data, which is not "
-            "known since no call around it has returned"
-        )
+        received = f"; {look.module!r} is the first module that received it" if look.module else ""
+        return Culprit(FORWARD, "", look, f"it came with the data, or was made before the model{received}", given=True)
+    reason = (
+        f"it arose before {inner!r}, whose input was not finite already: in the code around it or in the data, which is not "
+        "known since no call around it has returned"
+    )
     return Culprit(FORWARD, "", look, reason)
 
 

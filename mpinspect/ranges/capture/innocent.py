@@ -52,11 +52,11 @@ def gradient_stays_finite(module: nn.Module, largest: float) -> bool:
 
 def _runs_torchs_own_code(module: nn.Module) -> bool:
     """Return whether the module runs its class's original torch forward, with no hooks other than this package's."""
-    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    # The recorder of shapes puts hooks before the forward for one step.
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return (
         "forward" not in vars(module)
         and type(module).forward is _FORWARDS.get(type(module))
         and not global_hooks._global_forward_hooks
-        and not any(others)
-        and all(isinstance(hook, ModelHook) for hook in module._forward_hooks.values())
+        and all(isinstance(hook, ModelHook) for each in hooks for hook in each.values())
     )

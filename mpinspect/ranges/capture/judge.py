@@ -208,6 +208,8 @@ class Judge:
             gradients_finite,
             found.explanation,
             found.after,
+            found.given,
+            first.is_input and first.phase == culprit.BACKWARD,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
@@ -307,7 +308,14 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
             lambda layer: Cell() if layer.histogram is None else Cell(strip=range_strip(layer.histogram, format)),
         ),
     ]
-    return columns
+    return [(column, partial(_of_values, figure)) for column, figure in columns]
+
+
+def _of_values(figure: Figure, layer: LayerReport) -> str | Cell:
+    """Return a figure of a layer's finite non-zero values; "-" for a layer that has none, not even flushed ones."""
+    histogram, lost = layer.histogram, layer.lost_l1_share
+    has_none = histogram is not None and not histogram.nonzero and (lost is None or not lost.high)
+    return NOT_APPLICABLE if has_none else figure(layer)
 
 
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
@@ -344,12 +352,12 @@ def _name(block: Repeated) -> Cell:
 def _remarks(layer: LayerReport) -> Iterator[str]:
     """Yield short remarks on a layer: non-finite values, overflow, no non-zero values, rounding noise."""
     histogram = layer.histogram
-    if histogram is not None and histogram.infs + histogram.nans:
+    if histogram is not None and histogram.nonfinite:
         yield f"{histogram.infs:,} inf, {histogram.nans:,} NaN"
     if layer.overflowed:
         yield f"{layer.overflowed:,} overflow"
     if histogram is not None and not histogram.nonzero:
-        zero = "all finite values are zero" if histogram.infs + histogram.nans else "all zero"
+        zero = "all finite values are zero" if histogram.nonfinite else "all zero"
         yield zero if histogram.zeros else "no finite value"
     if layer.rounding_noise:
         yield "rounding noise"

@@ -94,7 +94,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
     In order: non-finite values, not rounding noise, overflow, lost updates, lost L1 share, flushed share.
     """
     histogram = layer.histogram
-    broken = histogram.infs + histogram.nans if histogram is not None else 0
+    broken = histogram.nonfinite if histogram is not None else 0
     lost = max((update.fraction for update in (layer.lost_updates or {}).values()), default=0.0)
     return (
         broken > 0,

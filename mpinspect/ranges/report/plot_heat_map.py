@@ -110,7 +110,7 @@ def _nonzero(layer: LayerReport) -> int:
 
 
 def _broken(layer: LayerReport) -> int:
-    return layer.histogram.infs + layer.histogram.nans if layer.histogram is not None else 0
+    return layer.histogram.nonfinite if layer.histogram is not None else 0
 
 
 def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

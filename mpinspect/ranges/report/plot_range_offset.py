@@ -146,7 +146,7 @@ def _offset_arrow(
 
 
 def _left_out(pooled: dict[str, ExponentHistogram]) -> str:
-    broken = sum(histogram.infs + histogram.nans for histogram in pooled.values())
+    broken = sum(histogram.nonfinite for histogram in pooled.values())
     return f"Exact zeros are left out{f', and {broken:,} infinite or NaN elements' if broken else ''}."
 
 

@@ -85,5 +85,7 @@ def event_line(event: Event) -> str:
     """Return an event's step, place, value and tensor in words."""
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
     tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
-    what = event.what.replace("_", " ")
-    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} in the {what}{tensor}"
+    if event.of_input:
+        tensor = f" of an input of {event.tensor or 'the model'}"
+    what = f"{'seen in ' if event.given else 'in '}the {event.what.replace('_', ' ')}"
+    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} {what}{tensor}"

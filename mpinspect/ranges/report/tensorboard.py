@@ -128,7 +128,7 @@ class TensorBoardLog:
     def _scalars(self, tag: str, histogram: ExponentHistogram) -> dict[str, float]:
         """Return one tensor's scalars, keyed by the first part of their tags."""
         found: dict[str, float] = {}
-        if histogram.infs + histogram.nans:
+        if histogram.nonfinite:
             self._broken.add(tag)
         if tag in self._broken:
             found |= {"infs": histogram.infs, "nans": histogram.nans}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
 from mpinspect.ranges.session import END, LOSSES, MOST_ROWS, Event, Measurement
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import some
+from mpinspect.reporting.words import number_of, some
 
 
 def _event_at(case: Case, step: int) -> Event | None:
@@ -126,8 +126,9 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             "mask-hides-whole-row",
             "error",
             module,
-            f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: {found.figures['elements']:.0f} rows "
-            f"were masked as a whole{_brackets(_rows(found))}, and 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
+            f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: "
+            f"a mask hides {number_of(int(found.figures['elements']), 'row')} of scores as a whole{_brackets(_rows(found))}, "
+            f"and 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
             "wrong side, a mask that is applied twice.",
