@@ -14,7 +14,6 @@ from mpinspect.ranges import session as s
 from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.ranges.store.merging import merge_columns
 
-
 Tensors = dict[s.TensorKey, s.TensorWindow]
 
 

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weigh
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import power_of_two, some
+from mpinspect.reporting.words import some, with_power
 
 #: Measured steps in which gradients of the steps before were found, from which on nobody zeroes them.
 _FEWEST_LEFT_OVER = 2
@@ -48,7 +48,7 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
         "warning",
         "",
         f"In step {first.step} the gradients were {how} while they were still multiplied by the loss scale"
-        f"{f' of {power_of_two(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them"
+        f"{f' of {with_power(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them"
         f"{_again(found)}. The limit was meant for the true gradients, which are smaller by the loss scale.",
         {
             "factor": factor,
@@ -76,7 +76,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
             "error",
             "",
             f"In step {found.step} the optimizer stepped with gradients that were still multiplied by the loss scale of "
-            f"{power_of_two(scale)}: scaler.scale() was called, and neither scaler.step() nor scaler.unscale_().",
+            f"{with_power(scale)}: scaler.scale() was called, and neither scaler.step() nor scaler.unscale_().",
             {"loss_scale": scale, "factor": factor, "parameters": len(found.names)},
             "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed.",
             "scaler.step(optimizer)  # instead of optimizer.step()\nscaler.update()",
