@@ -75,7 +75,7 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
 
 
 def _scale_fix(decision: Decision) -> str:
-    """Return how to apply the recommended loss scale; "" if no scale serves every layer, which is another finding's."""
+    """Return how to apply the recommended loss scale; "" if no scale serves every layer, which another finding says."""
     if decision.window.is_empty:
         return ""
     return (

@@ -22,7 +22,7 @@ _MOST = 0.5
 
 
 def _skips(case: Case) -> list[Event]:
-    """The first event of each step that overflowed in the backward while the forward was finite."""
+    """Return the first event of each step that overflowed in the backward while the forward was finite."""
     by_step = {
         event.step: event
         for event in reversed(case.events)
@@ -36,12 +36,12 @@ def _enabled(case: Case) -> list[ScalerRecord]:
 
 
 def _opening(skips: Sequence[Event]) -> list[Event]:
-    """The skipped steps with which the run begins."""
+    """Return the skipped steps with which the run begins."""
     return [event for place, event in enumerate(skips) if event.step == place and event.skipped]
 
 
 def _serves_none(case: Case) -> bool:
-    """Whether no one loss scale serves every layer."""
+    """Return whether no one loss scale serves every layer."""
     return case.advised.decision is not None and case.advised.decision.window.is_empty
 
 
@@ -89,7 +89,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
 def scale_too_high(case: Case) -> Iterator[Finding]:
     """A scale at which most steps overflow, and that does not come down.
 
-    False alarms: A short run that ends while the scaler still comes down is told only if its scale did not fall.
+    False alarms: A short run that ends while the scaler still comes down is reported only if its scale did not fall.
     """
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
@@ -275,7 +275,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
 def scaler_of_no_use(case: Case) -> Iterator[Finding]:
     """An enabled scaler in a run whose range is FP32's.
 
-    False alarms: A scaler that is kept for a switch to FP16 is told unless it is disabled.
+    False alarms: A scaler that is kept for a switch to FP16 is reported unless it is disabled.
     """
     format = run_format(case.session)
     if not _enabled(case) or format not in (BFLOAT16, FLOAT32):

@@ -102,7 +102,10 @@ def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ..
 
 
 def _peak(key: TensorKey, histogram: ExponentHistogram, narrow: str, scale: float | None) -> int | None:
-    """Return the exponent of the largest magnitude rounded to 11 bits; a gradient's overflow raises it to the format's."""
+    """Return the exponent of the largest magnitude, rounded to 11 bits.
+
+    A gradient with infinities gets at least the smallest exponent that overflows.
+    """
     peak = histogram.peak_exponent if len(histogram.counts) else None
     if histogram.infs and narrow != "float32" and key.kind in GRADIENT_KINDS:
         least = overflow_exponent(narrow, scale)
