@@ -145,22 +145,21 @@ class Window:
     gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", self.columns)
+        object.__setattr__(self, "tensors", self.columns())
 
-    @property
     def columns(self) -> TensorColumns:
-        """The tensors as NumPy columns, for all of them at once; ``tensors`` makes an object of each when asked for one."""
+        """Return the tensors as NumPy columns, for all of them at once; ``tensors`` makes an object of each when asked for one."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         return TensorColumns.of(self.tensors)
 
     def times(self, weight: int) -> Window:
         """Return the window as if each sample had been counted ``weight`` times; its steps and peaks are unchanged."""
-        return replace(self, tensors=self.columns.times(weight))
+        return replace(self, tensors=self.columns().times(weight))
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """Return the window with only the tensors of these kinds."""
-        return replace(self, tensors=self.columns.only(kinds))
+        return replace(self, tensors=self.columns().only(kinds))
 
 
 @dataclass(frozen=True)
@@ -373,7 +372,7 @@ class Session:
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
         """Return the formats to which these tensors' values (None: all tensors') were rounded before counting, in any window."""
-        return {name for window in self.windows for name in window.columns.passed_through(keys)}
+        return {name for window in self.windows for name in window.columns().passed_through(keys)}
 
     def gradient_peaks(self) -> dict[int, int]:
         """Return the peak exponent over all gradients of a step -> number of sampled steps, over the whole run."""
@@ -457,7 +456,7 @@ def merge_windows(first: Window, *others: Window) -> Window:
         min(window.first_step for window in windows),
         max(window.last_step for window in windows),
         sum(window.sampled_steps for window in windows),
-        merge_columns([window.columns for window in windows]),
+        merge_columns([window.columns() for window in windows]),
         add_counts(window.gradient_peaks for window in windows),
     )
 

@@ -24,7 +24,7 @@ def window_of(tensors: Tensors) -> s.Window:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tensors=made.tensors)
 def test_columns_hold_what_objects_hold(tensors: Tensors) -> None:
-    columns = window_of(tensors).columns
+    columns = window_of(tensors).columns()
     assert dict(columns) == tensors
     assert list(columns) == list(tensors)
     assert list(columns.each()) == list(tensors.items())
@@ -51,7 +51,7 @@ def test_a_choice_of_kinds(tensors: Tensors) -> None:
     chosen = {key: tensor for key, tensor in tensors.items() if key.kind in kinds.GRADIENT_KINDS}
     window = window_of(tensors)
     assert window.of_kinds(kinds.GRADIENT_KINDS).tensors == chosen
-    assert window.columns.passed_through(set(chosen)) == {tensor.passed_through for tensor in chosen.values()}
+    assert window.columns().passed_through(set(chosen)) == {tensor.passed_through for tensor in chosen.values()}
 
 
 def test_columns_that_do_not_fit_together_are_refused() -> None:

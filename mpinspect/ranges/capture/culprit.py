@@ -138,6 +138,36 @@ class Culprit:
     after: bool = False
 
 
+def event_of(
+    found: Culprit,
+    seen: Sequence[Seen],
+    history: History,
+    *,
+    step: int,
+    scale: float | None,
+    skipped: bool | None,
+    forward_finite: bool | None,
+) -> Event:
+    """Return the event of a step's culprit. ``seen``: everything observed in the step; the rest as in ``Event``."""
+    first = found.first
+    return Event(
+        step,
+        first.micro_batch,
+        found.phase,
+        found.module,
+        first.what,
+        first.name,
+        word(first.largest),
+        scale,
+        history.last_maxima(first.key),
+        skipped,
+        forward_finite,
+        finite_gradients(seen),
+        found.explanation,
+        found.after,
+    )
+
+
 def first_broken(seen: Sequence[Seen]) -> Seen | None:
     """Return the first non-finite tensor, leaving out modules' inputs in the forward; None if there is none."""
     return next((look for look in seen if not look.finite and not (look.is_input and look.phase == FORWARD)), None)
@@ -304,36 +334,6 @@ def _innermost(modules: Sequence[str]) -> list[str]:
         for one in unique
         if not any(other != one and (one == "" or other.startswith(one + ".")) for other in unique)
     ]
-
-
-def event_of(
-    found: Culprit,
-    seen: Sequence[Seen],
-    history: History,
-    *,
-    step: int,
-    scale: float | None,
-    skipped: bool | None,
-    forward_finite: bool | None,
-) -> Event:
-    """Return the event of a step's culprit. ``seen``: everything observed in the step; the rest as in ``Event``."""
-    first = found.first
-    return Event(
-        step,
-        first.micro_batch,
-        found.phase,
-        found.module,
-        first.what,
-        first.name,
-        word(first.largest),
-        scale,
-        history.last_maxima(first.key),
-        skipped,
-        forward_finite,
-        finite_gradients(seen),
-        found.explanation,
-        found.after,
-    )
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool:

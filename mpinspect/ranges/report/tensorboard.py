@@ -80,7 +80,7 @@ class TensorBoardLog:
         """Add a window's counts, which must be unscaled as in a session, at the window's last step."""
         values: list[Any] = []
         of_layers: dict[str, list[float]] = {}
-        for key, tensor in window.columns.each():
+        for key, tensor in window.columns().each():
             give_way()
             tag = self._tag(key)
             scalars = self._scalars(tag, tensor.histogram)
