@@ -148,7 +148,7 @@ class Window:
         object.__setattr__(self, "tensors", self.columns())
 
     def columns(self) -> TensorColumns:
-        """Return the tensors as NumPy columns, for all of them at once; ``tensors`` makes an object of each when asked for one."""
+        """Return the tensors as NumPy columns; ``tensors`` makes an object of each when asked for one."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         return TensorColumns.of(self.tensors)
