@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.kernels.records import Device, Kernel, KernelTrace, TraceOp
 
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -92,3 +93,17 @@ def _rest(one: Kernel) -> tuple:
         one.call,
         one.encloses,
     )
+
+
+def everything():
+    """The report of two ranks with a kernel of every verdict."""
+    runs = [
+        kernel(NATIVE, 30, mm(64, 64, 64), module="layer.0", module_is_path=True, phase="forward"),
+        kernel(DEGRADED, 20, mm(128, 30522, 512), module="head", module_is_path=True),
+        kernel(SGEMM, 10, mm(64, 64, 64, "float"), module="layer.1", module_is_path=True),
+        kernel(TRITON, 10),
+        kernel(SPLIT_K, 5, mm(64, 64, 64)),
+        kernel(NCCL, 15),
+        kernel(ADD_BF16, 10, unattributed="before the window"),
+    ]
+    return analyse_kernels([trace(*runs, rank=rank, world_size=2, source=f"{rank}.json") for rank in (0, 1)])

@@ -48,12 +48,13 @@ tensor_windows = st.builds(
     counts,
 )
 keys = st.builds(s.TensorKey, names, st.sampled_from(kinds.KINDS))
+tensors = st.dictionaries(keys, tensor_windows, max_size=4)
 windows = st.builds(
     s.Window,
     st.integers(0, 10**9),
     st.integers(0, 10**9),
     st.integers(0, 10**6),
-    st.dictionaries(keys, tensor_windows, max_size=4),
+    tensors,
     peak_maps,
 )
 tensor_infos = st.builds(

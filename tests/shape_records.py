@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from mpinspect.runtime.gpus import named
+from mpinspect.shapes.analysis import ShapeReport, analyse_shapes
 from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, MatmulRecording, Operand
 
 
@@ -158,3 +160,20 @@ def recording(*matmuls: Matmul, **fields) -> MatmulRecording:
         "embeddings": {},
     }
     return MatmulRecording(**(known | fields))
+
+
+def small() -> ShapeReport:
+    """A bit of everything: a vocabulary, layers that are fine, a stem, attention without a fused kernel."""
+    layers = [product for index in range(3) for product in linear(1576, 768, 3072, name=f"h.{index}.mlp")]
+    record = recording(
+        *linear(1576, 768, 50257, name="lm_head"),
+        *layers,
+        *eager_attention(96, 197, 197, 64, name="h.0.attn"),
+        convolution(channels=(3, 64), size=112, kernel=7, module="stem"),
+        attention(60, module="h.1.attn"),
+        sizes={50257: ("config.vocab_size", "lm_head.out_features")},
+        embeddings={"lm_head.weight": "wte.weight"},
+        autocast_dtype="float16",
+        notes=("the forward was recorded up to h.3",),
+    )
+    return analyse_shapes(record, named("hopper"), model="Small")

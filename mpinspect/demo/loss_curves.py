@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mpinspect.reporting.words import NOT_APPLICABLE, bare_power, power_of_two
+from mpinspect.reporting.words import NOT_APPLICABLE, as_power, with_power
 
 #: A final training loss is the mean of this many steps, since losses vary more between batches than precisions.
 LAST_STEPS = 10
@@ -85,8 +85,8 @@ def loss_scale(curve: Curve) -> str:
     if start is None or end is None:
         return NOT_APPLICABLE
     if start != end:
-        return f"{bare_power(start)} -> {bare_power(end)}"
-    return "1" if start == 1 else power_of_two(start)
+        return f"{as_power(start)} -> {as_power(end)}"
+    return "1" if start == 1 else with_power(start)
 
 
 def table(curves: Sequence[Curve]) -> str:

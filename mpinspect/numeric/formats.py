@@ -169,6 +169,11 @@ _OTHER_NAMES = {
 }
 
 
+def is_power_of_two(value: float) -> bool:
+    """Return whether a value is 2^k for an integer k, so that scaling by it is exact within range."""
+    return math.frexp(value)[0] == 0.5
+
+
 def as_format(given: FormatLike) -> FloatFormat:
     """Return the FloatFormat with the given name; a FloatFormat is returned unchanged.
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
+    from mpinspect.ranges.store.columns import TensorColumns
+
 #: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
 #: The phase of an event found only when the run ended, not in any step.
@@ -132,8 +134,8 @@ class TensorWindow:
 class Window:
     """All counts of the sampled steps from first_step to last_step, both included.
 
-    ``gradient_peaks`` maps the peak exponent over *all* gradients of a step to the number of sampled steps with that
-    peak.
+    ``tensors`` may be given as any mapping and is kept as ``columns``. ``gradient_peaks`` maps the peak exponent over
+    *all* gradients of a step to the number of sampled steps with that peak.
     """
 
     first_step: int
@@ -142,19 +144,22 @@ class Window:
     tensors: Mapping[TensorKey, TensorWindow]
     gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
 
-    def times(self, weight: int) -> Window:
-        """Return the window as if each sample had been counted ``weight`` times; its steps and peaks are unchanged."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", self.columns())
+
+    def columns(self) -> TensorColumns:
+        """Return the tensors as NumPy columns; ``tensors`` makes an object of each when asked for one."""
         from mpinspect.ranges.store.columns import TensorColumns
 
-        return replace(self, tensors=TensorColumns.of(self.tensors).times(weight))
+        return TensorColumns.of(self.tensors)
+
+    def times(self, weight: int) -> Window:
+        """Return the window as if each sample had been counted ``weight`` times; its steps and peaks are unchanged."""
+        return replace(self, tensors=self.columns().times(weight))
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """Return the window with only the tensors of these kinds."""
-        from mpinspect.ranges.store.columns import TensorColumns
-
-        if isinstance(self.tensors, TensorColumns):
-            return replace(self, tensors=self.tensors.only(kinds))
-        return replace(self, tensors={key: tensor for key, tensor in self.tensors.items() if key.kind in kinds})
+        return replace(self, tensors=self.columns().only(kinds))
 
 
 @dataclass(frozen=True)
@@ -367,21 +372,13 @@ class Session:
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
         """Return each tensor's counts merged over the whole run, in the order in which the tensors were watched."""
-        merged = _merge_tensors([window.tensors for window in self.windows])
+        merged = merge_windows(*self.windows).tensors if self.windows else {}
         order = dict.fromkeys([*(info.key for info in self.watched), *merged])
         return {key: merged[key] for key in order if key in merged}
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
         """Return the formats to which these tensors' values (None: all tensors') were rounded before counting, in any window."""
-        from mpinspect.ranges.store.columns import TensorColumns
-
-        found: set[str] = set()
-        for window in self.windows:
-            if isinstance(window.tensors, TensorColumns):
-                found |= window.tensors.passed_through(keys)
-            else:
-                found |= {t.passed_through for key, t in window.tensors.items() if keys is None or key in keys}
-        return found
+        return {name for window in self.windows for name in window.columns().passed_through(keys)}
 
     def gradient_peaks(self) -> dict[int, int]:
         """Return the peak exponent over all gradients of a step -> number of sampled steps, over the whole run."""
@@ -456,6 +453,8 @@ def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
 
 def merge_windows(first: Window, *others: Window) -> Window:
     """Merge neighbouring windows into one. The operation is associative."""
+    from mpinspect.ranges.store.merging import merge_columns
+
     if not others:
         return first
     windows = (first, *others)
@@ -463,23 +462,9 @@ def merge_windows(first: Window, *others: Window) -> Window:
         min(window.first_step for window in windows),
         max(window.last_step for window in windows),
         sum(window.sampled_steps for window in windows),
-        _merge_tensors([window.tensors for window in windows]),
+        merge_columns([window.columns() for window in windows]),
         add_counts(window.gradient_peaks for window in windows),
     )
-
-
-def _merge_tensors(parts: Sequence[Mapping[TensorKey, TensorWindow]]) -> Mapping[TensorKey, TensorWindow]:
-    """Merge the tensors of several windows; the result is a TensorColumns if any part is one."""
-    from mpinspect.ranges.store.columns import TensorColumns
-    from mpinspect.ranges.store.merging import merge_columns
-
-    if any(isinstance(part, TensorColumns) for part in parts):
-        return merge_columns([TensorColumns.of(part) for part in parts])
-    found: dict[TensorKey, list[TensorWindow]] = {}
-    for part in parts:
-        for key, tensor in part.items():
-            found.setdefault(key, []).append(tensor)
-    return {key: merge_tensor_windows(tensors) for key, tensors in found.items()}
 
 
 def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window, ...]:

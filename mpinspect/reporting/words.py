@@ -10,6 +10,7 @@ import math
 import re
 
 from mpinspect.numeric.exponents import Interval
+from mpinspect.numeric.formats import is_power_of_two
 
 #: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
 _NEAR = 0.1
@@ -21,11 +22,6 @@ NOT_APPLICABLE = "-"
 def scale_of(log2_scale: int) -> float:
     """Return 2^log2_scale as a float, with the exponent clamped to FP32's normal range: no scaler could use others."""
     return math.ldexp(1.0, min(max(log2_scale, -126), 127))
-
-
-def power(log2_scale: int) -> str:
-    """Return a power of two in words: "2^13 = 8192", or "2^-3" alone outside 2^0 .. 2^24."""
-    return f"2^{log2_scale} = {2**log2_scale}" if 0 <= log2_scale <= 24 else f"2^{log2_scale}"
 
 
 def percent(fraction: float) -> str:
@@ -43,22 +39,22 @@ def percent(fraction: float) -> str:
     return f"{value:.0f}%" if value < 99.5 else f"{value:.4g}%" if value < 99.995 else ">99.99%"
 
 
-def power_of_two(scale: float | None) -> str:
-    """Return a scale in words: "8192 (2^13)", "2^-3", "2^40"; "?" for None."""
+def as_power(scale: float | None) -> str:
+    """Return a scale as a power of two, "2^13"; one that is none as a plain number, and "?" for None."""
     if scale is None:
         return UNKNOWN
-    mantissa, exponent = math.frexp(scale)
-    if mantissa != 0.5:
-        return f"{scale:g}"
-    return f"{scale:.0f} (2^{exponent - 1})" if 1 <= exponent <= 25 else f"2^{exponent - 1}"
+    return f"2^{math.frexp(scale)[1] - 1}" if is_power_of_two(scale) else f"{scale:g}"
 
 
-def bare_power(scale: float | None) -> str:
-    """Return a scale as a power of two: "2^13"; other scales as a plain number, and "?" for None."""
-    if scale is None:
-        return UNKNOWN
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+def with_power(scale: float | None) -> str:
+    """Return a scale like ``as_power``, and as a number too from 1 to 2^24: "8192 (2^13)", "2^-3", "2^40"."""
+    power = as_power(scale)
+    return f"{scale:.0f} ({power})" if scale is not None and is_power_of_two(scale) and 1 <= scale <= 1 << 24 else power
+
+
+def number_or_power(scale: float) -> str:
+    """Return a scale like ``as_power``, but as a number from 1 to 1024: "128", "2^16"."""
+    return f"{scale:g}" if 1 <= scale <= 1024 else as_power(scale)
 
 
 def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:

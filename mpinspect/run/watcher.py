@@ -179,10 +179,10 @@ class Watcher(Guarded):
 
     @guarded
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take no note: the inspectors do."""
+        """Do nothing: the inspectors record it themselves."""
 
     def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take no note: the inspectors do."""
+        """Do nothing: the inspectors record it themselves."""
 
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Handle a skipped step; called when ``scaler.step(optimizer)`` has returned."""

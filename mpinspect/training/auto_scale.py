@@ -20,8 +20,8 @@ import torch.distributed as dist
 from mpinspect.ranges.analysis import recommend_loss_scale
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.inspector import Inspector
+from mpinspect.reporting.words import number_or_power
 from mpinspect.training.loss_scaler import LossScaler
-from mpinspect.training.skipped_steps import power
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -82,7 +82,7 @@ class AutoScale:
             return f"the gradients are inspected for {self._left} more steps"
         if self._scaler.window is None:
             return "no window was found"
-        lowest, highest = map(power, self._scaler.window)
+        lowest, highest = map(number_or_power, self._scaler.window)
         return f"within the window {lowest} .. {highest} that the inspector found"
 
     def resume(self, steps_to_wait: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.runtime.distributed import local_part
 from mpinspect.training.closures import held_parameters
 from mpinspect.training.forward_search import ForwardSearch
 from mpinspect.training.skipped_steps import NonFinite
@@ -126,5 +127,5 @@ def _kind(tensor: Any) -> str:
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     # Use only the local shard of a distributed tensor: a collective would hang if other ranks do not check.
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    found = local_part(tensor).detach()
     return found.coalesce().values() if found.is_sparse else found

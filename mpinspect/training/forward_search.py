@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.outputs import tensors_in
 from mpinspect.training.skipped_steps import NonFinite
 
 #: The largest number of tensors recorded per step; in larger models only the first tensors are checked.
 _MOST_LOOKS = 20_000
-#: The deepest nesting of containers that is searched for tensors.
-_MAX_DEPTH = 6
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,10 @@ class ForwardSearch:
         return look
 
     def _add(self, layer: str, values: Any, *, is_input: bool) -> None:
-        for tensor in _tensors(values):
-            if len(self._looks) < _MOST_LOOKS:
-                low, high = torch.aminmax(tensor)
+        for tensor in map(local_part, tensors_in(values)):
+            is_read = tensor.is_floating_point() and tensor.layout is torch.strided and tensor.element_size() > 1
+            if is_read and tensor.numel() and len(self._looks) < _MOST_LOOKS:
+                low, high = torch.aminmax(tensor.detach())
                 self._looks.append(_Look(layer, self._calls, is_input, (low, high)))
 
 
@@ -163,22 +163,3 @@ def _value(low: float, high: float) -> str:
     if high == math.inf:
         return "inf"
     return "-inf" if low == -math.inf else ""
-
-
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the non-empty floating-point tensors in nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.layout is torch.strided and value.numel() and value.element_size() > 1:
-            yield getattr(value, "_local_tensor", value).detach()
-        return
-    if depth > _MAX_DEPTH:
-        return
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (tuple, list)):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-    for part in parts:
-        yield from _tensors(part, depth + 1)

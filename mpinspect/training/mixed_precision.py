@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpinspect.reporting.words import number_or_power
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.user_line import warn_user
 from mpinspect.training import checkpoint
@@ -25,7 +26,7 @@ from mpinspect.training.masters import MasterWeights
 from mpinspect.training.ownership import StepGuard, checked_optimizers, take_scaler
 from mpinspect.training.precision import PRECISIONS, check_convertible, get_precision
 from mpinspect.training.recompute import LeanCrossEntropy
-from mpinspect.training.skipped_steps import FORWARD, SkippedStep, power
+from mpinspect.training.skipped_steps import FORWARD, SkippedStep
 from mpinspect.training.suggestions import suggestions
 from mpinspect.training.transfer import any_written_since
 
@@ -279,7 +280,7 @@ class MixedPrecision:
         if self.scaler.is_enabled():
             kind = "static" if self.scaler.is_static else "dynamic"
             auto = f"; {self._auto}" if self._auto is not None else ""
-            lines.append(f"loss scale {power(self.loss_scale)}, {kind}{auto}")
+            lines.append(f"loss scale {number_or_power(self.loss_scale)}, {kind}{auto}")
         if self.emulated:
             lines.append("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
         lines += [str(skip) for skip in self.skips[-3:]]
@@ -478,12 +479,12 @@ class MixedPrecision:
         if not self.scaler.is_enabled():
             return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
         if not saved:
-            return f"the loss scale starts anew, at {power(self.loss_scale)}: the checkpoint holds none"
+            return f"the loss scale starts anew, at {number_or_power(self.loss_scale)}: the checkpoint holds none"
         try:
             self.scaler.load_state_dict(saved)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.CheckpointError(f"the checkpoint's loss scale can't be read: {error}") from error
-        return f"the loss scale goes on at {power(self.loss_scale)}"
+        return f"the loss scale goes on at {number_or_power(self.loss_scale)}"
 
     def _others(self) -> dict[str, torch.Tensor]:
         return checkpoint.others(self._core, self._masters, self.optimizers)

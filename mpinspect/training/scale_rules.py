@@ -180,11 +180,6 @@ def checked_window(lowest: float, highest: float) -> tuple[float, float]:
     return lowest, highest
 
 
-def is_power_of_two(scale: float) -> bool:
-    """Return whether ``scale`` is a power of two, so that scaling and unscaling are exact within range."""
-    return math.frexp(scale)[0] == 0.5
-
-
 def _check_number(name: str, value: float, good: bool, wanted: str) -> None:
     if not good:
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")

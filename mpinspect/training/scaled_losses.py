@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mpinspect.training.skipped_steps import BACKWARD, FORWARD, Explainer, NonFinite, power
+from mpinspect.reporting.words import number_or_power
+from mpinspect.training.skipped_steps import BACKWARD, FORWARD, Explainer, NonFinite
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -125,7 +126,7 @@ def find_cause(
             return Cause(BACKWARD, NonFinite("", "loss", "", detail))
         return Cause(FORWARD, _ask(explainer, FORWARD, optimizer))
     if losses.any_half and scale >= _HALF_OVERFLOWS_AT:
-        detail = f"the loss is FP16, which cannot hold {power(scale)}: compute the loss in FP32"
+        detail = f"the loss is FP16, which cannot hold {number_or_power(scale)}: compute the loss in FP32"
         return Cause(BACKWARD, NonFinite("", "loss", "inf", detail))
     return Cause(BACKWARD, _ask(explainer, BACKWARD, optimizer))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from mpinspect.numeric.formats import is_power_of_two
+from mpinspect.reporting.words import number_or_power
 from mpinspect.runtime.user_line import warn_user
-from mpinspect.training.scale_rules import ScaleRules, ScaleState, is_power_of_two
+from mpinspect.training.scale_rules import ScaleRules, ScaleState
 from mpinspect.training.scaled_losses import Cause
-from mpinspect.training.skipped_steps import FORWARD, LossScaleWarning, SkippedStep, power
+from mpinspect.training.skipped_steps import FORWARD, LossScaleWarning, SkippedStep
 
 _log = logging.getLogger("mpinspect.training")
 
@@ -88,13 +90,13 @@ class SkipLog:
 
 def _of_static(state: ScaleState) -> str:
     return (
-        f"{state.skipped_in_a_row} steps in a row were skipped at the static loss scale {power(state.scale)}: a static scale "
-        "that overflows from the start never starts training. Lower it, or take a dynamic one."
+        f"{state.skipped_in_a_row} steps in a row were skipped at the static loss scale {number_or_power(state.scale)}: a static "
+        "scale that overflows from the start never starts training. Lower it, or take a dynamic one."
     )
 
 
 def _of_small(skip: SkippedStep) -> str:
     return (
-        f"the loss scale fell to {power(skip.next_loss_scale)} and still steps overflow: that is hardly the scale's doing. "
-        f"Last: {skip}. Look for an infinity or NaN in the model, and give the scaler a floor to stop there instead."
+        f"the loss scale fell to {number_or_power(skip.next_loss_scale)} and still steps overflow: that is hardly the scale's "
+        f"doing. Last: {skip}. Look for an infinity or NaN in the model, and give the scaler a floor to stop there instead."
     )

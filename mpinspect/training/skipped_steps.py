@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mpinspect.training.scale_rules import is_power_of_two
+from mpinspect.reporting.words import number_or_power
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -83,16 +83,16 @@ class SkippedStep:
 
     def _scale(self) -> str:
         if self.next_loss_scale == self.loss_scale:
-            change = f"the loss scale stays at {power(self.loss_scale)}"
+            change = f"the loss scale stays at {number_or_power(self.loss_scale)}"
         else:
-            change = f"the loss scale goes from {power(self.loss_scale)} to {power(self.next_loss_scale)}"
+            change = f"the loss scale goes from {number_or_power(self.loss_scale)} to {number_or_power(self.next_loss_scale)}"
         return change + self._place()
 
     def _place(self) -> str:
         if self.window is None or self.loss_scale <= 0:
             return ""
         lowest, highest = self.window
-        span = f"{power(lowest)} .. {power(highest)}"
+        span = f"{number_or_power(lowest)} .. {number_or_power(highest)}"
         if self.loss_scale > highest:
             above = math.log2(self.loss_scale / highest)
             return f" ({above:.3g} powers of two above the window {span})"
@@ -118,7 +118,7 @@ class LossScaleCollapsedError(RuntimeError):
         self.skipped = skipped
 
     def __str__(self) -> str:
-        floor = power(self.skipped.loss_scale)
+        floor = number_or_power(self.skipped.loss_scale)
         return f"the loss scale stands at its floor {floor}, and still {self.skipped}. {self._next()}"
 
     def _next(self) -> str:
@@ -135,11 +135,3 @@ class LossScaleCollapsedError(RuntimeError):
                 "and find the operation with torch.autograd.set_detect_anomaly(True)."
             )
         return f"Run {where} in FP32 or BF16, clip what it computes, or lower the floor."
-
-
-def power(scale: float) -> str:
-    """Return a scale as text: powers of two as "2^16" ("1" to "1024" as plain numbers), others as the number."""
-    if is_power_of_two(scale):
-        exponent = math.frexp(scale)[1] - 1
-        return f"{scale:g}" if 0 <= exponent <= 10 else f"2^{exponent}"
-    return f"{scale:g}"

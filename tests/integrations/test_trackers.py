@@ -19,10 +19,10 @@ from torch import nn
 
 import mpinspect
 from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges import tracking as sinks
 from mpinspect.ranges.analysis import recommend_loss_scale
 from mpinspect.ranges.capture import recording
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.report import tracker as sinks
 from mpinspect.ranges.report.tensorboard import TensorBoardSink
 from mpinspect.ranges.session import Progress, ScaleChange, Session
 from mpinspect.reporting import trackers

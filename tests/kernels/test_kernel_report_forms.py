@@ -9,7 +9,7 @@ from pathlib import Path
 import labels
 import made_kernels as made
 import pytest
-from made_kernels import kernel, mm, trace
+from made_kernels import everything, kernel, mm, trace
 from matplotlib.figure import Figure
 
 from mpinspect.kernels.analysis import analyse_kernels
@@ -20,19 +20,6 @@ from mpinspect.reporting.forms import render
 from mpinspect.reporting.words import shortened
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "tensor-cores.md"
-
-
-def everything():
-    runs = [
-        kernel(made.NATIVE, 30, mm(64, 64, 64), module="layer.0", module_is_path=True, phase="forward"),
-        kernel(made.DEGRADED, 20, mm(128, 30522, 512), module="head", module_is_path=True),
-        kernel(made.SGEMM, 10, mm(64, 64, 64, "float"), module="layer.1", module_is_path=True),
-        kernel(made.TRITON, 10),
-        kernel(made.SPLIT_K, 5, mm(64, 64, 64)),
-        kernel(made.NCCL, 15),
-        kernel(made.ADD_BF16, 10, unattributed="before the window"),
-    ]
-    return analyse_kernels([trace(*runs, rank=rank, world_size=2, source=f"{rank}.json") for rank in (0, 1)])
 
 
 def hostile():

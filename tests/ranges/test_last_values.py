@@ -444,7 +444,7 @@ def test_what_the_watch_tells_of_an_output_that_a_module_hands_on() -> None:
             optimizer.step()
     assert inspector._capture._watch is not None
     maxima = inspector._capture._watch._judge._history._maxima
-    assert list(maxima["activation", "head"]) == list(maxima["activation", ""]) == largest[:3]
+    assert list(maxima["head", "activation"]) == list(maxima["", "activation"]) == largest[:3]
     event = inspector.session().events[0]
     assert (event.step, event.phase, event.module) == (3, "forward", "head")
     assert event.last_maxima == tuple(largest[:3])

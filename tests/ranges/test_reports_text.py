@@ -10,7 +10,7 @@ import sessions
 from mpinspect.ranges.analysis.report import TimeBlock
 from mpinspect.reporting import forms, html
 from mpinspect.reporting.document import static
-from mpinspect.reporting.words import percent, power_of_two
+from mpinspect.reporting.words import percent, with_power
 
 
 def render(report, width=None):
@@ -130,7 +130,7 @@ def test_a_share_is_never_rounded_to_none_or_all(share, words):
     [(8192.0, "8192 (2^13)"), (1.0, "1 (2^0)"), (0.125, "2^-3"), (2.0**40, "2^40"), (1000.0, "1000"), (None, "?")],
 )
 def test_a_scale_in_words(scale, words):
-    assert power_of_two(scale) == words
+    assert with_power(scale) == words
 
 
 def test_backwards_are_said_where_there_is_not_one_a_step():

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import made_sessions as made
@@ -64,15 +65,14 @@ def test_a_written_run_reads_back_as_it_was(tmp_path):
 
 def records_of(value):
     """Every dataclass instance in a session, at any depth."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
     if dataclasses.is_dataclass(value):
         yield value
         for field in dataclasses.fields(value):
             yield from records_of(getattr(value, field.name))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from records_of(item)
-    elif hasattr(value, "values"):
-        for item in value.values():
             yield from records_of(item)
 
 

@@ -7,52 +7,51 @@ import dataclasses
 import made_sessions as made
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.ranges.store.merging import merge_columns
 
-
-def as_columns(window: s.Window) -> s.Window:
-    return dataclasses.replace(window, tensors=TensorColumns.of(window.tensors))
+Tensors = dict[s.TensorKey, s.TensorWindow]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(session=made.sessions)
-def test_columns_hold_what_objects_hold(session: s.Session) -> None:
-    for window in session.windows:
-        columns = as_columns(window)
-        assert columns == window
-        assert list(columns.tensors) == list(window.tensors)
-        assert dict(TensorColumns.of(window.tensors).each()) == window.tensors
+def window_of(tensors: Tensors) -> s.Window:
+    return s.Window(0, 0, 1, tensors)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(session=made.sessions)
-def test_merging_columns_is_merging_objects(session: s.Session) -> None:
-    columns = dataclasses.replace(session, windows=tuple(map(as_columns, session.windows)))
-    assert columns.totals() == session.totals()
-    assert list(columns.totals()) == list(session.totals())
-    assert columns.passed_through() == session.passed_through()
-    if session.windows:
-        merged = s.merge_windows(*session.windows)
-        assert s.merge_windows(*columns.windows) == merged
-        # Merged ones merge, with objects too.
-        some = s.merge_windows(*columns.windows[:2])
-        assert s.merge_windows(some, *session.windows[2:]) == merged
+@given(tensors=made.tensors)
+def test_columns_hold_what_objects_hold(tensors: Tensors) -> None:
+    columns = window_of(tensors).columns()
+    assert dict(columns) == tensors
+    assert list(columns) == list(tensors)
+    assert list(columns.each()) == list(tensors.items())
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(session=made.sessions)
-def test_a_choice_of_kinds(session: s.Session) -> None:
-    for window in session.windows:
-        chosen = as_columns(window).of_kinds(kinds.GRADIENT_KINDS)
-        assert chosen == window.of_kinds(kinds.GRADIENT_KINDS)
-        assert all(key.kind in kinds.GRADIENT_KINDS for key in chosen.tensors)
-        keys = set(chosen.tensors)
-        formats = {window.tensors[key].passed_through for key in keys}
-        assert TensorColumns.of(window.tensors).passed_through(keys) == formats
+@given(parts=st.lists(made.tensors, min_size=1, max_size=3))
+def test_merging_columns_is_merging_objects(parts: list[Tensors]) -> None:
+    windows = tuple(map(window_of, parts))
+    order = list(dict.fromkeys(key for part in parts for key in part))
+    objects = {key: s.merge_tensor_windows([part[key] for part in parts if key in part]) for key in order}
+    merged = s.merge_windows(*windows)
+    assert merged.tensors == objects
+    assert list(merged.tensors) == order
+    assert s.merge_windows(s.merge_windows(*windows[:2]), *windows[2:]).tensors == objects
+    session = s.Session(windows=windows)
+    assert session.totals() == objects
+    assert session.passed_through() == {tensor.passed_through for part in parts for tensor in part.values()}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tensors=made.tensors)
+def test_a_choice_of_kinds(tensors: Tensors) -> None:
+    chosen = {key: tensor for key, tensor in tensors.items() if key.kind in kinds.GRADIENT_KINDS}
+    window = window_of(tensors)
+    assert window.of_kinds(kinds.GRADIENT_KINDS).tensors == chosen
+    assert window.columns().passed_through(set(chosen)) == {tensor.passed_through for tensor in chosen.values()}
 
 
 def test_columns_that_do_not_fit_together_are_refused() -> None:

@@ -19,7 +19,8 @@ from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.probe import ProbeReport
 from mpinspect.ranges.session import RunInfo, Session, TensorKey
-from mpinspect.reporting.document import Parts, Widget
+from mpinspect.reporting import html as html_form
+from mpinspect.reporting.document import Parts, Widget, static
 from mpinspect.reporting.forms import KINDS, document, render
 from mpinspect.reporting.text import print_to
 from mpinspect.run.diff import DiffReport, ModelDiff, diff
@@ -108,6 +109,48 @@ REPORTS = {
         broke_elsewhere=HOSTILE,
     ),
 }
+
+
+def run():
+    """A run of one model whose modules all three parts know."""
+    gradients = {TensorKey(f"{name}.weight", WEIGHT_GRADIENT): sessions.bell(-20) for name in ("hidden", "head")}
+    products = [
+        *shape_records.linear(64, 1023, 4096, name="hidden"),
+        *shape_records.linear(64, 4096, 512, name="head"),
+    ]
+    kernel_runs = [
+        made_kernels.kernel(made_kernels.SGEMM, 30, module="hidden", module_is_path=True),
+        made_kernels.kernel(made_kernels.NATIVE, 20, module="head", module_is_path=True),
+    ]
+    return RunReport(
+        "train.py --lr 0.1",
+        "ended",
+        (ModelPart("Net", analyse(sessions.session(gradients))),),
+        analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net"),
+        analyse_kernels([made_kernels.trace(*kernel_runs)]),
+        ("one optimizer was made before torch could be watched",),
+        "runs/a",
+    )
+
+
+#: One report of each question; those of the ranges, and the lint's text and Markdown, are golden beside their own tests.
+GOLDEN = {
+    "shapes_small": (shape_records.small, (".html",)),
+    "kernels_everything": (made_kernels.everything, (".txt", ".md", ".html")),
+    "diff_hostile": (hostile_diff, (".txt", ".md", ".html")),
+    "run_one_model": (run, (".txt", ".md", ".html")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"), [(name, suffix) for name, (_, forms) in GOLDEN.items() for suffix in forms]
+)
+def test_golden(name, suffix, golden):
+    """Of a page without its style and its maps, whose scripts are tested in a browser."""
+    report = GOLDEN[name][0]()
+    size = {"width": 100} if suffix == ".txt" else {}
+    page = html_form.render(static(document(report))) if suffix == ".html" else render(report, suffix, **size)
+    golden(f"{name}{suffix}", re.sub("<style>.*?</style>", "<style></style>", page, flags=re.DOTALL))
 
 
 def test_every_kind_is_here():

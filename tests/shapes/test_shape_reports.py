@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from shape_records import attention, convolution, eager_attention, linear, recording
+from shape_records import linear, recording, small
 
 from mpinspect.reporting import text as text_form
 from mpinspect.reporting.forms import render
@@ -18,23 +18,6 @@ from mpinspect.shapes.analysis.wording import grouped
 from mpinspect.shapes.report.document import padding_document
 
 HOSTILE = "evil\n\x1b[31m</pre><script>alert(1)</script>|`*[bold]"
-
-
-def small():
-    """A bit of everything: a vocabulary, layers that are fine, a stem, attention without a fused kernel."""
-    layers = [product for index in range(3) for product in linear(1576, 768, 3072, name=f"h.{index}.mlp")]
-    record = recording(
-        *linear(1576, 768, 50257, name="lm_head"),
-        *layers,
-        *eager_attention(96, 197, 197, 64, name="h.0.attn"),
-        convolution(channels=(3, 64), size=112, kernel=7, module="stem"),
-        attention(60, module="h.1.attn"),
-        sizes={50257: ("config.vocab_size", "lm_head.out_features")},
-        embeddings={"lm_head.weight": "wte.weight"},
-        autocast_dtype="float16",
-        notes=("the forward was recorded up to h.3",),
-    )
-    return analyse_shapes(record, named("hopper"), model="Small")
 
 
 def empty():

@@ -9,7 +9,7 @@ from typing import TypeVar
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.kinds import PARAMETER_KINDS
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session
-from mpinspect.reporting.words import NOT_APPLICABLE, format_name, power_of_two
+from mpinspect.reporting.words import NOT_APPLICABLE, format_name, with_power
 
 Record = TypeVar("Record")
 #: Settings in words, by name; what a run does not have, or what is not known of it, has no entry.
@@ -80,7 +80,7 @@ def _scalers(session: Session) -> Settings:
 def _scaler(name: str, scaler: ScalerRecord) -> Settings:
     found = {name: scaler.type}
     if scaler.init_scale is not None:
-        found[f"{name} init_scale"] = power_of_two(scaler.init_scale)
+        found[f"{name} init_scale"] = with_power(scaler.init_scale)
     if scaler.growth_interval is not None:
         found[f"{name} growth_interval"] = f"{scaler.growth_interval:g}"
     return found

@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, Range
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
-from mpinspect.reporting.words import bare_power, percent, steps_named
+from mpinspect.reporting.words import as_power, percent, steps_named
 
 #: The ids of the findings on what differs between two runs.
 RANGE_DIFF_IDS = (
@@ -353,7 +353,7 @@ def _scale_window(first: LossScaleAdvice, second: LossScaleAdvice) -> Iterator[F
         return
     # Where no scale of one run's window is in the other's, what suited the one breaks the other.
     disjoint = any(low and high and low > high for low, high in zip(lows, reversed(highs), strict=True))
-    was, now = (f"{bare_power(low)} .. {bare_power(high)}" for low, high in zip(lows, highs, strict=True))
+    was, now = (f"{as_power(low)} .. {as_power(high)}" for low, high in zip(lows, highs, strict=True))
     message = f"The window of safe loss scales is {was} in A and {now} in B."
     evidence = {"first": [lows[0], highs[0]], "second": [lows[1], highs[1]]}
     yield Finding("scale-window-moved", _WARNING if disjoint else _INFO, "", message, evidence)

@@ -15,7 +15,7 @@ from mpinspect.ranges.analysis.scale_words import in_steps
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import format_name, percent, power, scale_of, some, steps_named, upper_first
+from mpinspect.reporting.words import format_name, percent, scale_of, some, steps_named, upper_first, with_power
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
@@ -75,7 +75,7 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
 
 
 def _scale_fix(decision: Decision) -> str:
-    """Return how to apply the recommended loss scale; "" if no scale serves every layer, which is another finding's."""
+    """Return how to apply the recommended loss scale; "" if no scale serves every layer, which another finding says."""
     if decision.window.is_empty:
         return ""
     return (
@@ -268,8 +268,9 @@ def _drift(advice: LossScaleAdvice) -> Finding | None:
         "scale-window-moves",
         "info",
         "",
-        f"The largest safe loss scale moves by {powers_moved} powers of two: {power(lowest)} in "
-        f"{steps_named(low.first_step, low.last_step)}, {power(highest)} in {steps_named(high.first_step, high.last_step)}.",
+        f"The largest safe loss scale moves by {powers_moved} powers of two: {with_power(2.0**lowest)} in "
+        f"{steps_named(low.first_step, low.last_step)}, {with_power(2.0**highest)} in "
+        f"{steps_named(high.first_step, high.last_step)}.",
         {"powers_of_two": powers_moved, "static_scale": advice.static_scale},
         "A dynamic loss scale follows it; a static one must fit the steps with the largest gradients.",
     )

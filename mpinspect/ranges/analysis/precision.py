@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord, Session, TensorKey
-from mpinspect.reporting.words import format_name, power_of_two
+from mpinspect.reporting.words import format_name, with_power
 
 #: Smallest share of the elements for which a dtype is named: a few normalisation weights kept in FP32 are not.
 _WORTH_A_WORD = 0.001
@@ -71,7 +71,7 @@ def _optimizer(optimizer: OptimizerRecord) -> str:
 
 
 def _scaler(scaler: ScalerRecord) -> str:
-    return scaler.type + ("" if scaler.init_scale is None else f" from {power_of_two(scaler.init_scale)}")
+    return scaler.type + ("" if scaler.init_scale is None else f" from {with_power(scaler.init_scale)}")
 
 
 def _worth_naming(elements: Mapping[str, int]) -> list[str]:

@@ -74,7 +74,7 @@ def _over_the_run(
 
 
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
-    """Return the reports with ``log2_scale_needed`` of each gradient taken from the decision (its most demanding block)."""
+    """Return the reports with each gradient's ``log2_scale_needed`` set as decided: by the block that needs most."""
     needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
     return tuple(
         replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers

@@ -59,7 +59,7 @@ class Block:
 
     @property
     def shown(self) -> ScaleWindow | None:
-        """The window, unless the run overflowed in the block: what was finite then only mirrors the loss scale."""
+        """The window to show; None if the run overflowed in the block: the finite values then only tell which scale was used."""
         broken = any(gradient.histogram.infs or gradient.histogram.nans for gradient in self.gradients)
         return None if broken or self.overflowed else self.window
 
@@ -141,7 +141,7 @@ class Decision:
 
     @property
     def needing_more(self) -> tuple[Loss, ...]:
-        """The gradients that need a larger scale than the largest without overflow."""
+        """The gradients that need a scale at which others overflow."""
         return tuple(loss for loss in self.losses if loss.log2_lowest > self.window.log2_highest)
 
     @property

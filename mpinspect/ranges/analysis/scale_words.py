@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.scale_advice import Decision
 from mpinspect.ranges.analysis.scale_window import GradientRange, scale_window
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.words import format_name, percent, power, some, steps_named
+from mpinspect.reporting.words import format_name, percent, some, steps_named, with_power
 
 #: Lost share above which the sentence on a served layer also says why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
@@ -133,7 +133,7 @@ def _window(decision: Decision) -> str:
     if decision.needed is False:
         return f"{span}."
     spare = window.log2_highest - chosen
-    return f"{span}; {power(chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
+    return f"{span}; {with_power(2.0**chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
 
 
 def _by_what_was_finite(decision: Decision) -> str:
@@ -154,7 +154,7 @@ def _never_finite(gradients: Sequence[GradientRange]) -> str:
 
 
 def _no_scale(decision: Decision) -> str:
-    chosen = power(decision.log2_scale)
+    chosen = with_power(2.0**decision.log2_scale)
     pair = decision.conflicts[0] if decision.conflicts else None
     if pair is not None and pair.needs_large != pair.needs_small:
         return (
@@ -194,9 +194,9 @@ def _hidden(decision: Decision) -> str:
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
-        sure = f"{power(window.log2_certain)} would be enough whatever that was. " if keeps else ""
+        sure = f"{with_power(2.0**window.log2_certain)} would be enough whatever that was. " if keeps else ""
         return f"{sure}To know it, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
-    whatever = f"whatever they were, {power(window.log2_certain)} would keep them"
+    whatever = f"whatever they were, {with_power(2.0**window.log2_certain)} would keep them"
     return "Smaller gradients were flushed before they could be counted; " + (
         f"{whatever}." if keeps else "no scale without overflow is sure to keep them."
     )

@@ -9,7 +9,7 @@ from mpinspect.ranges.analysis.precision import ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.words import bare_power, format_name, power_of_two
+from mpinspect.reporting.words import as_power, format_name, with_power
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 
@@ -87,9 +87,9 @@ def _scale(
     if told.lowest is not None and told.highest is not None and told.lowest > told.highest:
         fits = "the gradients would not fit FP16: no one loss scale serves every layer"
     elif told.needed:
-        fits = f"the gradients would need a loss scale in FP16: {power_of_two(told.recommended)} ({_window(told)})"
+        fits = f"the gradients would need a loss scale in FP16: {with_power(told.recommended)} ({_window(told)})"
     elif told.needed is None:
-        fits = f"whether they would need one in FP16 is not known (overflow above {bare_power(told.highest)})"
+        fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
     else:
         fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
     if format == BFLOAT16:
@@ -107,11 +107,11 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     used = scales[-1].scale if scales else None
     if used is None:
         return
-    scale, highest = f"The loss scale, {power_of_two(used)},", bare_power(advice.highest)
+    scale, highest = f"The loss scale, {with_power(used)},", as_power(advice.highest)
     if advice.needed is None or advice.lowest is None or advice.highest is None:
         yield f"{scale} lies below the overflow at {highest}."
     elif advice.lowest <= used <= advice.highest:
-        yield f"{scale} lies in the window {bare_power(advice.lowest)} .. {highest}."
+        yield f"{scale} lies in the window {as_power(advice.lowest)} .. {highest}."
     elif used > advice.highest:
         yield (
             f"{scale} lies above {highest}, the largest with a margin for larger gradients; a dynamic scaler may stand there."
@@ -119,4 +119,4 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
 
 
 def _window(advice: LossScaleAdvice) -> str:
-    return f"window {bare_power(advice.lowest)} .. {bare_power(advice.highest)}"
+    return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}"

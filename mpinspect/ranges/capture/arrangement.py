@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.ranges.capture.loss_scale import BackwardScale, is_power_of_two
+from mpinspect.numeric.formats import is_power_of_two
+from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponent
 from mpinspect.ranges.store.columns import Context

@@ -12,49 +12,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import LOSSES
+from mpinspect.ranges.session import LOSSES, Event
 
 FORWARD, BACKWARD = "forward", "backward"
 #: The number of maxima kept for each tensor.
 RING_LENGTH = 8
 #: The names of the loss before and after a scaler multiplies it.
 LOSS, SCALED_LOSS = LOSSES
-
-
-class History:
-    """The tensors' last maxima in earlier steps, and which tensors are infinite (or NaN) on purpose, like masks.
-
-    Any hashable key identifies a tensor.
-    """
-
-    def __init__(self) -> None:
-        self._maxima: dict[Hashable, deque[float]] = {}
-        self._harmless: set[tuple[Hashable, bool]] = set()
-
-    def remember(self, key: Hashable, largest: float) -> None:
-        """Record a tensor's largest magnitude, if it is finite."""
-        if math.isfinite(largest):
-            ring = self._maxima.get(key)
-            if ring is None:
-                ring = self._maxima[key] = deque(maxlen=RING_LENGTH)
-            ring.append(largest)
-
-    def last_maxima(self, key: Hashable) -> tuple[float, ...]:
-        """Return the finite maxima of the last steps, the oldest first."""
-        return tuple(self._maxima.get(key, ()))
-
-    def excuse(self, key: Hashable, largest: float) -> None:
-        """Mark a tensor's infinity (or its NaN) as harmless from now on, because every gradient of the step was finite."""
-        self._harmless.add((key, math.isnan(largest)))
-
-    def excuses(self, key: Hashable, largest: float) -> bool:
-        """Return whether a tensor's infinity (or its NaN) is marked as harmless."""
-        return (key, math.isnan(largest)) in self._harmless
 
 
 def word(largest: float) -> str:
@@ -87,8 +56,44 @@ class Seen:
     is_input: bool = False
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.what
+
+    @property
     def finite(self) -> bool:
         return math.isfinite(self.largest)
+
+
+class History:
+    """The tensors' last maxima in earlier steps, and which tensors are infinite (or NaN) on purpose, like masks."""
+
+    def __init__(self) -> None:
+        #: By name and kind: plain tuples, as ``remember`` is called for every tensor of every step.
+        self._maxima: dict[tuple[str, str], deque[float]] = {}
+        #: With each name and kind: whether its NaN is harmless, or its infinity.
+        self._harmless: set[tuple[tuple[str, str], bool]] = set()
+
+    def remember(self, key: tuple[str, str], largest: float) -> None:
+        """Record a tensor's largest magnitude, if it is finite."""
+        if math.isfinite(largest):
+            ring = self._maxima.get(key)
+            if ring is None:
+                ring = self._maxima[key] = deque(maxlen=RING_LENGTH)
+            ring.append(largest)
+
+    def last_maxima(self, key: tuple[str, str]) -> tuple[float, ...]:
+        """Return the finite maxima of the last steps, the oldest first."""
+        return tuple(self._maxima.get(key, ()))
+
+    def excuse_masks(self, event: Event, seen: Iterable[Seen]) -> None:
+        """Mark a step's non-finite forward tensors as harmless from now on if every gradient was finite in spite of them."""
+        if event.phase == FORWARD and event.gradients_finite:
+            broken = (look for look in seen if look.phase == FORWARD and not look.finite)
+            self._harmless.update((look.key, math.isnan(look.largest)) for look in broken)
+
+    def excuses(self, look: Seen) -> bool:
+        """Return whether a tensor's infinity (or its NaN) is marked as harmless."""
+        return (look.key, math.isnan(look.largest)) in self._harmless
 
 
 @dataclass
@@ -133,6 +138,38 @@ class Culprit:
     after: bool = False
     #: Whether it was in what the model was given.
     given: bool = False
+
+
+def event_of(
+    found: Culprit,
+    seen: Sequence[Seen],
+    history: History,
+    *,
+    step: int,
+    scale: float | None,
+    skipped: bool | None,
+    forward_finite: bool | None,
+) -> Event:
+    """Return the event of a step's culprit. ``seen``: everything observed in the step; the rest as in ``Event``."""
+    first = found.first
+    return Event(
+        step,
+        first.micro_batch,
+        found.phase,
+        found.module,
+        first.what,
+        first.name,
+        word(first.largest),
+        scale,
+        history.last_maxima(first.key),
+        skipped,
+        forward_finite,
+        finite_gradients(seen),
+        found.explanation,
+        found.after,
+        found.given,
+        first.is_input and first.phase == BACKWARD,
+    )
 
 
 def first_broken(seen: Sequence[Seen]) -> Seen | None:

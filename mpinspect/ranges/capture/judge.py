@@ -85,7 +85,6 @@ class Judge:
         self._modules = modules
         self._unread = unread
         self._travelling: deque[_Travelling] = deque()
-        #: Maxima by kind and name; excuses by module.
         self._history = culprit.History()
         self._skips_on_device = 0
 
@@ -153,10 +152,7 @@ class Judge:
         # Gradients do not depend on the value of the loss: an infinite scaled loss with finite gradients is harmless.
         loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
         suspicious = [
-            look
-            for look in seen
-            if (look.phase != FORWARD or not self._history.excuses(look.module, look.largest))
-            and (look.what != SCALED_LOSS or loss_matters)
+            look for look in seen if not self._history.excuses(look) and (look.what != SCALED_LOSS or loss_matters)
         ]
         stories, calls = log.calls.stories()
         innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
@@ -183,34 +179,20 @@ class Judge:
     def _remember(self, log: StepLog, largest: list[float]) -> None:
         for look, value in zip(log.looks, largest, strict=True):
             if not look.is_input:
-                self._history.remember((look.what, look.name), value)
+                self._history.remember((look.name, look.what), value)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
-        gradients_finite = culprit.finite_gradients(seen)
-        if found.phase == FORWARD and gradients_finite:
-            # Every gradient is finite, so the tensor may be infinite on purpose (a mask): report it once, never suspect it again.
-            for look in seen:
-                if look.phase == FORWARD and not look.finite:
-                    self._history.excuse(look.module, look.largest)
-        first = found.first
-        return Event(
-            log.step,
-            first.micro_batch,
-            found.phase,
-            found.module,
-            first.what,
-            first.name,
-            culprit.word(first.largest),
-            _scale_value(log.scale),
-            self._history.last_maxima((first.what, first.name)),
-            log.skipped,
-            culprit.finite_in_forward(seen),
-            gradients_finite,
-            found.explanation,
-            found.after,
-            found.given,
-            first.is_input and first.phase == culprit.BACKWARD,
+        event = culprit.event_of(
+            found,
+            seen,
+            self._history,
+            step=log.step,
+            scale=_scale_value(log.scale),
+            skipped=log.skipped,
+            forward_finite=culprit.finite_in_forward(seen),
         )
+        self._history.excuse_masks(event, seen)
+        return event
 
 
 def _scale_value(scale: BackwardScale | None) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.numeric.formats import is_power_of_two
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.outputs import tensors_in
 
@@ -56,11 +57,6 @@ class BackwardScale:
 
 
 UNSCALED = BackwardScale()
-
-
-def is_power_of_two(value: float) -> bool:
-    """Return whether value is 2^k for an integer k."""
-    return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
 
 
 def from_number(value: float) -> BackwardScale:

@@ -24,7 +24,6 @@ from mpinspect.ranges.session import (
     merge_windows,
     window_limit,
 )
-from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
 
@@ -94,8 +93,6 @@ WRITE_COST_FACTOR = 50
 FIRST_EVENT_WAIT_S = 0.1
 #: Most windows queued for a slow disk; beyond, the oldest two are merged.
 UNWRITTEN_LIMIT = 16
-#: Number of tensors from which a window is stored as columns instead of objects.
-LEAST_COLUMNS = 32
 
 
 class MpinspectWarning(UserWarning):
@@ -261,7 +258,6 @@ class Recording:
 
     def add_window(self, window: Window) -> None:
         """Add a closed window, merging earlier windows if there are too many."""
-        window = _compact(window)
         self._sampled_steps += window.sampled_steps
         self._windows.add(window, window_limit(len(self._watched)))
         if self._sinks:
@@ -350,10 +346,3 @@ class Recording:
     def _note_failures(self) -> None:
         for sentence in self._sinks.failures():
             self.note(sentence)
-
-
-def _compact(window: Window) -> Window:
-    """Convert a window with many tensors to columns, which take a fifth of the memory and merge ten times as fast."""
-    if len(window.tensors) < LEAST_COLUMNS:
-        return window
-    return replace(window, tensors=TensorColumns.of(window.tensors))

@@ -178,10 +178,6 @@ class Pace:
         self._budget = budget
         self._samples, self._watches = samples, watches
 
-    @property
-    def has_budget(self) -> bool:
-        return self._budget is not None
-
     def next_step(self) -> tuple[bool, bool]:
         """Return whether the step that begins is sampled, and whether it is watched."""
         budget = self._budget

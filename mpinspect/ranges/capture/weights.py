@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
+from mpinspect.ranges.capture.culprit import word
 from mpinspect.ranges.capture.largest import extremes, from_extremes
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.kinds import WEIGHT
@@ -152,9 +153,8 @@ class BrokenWeights:
         if not broken:
             return None
         first = broken[0]
-        kind = "nan" if math.isnan(largest[first.name]) else "inf"
         how_many = f"{len(broken)} of {len(trained)} parameters are not finite"
-        return Event(step, 0, END, first.owner, WEIGHT, first.name, kind, explanation=how_many)
+        return Event(step, 0, END, first.owner, WEIGHT, first.name, word(largest[first.name]), explanation=how_many)
 
     def _magnitudes(self) -> dict[str, float]:
         """Return the largest magnitude of each weight that can be read, by name. Waits for a GPU."""

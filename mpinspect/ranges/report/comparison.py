@@ -29,7 +29,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
-    bare_power,
+    as_power,
     indefinite,
     number_of,
     percent,
@@ -242,7 +242,7 @@ def _events(diff: RangeDiff) -> Iterator[Item]:
 def _scales(diff: RangeDiff) -> Iterator[Block]:
     if diff.scales_part is not None:
         step, one, other = diff.scales_part
-        yield Line(f"The scales differ from step {step} on: {bare_power(one)} in A, {bare_power(other)} in B.")
+        yield Line(f"The scales differ from step {step} on: {as_power(one)} in A, {as_power(other)} in B.")
     skipped = [report.session.progress.skipped_steps for report in (diff.first, diff.second)]
     if skipped[0] != skipped[1]:
         yield Line(f"Skipped steps: {skipped[0]:,} in A, {skipped[1]:,} in B.")

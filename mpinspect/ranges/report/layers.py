@@ -45,11 +45,11 @@ class Repeated:
 def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
     """Group layers whose names differ only in their blocks' numbers; groups are in the order of their first members.
 
-    A number in the last part of a module's path is no block's: the layers of a Sequential do not repeat one another.
+    A number in the last part of a module's path is not a block's number: layers of one Sequential are not repetitions.
 
     Args:
         layers: any layers.
-        at_most: each of so many layers is a group of its own; None for any number.
+        at_most: up to this many layers are not grouped, each standing alone; None: never group.
     """
     layers = list(layers)
     if at_most is None or len(layers) <= at_most:

@@ -27,7 +27,7 @@ from mpinspect.reporting.plot_style import (
     shares,
     shortened,
 )
-from mpinspect.reporting.words import format_name, percent, power_of_two, share
+from mpinspect.reporting.words import format_name, percent, share, with_power
 
 #: The vertical axis reaches above 100% to leave room for the arrows, whose heights are shares of the axis'.
 _TOP, _ARROWS = 60.0, (0.78, 0.9)
@@ -54,7 +54,7 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
     low, high = exponent_limits((counts for kinds in scaled.values() for counts in kinds.values()), format)
     for place, (shift, kinds) in zip(_ARROWS[2 - len(scaled) :][::-1], scaled.items(), strict=True):
         is_before = shift != k
-        at = f" at loss scale {power_of_two(2.0**shift) if shift else 1}"
+        at = f" at loss scale {with_power(2.0**shift) if shift else 1}"
         for kind, counts in kinds.items():
             if counts.nonzero:
                 _outline(axes, kind, counts, (low, high), at + _fate(counts, format), is_before=is_before)
@@ -89,7 +89,7 @@ def _finding(report: RangeReport) -> str:
         if before is not None and after is not None
         else ""
     )
-    return f"{name} needs a loss scale of {power_of_two(advice.recommended)}{changes}"
+    return f"{name} needs a loss scale of {with_power(advice.recommended)}{changes}"
 
 
 def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:

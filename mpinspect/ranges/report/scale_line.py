@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.session import END, Event, Progress
-from mpinspect.reporting.words import UNKNOWN, bare_power, format_name, lower_first, number_of, power_of_two
+from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, with_power
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
@@ -39,12 +39,14 @@ def scale_line(advice: LossScaleAdvice) -> str:
     if not advice.available:
         return "No loss scale can be suggested"
     if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
-        largest = bare_power(advice.highest)
-        return f"No loss scale to suggest; no scale serves all: {bare_power(advice.lowest)} is needed, {largest} the largest"
+        largest = as_power(advice.highest)
+        return (
+            f"No loss scale to suggest; no scale serves all: {as_power(advice.lowest)} is needed, {largest} the largest"
+        )
     if advice.needed is False:
         will = "will do" if advice.all_finite else "would do"
         return f"Scale 1 {will}; {scale_window(advice)}"
-    suggested = f"Suggested loss scale: {power_of_two(advice.recommended)}"
+    suggested = f"Suggested loss scale: {with_power(advice.recommended)}"
     doubt = "" if advice.needed else " (if one is needed)"
     return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
 
@@ -58,8 +60,8 @@ def scale_in_brief(report: RangeReport) -> str:
 
 def scale_window(advice: LossScaleAdvice) -> str:
     """Return the window in words: "window 2^3 .. 2^16"; the lower end is "?" if the need for scaling is unknown."""
-    lowest = UNKNOWN if advice.needed is None else bare_power(advice.lowest)
-    return f"window {lowest} .. {bare_power(advice.highest)}{'' if advice.all_finite else ' by what was finite'}"
+    lowest = UNKNOWN if advice.needed is None else as_power(advice.lowest)
+    return f"window {lowest} .. {as_power(advice.highest)}{'' if advice.all_finite else ' by what was finite'}"
 
 
 def _headroom(advice: LossScaleAdvice) -> str:
@@ -72,7 +74,7 @@ def event_facts(event: Event) -> Iterator[str]:
     if event.phase == END:
         yield "no step reported it"
     else:
-        yield f"loss scale {power_of_two(event.loss_scale) if event.loss_scale else 'unknown'}"
+        yield f"loss scale {with_power(event.loss_scale) if event.loss_scale else 'unknown'}"
     if event.forward_finite is not None:
         yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
     if event.gradients_finite is not None:

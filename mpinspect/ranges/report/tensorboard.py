@@ -26,7 +26,6 @@ from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
 from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorInfo, TensorKey, Window
-from mpinspect.ranges.store.columns import TensorColumns
 from mpinspect.reporting.words import format_name
 from mpinspect.runtime.background import give_way
 
@@ -81,7 +80,7 @@ class TensorBoardLog:
         """Add a window's counts, which must be unscaled as in a session, at the window's last step."""
         values: list[Any] = []
         of_layers: dict[str, list[float]] = {}
-        for key, tensor in TensorColumns.of(window.tensors).each():
+        for key, tensor in window.columns().each():
             give_way()
             tag = self._tag(key)
             scalars = self._scalars(tag, tensor.histogram)

@@ -40,7 +40,7 @@ _INTEGERS, _FLOAT = ("|i1", "<i2", "<i4", "<i8"), "<f8"
 
 def encode(window: Window, key_ids: Mapping[TensorKey, int]) -> bytes:
     """Return a window as bytes; ``key_ids`` gives each tensor's number in the file."""
-    tensors = TensorColumns.of(window.tensors)
+    tensors = window.columns()
     numbers = np.array([key_ids[key] for key in tensors.order], dtype=np.int64)
     columns = {"key": narrowed(numbers), "context": narrowed(tensors.context)}
     columns |= {name: narrowed(tensors.columns[name]) for name in (*PER_TENSOR, *PER_PEAK, *PER_BIN)}

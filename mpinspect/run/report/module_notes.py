@@ -88,7 +88,7 @@ def _shapes(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def _findings_of(row: ShapeRow, shapes: ShapeReport) -> list[Finding]:
-    """Return the findings of the product's cause; of several sizes with the same cause, those of its parameter."""
+    """Return the findings about a product. If several have its id, each about other sizes, only those about its parameter."""
     found = [finding for finding in shapes.findings if finding.id == row.finding]
     return found if len(found) < 2 else [each for each in found if row.parameter in each.evidence.get("parameters", ())]
 

@@ -45,7 +45,7 @@ def explains_events(finding: Finding) -> bool:
 
 
 def diagnose(case: Case) -> Iterator[Finding]:
-    """The findings of all diagnoses."""
+    """Return the findings of all diagnoses."""
     for diagnosis in DIAGNOSES:
         try:
             yield from diagnosis(case)

@@ -13,7 +13,7 @@ from mpinspect.reporting.words import format_name, percent
 def statistics_broken(case: Case) -> Iterator[Finding]:
     """Running statistics that are not finite, or that never move.
 
-    False alarms: Statistics that are frozen on purpose are not written, and not told; those of a constant input do not move.
+    False alarms: Statistics that are frozen on purpose are not written, and not reported; those of a constant input do not move.
     """
     found = list(case.measured("statistics"))
     broken = [each for each in found if each.text.startswith("not finite")]
@@ -131,7 +131,7 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
 def router_ties(case: Case) -> Iterator[Finding]:
     """Scores in 16 bits of which several are equal at the edge of the top k.
 
-    False alarms: Ties in one row in a hundred or more; where equal experts are fine (a random tie-break is meant) it is told
+    False alarms: Ties in one row in a hundred or more; where equal experts are fine (a random tie-break is meant) it is reported
     all the same.
     """
     for found in case.measured("ties"):

@@ -55,7 +55,7 @@ class Case:
         return self.session.events
 
     def measured(self, what: str) -> Iterator[Measurement]:
-        """The measurements of one kind, in the order in which they were made."""
+        """Return the measurements of one kind, in the order in which they were made."""
         return (each for each in self.session.measurements if each.what == what)
 
 
@@ -70,7 +70,7 @@ def fp32_weights(dtype: str = BFLOAT16.name) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as a literal in a fix's code, in double quotes as formatters have it."""
+    """Return a name as a literal for a fix's code, in double quotes."""
     return json.dumps(name, ensure_ascii=False)
 
 

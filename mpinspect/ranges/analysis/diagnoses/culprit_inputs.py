@@ -11,12 +11,12 @@ from mpinspect.reporting.words import number_of, some
 
 
 def _event_at(case: Case, step: int) -> Event | None:
-    """The first event of a step, or of one just before it."""
+    """Return the step's first event, if there is one."""
     return next((event for event in case.events if event.step == step), None)
 
 
 def _where(case: Case, found: Measurement) -> str:
-    """The module in which it arose, by the watch; "" for the loss, and for what comes after the last module."""
+    """Return the module in which it arose, by the watch; "" for the loss and for code after the last module."""
     event = _event_at(case, found.step)
     is_after = event is None or event.after or event.what in LOSSES
     return found.name or ("" if is_after or event is None else event.module)
@@ -35,7 +35,7 @@ def _brackets(*parts: str) -> str:
 
 
 def _aftermath(event: Event | None) -> str:
-    """What became of the weights, where the optimizer stepped on it."""
+    """Return a sentence that the weights are lost, if the optimizer stepped on non-finite gradients; else ""."""
     if event is None or event.skipped is not False or event.gradients_finite:
         return ""
     return " The optimizer stepped on it: the weights are lost, go back to a checkpoint before that step."
@@ -88,7 +88,7 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
     """The batch itself held infinities or NaNs.
 
     False alarms: The inputs of the model's outermost call are searched, and the targets that its loss keeps; a batch that the
-    model is meant to clean (NaN for missing values) is told all the same once the loss is not finite.
+    model is meant to clean (NaN for missing values) is reported all the same once the loss is not finite.
     """
     for found in case.session.measurements:
         event = _event_at(case, found.step)
@@ -197,7 +197,7 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     """Weights that had grown out of all proportion before anything became infinite.
 
     False alarms: A norm that is 16 times what it was is no fault where weights begin near zero (LoRA's B, a zero-initialised
-    head): it is told only if something also became infinite or the loss diverged.
+    head): it is reported only if something also became infinite or the loss diverged.
     """
     grown = list(case.measured("weight-growth"))
     broken = [event for event in case.events if event.phase in ("forward", END) and not event.gradients_finite]

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weigh
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import power_of_two, some
+from mpinspect.reporting.words import some, with_power
 
 #: Measured steps in which gradients of the steps before were found, from which on nobody zeroes them.
 _FEWEST_LEFT_OVER = 2
@@ -32,7 +32,7 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
     """Gradients that were clipped, or changed otherwise, while they were multiplied by the loss scale.
 
     False alarms: Dividing by a whole number of micro-batches is no change. A limit that was multiplied by the scale on
-    purpose is told all the same.
+    purpose is reported all the same.
     """
     found = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
     scales = {change.step: change.scale for change in case.progress.scales}
@@ -48,7 +48,7 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
         "warning",
         "",
         f"In step {first.step} the gradients were {how} while they were still multiplied by the loss scale"
-        f"{f' of {power_of_two(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them"
+        f"{f' of {with_power(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them"
         f"{_again(found)}. The limit was meant for the true gradients, which are smaller by the loss scale.",
         {
             "factor": factor,
@@ -76,7 +76,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
             "error",
             "",
             f"In step {found.step} the optimizer stepped with gradients that were still multiplied by the loss scale of "
-            f"{power_of_two(scale)}: scaler.scale() was called, and neither scaler.step() nor scaler.unscale_().",
+            f"{with_power(scale)}: scaler.scale() was called, and neither scaler.step() nor scaler.unscale_().",
             {"loss_scale": scale, "factor": factor, "parameters": len(found.names)},
             "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed.",
             "scaler.step(optimizer)  # instead of optimizer.step()\nscaler.update()",
@@ -86,12 +86,12 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 
 def _again(found: Sequence[Measurement]) -> str:
-    """In how many more of the steps that were checked it was so."""
+    """Return in words in how many further checked steps it was so."""
     return f" (and in {len(found) - 1} more of the steps that were checked for it)" if len(found) > 1 else ""
 
 
 def _is_average(found: list[Measurement]) -> bool:
-    """Whether gradients were divided by one small whole number each time: an average over micro-batches, which is linear."""
+    """Return whether all gradients were divided by the same small whole number: an average over micro-batches."""
     factors = [each.figures["factor"] for each in found]
     divisor = 1 / factors[0] if factors[0] > 0 else math.inf
     is_whole = divisor <= _MOST_MICRO_BATCHES and abs(divisor - round(divisor)) < _SAME * divisor
@@ -107,7 +107,7 @@ def _scale_at(case: Case, step: int) -> float | None:
 def gradients_gone(case: Case) -> Iterator[Finding]:
     """Gradients that were finite after the backward, and zero or not finite when the optimizer got them.
 
-    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are told.
+    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported.
     """
     found = [
         each
@@ -163,7 +163,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
 def gradients_replaced(case: Case) -> Iterator[Finding]:
     """Infinities and NaNs in gradients that somebody replaced before the optimizer stepped.
 
-    False alarms: torch.nan_to_num on gradients is told even where it is meant; a scaler's own skip is not.
+    False alarms: torch.nan_to_num on gradients is reported even where it is meant; a scaler's own skip is not.
     """
     found = list(case.measured("replaced-before-step"))
     if not found:
@@ -185,7 +185,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
 def gradients_stale(case: Case) -> Iterator[Finding]:
     """Gradients of an earlier step that the optimizer was given again.
 
-    False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is told.
+    False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is reported.
     """
     found = list(case.measured("stale"))
     if not found:
@@ -208,7 +208,7 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     """Gradients that add up over optimizer steps.
 
     False alarms: Only where nine in ten parameters still hold gradients when the next step's backward begins; a loop that
-    accumulates over several optimizer steps on purpose is told.
+    accumulates over several optimizer steps on purpose is reported.
     """
     found = [
         each
@@ -235,7 +235,7 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
 def gradients_missing(case: Case) -> Iterator[Finding]:
     """Trainable parameters in an optimizer that never had a gradient; parameters frozen by a prefix that caught too many.
 
-    False alarms: Modules that the run so far did not need (a head for a later phase) are told. A frozen prefix is inferred
+    False alarms: Modules that the run so far did not need (a head for a later phase) are reported. A frozen prefix is inferred
     from names alone.
     """
     never = {name for name, kind, _ in _never_fired(case) if kind == WEIGHT_GRADIENT}
@@ -300,7 +300,7 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
 def parameters_not_optimized(case: Case) -> Iterator[Finding]:
     """Parameters that get gradients and that no optimizer steps.
 
-    False alarms: Parameters that the script steps by hand are told; where most of a model is left out it is "info", for then
+    False alarms: Parameters that the script steps by hand are reported; where most of a model is left out it is "info", for then
     a head is trained on a backbone.
     """
     for found in case.measured("not-optimized"):
@@ -319,7 +319,7 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
 
 
 def _grouped(names: Iterable[str]) -> str:
-    """The modules of parameters, blocks that repeat as one: "'h.{0..11}.attn', 'head'"."""
+    """Return the parameters' modules in words, with repeated blocks as one: "'h.{0..11}.attn', 'head'"."""
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
     groups: dict[str, list[str]] = {}
     for module in modules:

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, power_of_two
+from mpinspect.reporting.words import format_name, with_power
 
 #: A scaler's search at the beginning is worth a warning where it takes more than this share of the run, and three steps or more.
 _SEARCH_TOLERANCE = 0.1
@@ -22,7 +22,7 @@ _MOST = 0.5
 
 
 def _skips(case: Case) -> list[Event]:
-    """The first event of each step that overflowed in the backward while the forward was finite."""
+    """Return the first event of each step that overflowed in the backward while the forward was finite."""
     by_step = {
         event.step: event
         for event in reversed(case.events)
@@ -36,12 +36,12 @@ def _enabled(case: Case) -> list[ScalerRecord]:
 
 
 def _opening(skips: Sequence[Event]) -> list[Event]:
-    """The skipped steps with which the run begins."""
+    """Return the skipped steps with which the run begins."""
     return [event for place, event in enumerate(skips) if event.step == place and event.skipped]
 
 
 def _serves_none(case: Case) -> bool:
-    """Whether no one loss scale serves every layer."""
+    """Return whether no one loss scale serves every layer."""
     return case.advised.decision is not None and case.advised.decision.window.is_empty
 
 
@@ -77,10 +77,10 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
         "initial-scale-too-high",
         "warning" if is_grave else "info",
         opening[0].module,
-        f"The initial loss scale, {power_of_two(first)}, is at least {2**too_high} times ({too_high} powers of two) too large: "
-        f"the first {skipped} of {steps} steps were skipped until the scaler had come down to {power_of_two(settled)}.",
+        f"The initial loss scale, {with_power(first)}, is at least {2**too_high} times ({too_high} powers of two) too large: "
+        f"the first {skipped} of {steps} steps were skipped until the scaler had come down to {with_power(settled)}.",
         {"init_scale": first, "settled": settled, "powers_of_two": too_high, "skipped_steps": skipped, "steps": steps},
-        f"Begin at {power_of_two(start)}{or_lower}." if is_grave else "",
+        f"Begin at {with_power(start)}{or_lower}." if is_grave else "",
         f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{round(_powers(start))})" if is_grave else "",
         step=opening[0].step,
     )
@@ -89,7 +89,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
 def scale_too_high(case: Case) -> Iterator[Finding]:
     """A scale at which most steps overflow, and that does not come down.
 
-    False alarms: A short run that ends while the scaler still comes down is told only if its scale did not fall.
+    False alarms: A short run that ends while the scaler still comes down is reported only if its scale did not fall.
     """
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
@@ -111,10 +111,10 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         "scale-too-high",
         "error",
         over[0].module,
-        f"The loss scale stays at {power_of_two(first)}, at which the gradients overflow from step {over[0].step} on while the "
+        f"The loss scale stays at {with_power(first)}, at which the gradients overflow from step {over[0].step} on while the "
         f"forward is finite: {outcome}.",
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
-        f"Scale by {power_of_two(wanted)}, and let a scaler skip what overflows."
+        f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
         if wanted
         else "Let a dynamic scaler find it.",
         f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
@@ -156,16 +156,16 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
         "scale-too-low",
         "warning",
         needs.key.name,
-        f"The loss scale, {power_of_two(used)}, is {'probably ' if certainty == INFERRED else ''}too small: FP16 flushes too "
+        f"The loss scale, {with_power(used)}, is {'probably ' if certainty == INFERRED else ''}too small: FP16 flushes too "
         f"much of {phrase(*needs.key)}, "
         + (
             "for many values lie just above the smallest that it keeps; "
-            f"{power_of_two(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
+            f"{with_power(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
             if certainty == INFERRED
-            else f"which need one {2**powers} times ({powers} powers of two) larger: at least {power_of_two(2.0**lowest)}."
+            else f"which need one {2**powers} times ({powers} powers of two) larger: at least {with_power(2.0**lowest)}."
         ),
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
-        f"Scale by {power_of_two(2.0**wanted)}, or begin with it in a dynamic scaler.",
+        f"Scale by {with_power(2.0**wanted)}, or begin with it in a dynamic scaler.",
         f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{wanted})",
         certainty,
         scales[0].step,
@@ -231,8 +231,8 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
         "overflow-recurs",
         "warning",
         later[0].module,
-        f"The gradients overflow{where} {when}, at a scale that falls from {power_of_two(scales[0])} to "
-        f"{power_of_two(scales[-1])} and had no time to grow in between: it is the batches of these steps, not the scale.",
+        f"The gradients overflow{where} {when}, at a scale that falls from {with_power(scales[0])} to "
+        f"{with_power(scales[-1])} and had no time to grow in between: it is the batches of these steps, not the scale.",
         {"steps": steps, "period": period, "scales": scales},
         "Look at the batches of these steps: an outlier, a padded last batch, a sample that comes by once a period. Clip its "
         "loss, or leave it out; each such step takes half of the scale away from all the others.",
@@ -275,7 +275,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
 def scaler_of_no_use(case: Case) -> Iterator[Finding]:
     """An enabled scaler in a run whose range is FP32's.
 
-    False alarms: A scaler that is kept for a switch to FP16 is told unless it is disabled.
+    False alarms: A scaler that is kept for a switch to FP16 is reported unless it is disabled.
     """
     format = run_format(case.session)
     if not _enabled(case) or format not in (BFLOAT16, FLOAT32):

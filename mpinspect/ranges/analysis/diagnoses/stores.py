@@ -24,7 +24,7 @@ _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 
 
 def never_decays(dtype: str, kept: float) -> bool:
-    """Whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded."""
+    """Return whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded."""
     bits = _SIGNIFICAND_BITS.get(dtype)
     return bits is not None and 0 < 1 - kept < 2.0 ** -(bits + 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,14 +19,14 @@ from mpinspect.ranges.session import (
     TensorKey,
     TensorWindow,
     Window,
+    add_counts,
     merge_tensor_windows,
-    merge_windows,
 )
 
 
 @dataclass
 class OpenStep:
-    """The samples of the open step, which are merged when it ends."""
+    """The samples of the open step."""
 
     number: int
     sampled: bool
@@ -47,12 +47,16 @@ class OpenStep:
     def has_gradients(self) -> bool:
         return bool(self.scales)
 
-    def window(self) -> Window | None:
-        """Return the step as a window; None if nothing was counted in it."""
-        if not self.parts:
-            return None
-        tensors = {key: merge_tensor_windows(parts) for key, parts in self.parts.items()}
-        return Window(self.number, self.number, 1, tensors, {} if self.peak is None else {self.peak: 1})
+
+def _window(steps: Sequence[OpenStep]) -> Window:
+    """Return steps as one window, merging their samples tensor by tensor."""
+    parts: dict[TensorKey, list[TensorWindow]] = {}
+    for step in steps:
+        for key, samples in step.parts.items():
+            parts.setdefault(key, []).extend(samples)
+    tensors = {key: merge_tensor_windows(samples) for key, samples in parts.items()}
+    peaks = add_counts({step.peak: 1} for step in steps if step.peak is not None)
+    return Window(steps[0].number, steps[-1].number, len(steps), tensors, peaks)
 
 
 class StepNumbers:
@@ -118,8 +122,8 @@ class ArrayCapture:
         self._numbers = StepNumbers()
         self._step: OpenStep | None = None
         self._watch = NonFiniteWatch()
-        #: Sampled steps not yet merged into a window.
-        self._windows: list[Window] = []
+        #: The ended steps of the open window: those in which something was counted.
+        self._ended: list[OpenStep] = []
         self._infos: dict[TensorKey, TensorInfo] = {}
         self._announced: tuple[TensorInfo, ...] = ()
         self._faults: set[str] = set()
@@ -227,35 +231,34 @@ class ArrayCapture:
             self._recording.event(event)
         for scale in step.scales:
             self._recording.scale(step.number, scale)
-        window = step.window()
-        if window is not None:
-            self._windows.append(window)
-        if self._recording.wants_window(len(self._windows)):
+        if step.parts:
+            self._ended.append(step)
+        if self._recording.wants_window(len(self._ended)):
             self._close_window()
         self._skipped += bool(skipped)
         self._backwards += step.has_gradients
-        self._recording.step_done(self._numbers.span, self._skipped, self._backwards, window is not None)
+        self._recording.step_done(self._numbers.span, self._skipped, self._backwards, bool(step.parts))
 
     def _close_window(self) -> None:
-        if self._windows:
-            self._recording.add_window(merge_windows(*self._windows))
-            self._windows.clear()
+        ended, self._ended = self._ended, []
+        if ended:
+            self._recording.add_window(_window(ended))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def session(self) -> Session:
         """Return everything recorded so far, including the open step, which stays open."""
         session = self._recording.session()
-        windows = [*session.windows, *([merge_windows(*self._windows)] if self._windows else [])]
+        windows = [*session.windows, *([_window(self._ended)] if self._ended else [])]
         events, progress = list(session.events), session.progress
         if self._step is not None:
-            window, event = self._step.window(), self._watch.judge(self._step.number, None)
-            windows += [window] if window is not None else []
+            event = self._watch.judge(self._step.number, None)
+            windows += [_window([self._step])] if self._step.parts else []
             events += [event] if event is not None else []
             progress = replace(
                 progress,
                 steps=self._numbers.span,
-                sampled_steps=progress.sampled_steps + (window is not None),
+                sampled_steps=progress.sampled_steps + bool(self._step.parts),
                 backwards=self._backwards + self._step.has_gradients,
             )
         watched = tuple(self._infos.values())

@@ -14,6 +14,7 @@ from mpinspect.counting import layout
 from mpinspect.counting.arrays import count_array
 from mpinspect.counting.foreign import on_host
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import is_power_of_two
 from mpinspect.ranges.capture.arrays.given import Given
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, narrowest, overflow_exponent
@@ -65,7 +66,7 @@ def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
     Raises:
         TypeError: the value is not an array, or its dtype has no exponents.
     """
-    power_of_two = given.scale is None or _is_power_of_two(given.scale)
+    power_of_two = given.scale is None or is_power_of_two(given.scale)
     row, shape, dtype = _counted(array, None if power_of_two else given.scale)
     counts = layout.decode(row)
     shift = _log2(given.scale) if power_of_two else 0
@@ -101,7 +102,10 @@ def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ..
 
 
 def _peak(key: TensorKey, histogram: ExponentHistogram, narrow: str, scale: float | None) -> int | None:
-    """Return the exponent of the largest magnitude rounded to 11 bits; a gradient's overflow raises it to the format's."""
+    """Return the exponent of the largest magnitude, rounded to 11 bits.
+
+    A gradient with infinities gets at least the smallest exponent that overflows.
+    """
     peak = histogram.peak_exponent if len(histogram.counts) else None
     if histogram.infs and narrow != "float32" and key.kind in GRADIENT_KINDS:
         least = overflow_exponent(narrow, scale)
@@ -113,10 +117,6 @@ def _largest(counts: ExponentHistogram, divisor: float) -> float:
     if counts.nans:
         return math.nan
     return math.inf if counts.infs else counts.max_abs * divisor
-
-
-def _is_power_of_two(value: float) -> bool:
-    return math.frexp(value)[0] == 0.5
 
 
 def _log2(scale: float | None) -> int:

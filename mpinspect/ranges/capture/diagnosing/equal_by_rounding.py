@@ -51,7 +51,7 @@ class EqualByRounding(Observer):
 
     @torch.no_grad()
     def called(self, call: Call) -> None:
-        """Compare the inputs and outputs that need no gradient, and keep the outputs that may be scores."""
+        """Compare a call's inputs and outputs that need no gradient; keep its small outputs, possibly the scores of a top k."""
         if call.recomputed:
             return
         for tensor in (*call.outputs, *call.inputs()):
