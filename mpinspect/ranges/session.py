@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
+#: What the note on a tensor begins with whose gradient is not wanted.
+FROZEN = "frozen"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
 

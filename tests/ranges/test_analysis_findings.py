@@ -421,6 +421,26 @@ def test_coverage_names_what_never_fired_with_a_reason():
     assert str(analyse(session_of({activation("a"): FINE})).coverage) == "all 1 watched tensors were seen"
 
 
+def test_what_is_frozen_as_a_whole_needs_no_gradient():
+    infos = (
+        TensorInfo(
+            "body.0.weight", "weight_gradient", "body.0", "Linear", (2, 2), "float32", "frozen: requires_grad is False"
+        ),
+        TensorInfo("head.weight", "weight_gradient", "head", "Linear", (2, 2), "float32"),
+        *(TensorInfo(name, "activation_gradient", name, "ReLU") for name in ("body.0", "body.1", "head", "other")),
+    )
+    report = analyse(session_of({weight("head.weight"): FINE}, infos=infos))
+    reasons = {name: reason for name, _, reason in report.coverage.never_fired}
+    frozen = "frozen: nothing in it or before it needs a gradient"
+    assert (reasons["body.0"], reasons["body.1"]) == (frozen, frozen)
+    assert (reasons["head"], reasons["other"]) == (NO_GRADIENT_SEEN, NO_GRADIENT_SEEN)
+    (found,) = report.findings
+    assert (
+        "2 of the 3 watched tensors that are not frozen: the activation gradients of 'head', the activation"
+        in found.message
+    )
+
+
 @pytest.mark.parametrize(
     ("progress", "reason"),
     [

@@ -15,9 +15,9 @@ from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
-from mpinspect.ranges.session import LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.session import FROZEN, LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, number_of, percent, some
+from mpinspect.reporting.words import format_name, number_of, percent
 
 
 def findings(
@@ -114,20 +114,25 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
     ]
 
 
+#: Most tensors that a sentence names.
+_NAMED = 5
+
+
 def _never_fired(coverage: Coverage) -> list[Finding]:
     # What is frozen was left out on purpose; the coverage lists it all the same.
-    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith("frozen")]
+    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith(FROZEN)]
     if not unexpected:
         return []
-    names = [name or "(the model itself)" for name, _, _ in unexpected]
+    names = [phrase(name, kind) for name, kind, _ in unexpected]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     not_frozen = coverage.watched - len(coverage.never_fired) + len(unexpected)
     return [
         Finding(
             "never-fired",
             "info",
             unexpected[0][0],
-            f"Nothing was counted of {len(names)} of the {not_frozen} watched tensors that are not frozen: {some(names)}. The "
-            "coverage says why.",
+            f"Nothing was counted of {len(names)} of the {not_frozen} watched tensors that are not frozen: "
+            f"{', '.join(names[:_NAMED])}{more}. The coverage says why.",
             {
                 "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
                 "count": len(names),
@@ -167,7 +172,8 @@ def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey
 
 
 def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hypothetical: bool = False) -> Finding:
-    worst = max(updates, key=lambda name: updates[name].fraction)
+    # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
+    worst = max(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero))
     lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
     name = format_name(storage)
     if hypothetical:

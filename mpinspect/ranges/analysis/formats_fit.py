@@ -38,11 +38,9 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
         sources = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
         unknown = {window.passed_through for key, window in totals.items() if key.kind in sources and _hides(window)}
         if histograms and kind != UPDATE:
-            verdicts += [
-                format_verdict(kind, histograms, format, scaling)
-                for format, scaling in CANDIDATES
-                if format.name not in unknown
-            ]
+            found = [format_verdict(kind, histograms, format, scaling) for format, scaling in CANDIDATES]
+            # What was seen may be too much for a format, whatever else was lost before.
+            verdicts += [each for each in found if each.format not in unknown or not each.fits]
     return tuple(verdicts)
 
 

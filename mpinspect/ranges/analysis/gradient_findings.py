@@ -51,9 +51,9 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
     needed = max(loss.log2_lowest for loss in decision.suffering)
     spared = why_no_alarm(session, worst, needed, several=bool(more))
     limit = percent(decision.rules.tolerance)
-    others = (
-        f" {len(more)} more {'tensor loses' if len(more) == 1 else 'tensors lose'} more than {limit}." if more else ""
-    )
+    where = ", over the run or in a part of it" if any(loss.steps for loss in decision.suffering) else ""
+    verb = "tensor loses" if len(more) == 1 else "tensors lose"
+    others = f" {len(more)} more {verb} more than {limit}{where}." if more else ""
     return Finding(
         "gradients-flushed",
         "info" if spared else "warning",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -14,8 +14,16 @@ from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Decision
 from mpinspect.ranges.analysis.serving import least_log2_scale
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, KINDS, UPDATE
-from mpinspect.ranges.session import Session, TensorInfo, TensorKey, TensorWindow, merge_tensor_windows, merge_windows
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
+from mpinspect.ranges.session import (
+    FROZEN,
+    Session,
+    TensorInfo,
+    TensorKey,
+    TensorWindow,
+    merge_tensor_windows,
+    merge_windows,
+)
 
 
 def layer_reports(
@@ -156,8 +164,40 @@ NO_GRADIENT_SEEN = "not called, or compiled, or no backward reached it"
 def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> Coverage:
     """Return how many tensors were watched and seen, and a reason for each that was never seen."""
     seen = {key for key, window in totals.items() if window.samples}
-    unseen = tuple((key.name, key.kind, _reason(info, session, seen)) for key, info in infos.items() if key not in seen)
+    frozen = _Frozen(infos.values())
+    unseen = tuple(
+        (key.name, key.kind, frozen.reason(info) or _reason(info, session, seen))
+        for key, info in infos.items()
+        if key not in seen
+    )
     return Coverage(len(infos), len(infos) - len(unseen), unseen)
+
+
+class _Frozen:
+    """Tells which modules' gradients nobody needed, since all weights in them, or around them, are frozen."""
+
+    def __init__(self, infos: Iterable[TensorInfo]) -> None:
+        #: Whether each module holds trained weights; modules without any weights are missing.
+        self._trains: dict[str, bool] = {}
+        for info in infos:
+            if info.kind == WEIGHT_GRADIENT:
+                for module in (info.module, *_around(info.module)):
+                    self._trains[module] = self._trains.get(module, False) or not info.note.startswith(FROZEN)
+
+    def reason(self, info: TensorInfo) -> str:
+        """Return the reason for a module without activation gradients; "" if it is another."""
+        if info.kind != ACTIVATION_GRADIENT or info.note:
+            return ""
+        nearest = next((name for name in (info.module, *_around(info.module)) if name in self._trains), None)
+        if nearest is None or self._trains[nearest]:
+            return ""
+        return f"{FROZEN}: nothing in it or before it needs a gradient"
+
+
+def _around(module: str) -> list[str]:
+    """Return the names of the modules around a module, the innermost first, without the model itself."""
+    parts = module.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:

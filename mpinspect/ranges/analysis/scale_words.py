@@ -75,9 +75,8 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
             f"As the gradients arrive {name} flushes too much of them: whatever the loss is multiplied by, "
             f"2^{window.log2_lowest} times more is needed, and up to 2^{window.log2_highest} times more overflows nothing seen."
         )
-    hidden = (
-        "; what it flushed before they could be counted is not known" if any(g.seen.hidden for g in gradients) else ""
-    )
+    may_weigh = any(gradient.seen.lost_l1_share(format).high > tolerance for gradient in gradients)
+    hidden = "; what it flushed before they could be counted is not known" if may_weigh else ""
     return (
         f"As the gradients arrive {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
         "overflows nothing seen."
@@ -212,7 +211,7 @@ def _confidence(decision: Decision) -> str:
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
     if not decision.all_finite:
         # Of a step that was not finite only its finite values were counted, so that these steps prove nothing.
-        return f"By what was finite in {counted}, {overflows or 'none'} of them would overflow at 2^{chosen}."
+        return f"Of the finite gradients of {counted}, those of {overflows or 'none'} would overflow at 2^{chosen}."
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"

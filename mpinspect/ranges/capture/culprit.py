@@ -313,7 +313,7 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
                 # What arrives at this tensor is a sum over both.
-                first, second = "another output of it", f"the output of {producer!r}, which it returned too,"
+                first, second = "another output or call of it", f"the output of {producer!r}, which it returned too,"
                 doubt += ", or in the code after it (the loss)"
             reason = f"the gradient at {first} was finite, the one at {second} was not: it arose in its own code{doubt}"
             return Culprit(BACKWARD, container, look, reason)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, unwrapped
 
@@ -164,7 +164,7 @@ def _of_parameter(watched: WatchedParameter, type_name: str, kinds: Collection[s
     if not watched.counted:
         return []
     parameter = watched.parameter
-    note = "" if parameter.requires_grad else "frozen: requires_grad is False"
+    note = "" if parameter.requires_grad else f"{FROZEN}: requires_grad is False"
     shape = () if is_lazy(parameter) else tuple(parameter.shape)
     dtype = str(parameter.dtype).removeprefix("torch.")
     return [

@@ -326,6 +326,8 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
             lost = (layer.lost_updates or {}).get(storage)
             if lost is None:
                 return UNKNOWN
+            if not lost.nonzero:
+                return NOT_APPLICABLE
             return f"{percent(lost.fraction)} {'measured' if lost.measured else 'if stored so'}"
 
         return words

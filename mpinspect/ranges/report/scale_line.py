@@ -31,7 +31,8 @@ def event_maxima(event: Event) -> str:
         return ""
     scaled = event.loss_scale not in (None, 1.0) and event.phase == "backward"
     largest = ", ".join(f"{value:.3g}" for value in event.last_maxima)
-    return f"its largest magnitudes{', times the loss scale,' if scaled else ''} in the steps before, oldest first: {largest}"
+    times = ", times the loss scale," if scaled else ""
+    return f"the largest magnitudes of this tensor{times} in the steps before, oldest first: {largest}"
 
 
 def scale_line(advice: LossScaleAdvice) -> str:

@@ -216,13 +216,14 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
         "weights-exploded",
         "error",
         first.name.rpartition(".")[0] or first.name,
-        f"The weights exploded{rate}: by step {first.step} the norm of {some([each.name for each in at_once], 3)} had grown to "
-        f"{ratio:.2g} times what it was at the start"
+        f"The weights exploded{rate}: after step {first.step} the norm of {some([each.name for each in at_once], 3)} had "
+        f"grown to {ratio:.2g} times what it was at the start"
         + (f", and in step {before} the forward was no longer finite." if broken else "."),
         {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": max(rates) if rates else None},
         "Lower the learning rate (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss "
         "scale mends this.",
-        f"optimizer = {kind}(model.parameters(), lr={max(rates) / 10:g})\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+        f"optimizer = {kind}(model.parameters(), lr={max(rates) / 10:g})\n"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()"
         if rates
         else "",
         INFERRED,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import some, with_power
 
@@ -87,7 +87,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 def _again(found: Sequence[Measurement]) -> str:
     """Return in words in how many further checked steps it was so."""
-    return f" (and in {len(found) - 1} more of the steps that were checked for it)" if len(found) > 1 else ""
+    return f" (and in {len(found) - 1} more of the few steps that were checked for it)" if len(found) > 1 else ""
 
 
 def _is_average(found: list[Measurement]) -> bool:
@@ -121,11 +121,13 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     evidence = {**first.figures, "measured_steps": len(found)}
     if squares > FLOAT16.max_finite or not_finite:
         norm = math.sqrt(squares)
+        too_large = f"their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond {FLOAT16.max_finite:g}"
+        is_too_large = FLOAT16.max_finite < squares < math.inf
         cause = (
             f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite"
+            + (f" (nor is that of the others, if it is summed up in FP16: {too_large})" if is_too_large else "")
             if not_finite
-            else f"the gradients are FP16, and their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond "
-            f"{FLOAT16.max_finite:g} there"
+            else f"the gradients are FP16, and {too_large} there"
         )
         yield Finding(
             "gradients-clipped-to-zero",
@@ -134,11 +136,11 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
             f"it left nothing{_again(found)}.",
             evidence,
-            "Keep the weights in FP32, so that their gradients are, and skip a step whose norm is not finite all the same. Where "
-            "a sum of gradients exceeds 65504 by itself, multiply the loss by less than 1, or compute in BF16."
+            "Keep the weights in FP32, so that their gradients are, compute the norm in FP32, and skip a step whose norm is not "
+            "finite all the same. Compute in BF16, in which such gradients are finite, or multiply the loss by less than 1."
             if not_finite
             else "Compute norms in FP32 and clip by that.",
-            (f"{fp32_weights(FLOAT16.name)}\n" if not_finite else "")
+            (f"{fp32_weights()}\n" if not_finite else "")
             + "total = torch.stack([p.grad.float().norm() for p in parameters]).norm()  # FP32\n"
             "for p in parameters:\n    p.grad.mul_((max_norm / total).clamp(max=1))"
             + ("\nif torch.isfinite(total):\n    optimizer.step()" if not_finite else ""),
@@ -176,8 +178,9 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
         f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
         f"finite values before the optimizer stepped{_again(found)}: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Mend what makes them, and until then skip a step that has one, as a GradScaler does.",
-        "if all(torch.isfinite(p.grad).all() for p in parameters):\n    optimizer.step()",
+        "Mend what makes them, and until then skip a step that has one, as a GradScaler does, instead of replacing them.",
+        "# in place of the replacement\n"
+        "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
         step=first.step,
     )
 
@@ -270,7 +273,7 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
     trained: dict[tuple[str, str], set[str]] = defaultdict(set)
     for info in case.infos.values():
         if info.kind == WEIGHT_GRADIENT:
-            kept = frozen if info.note.startswith("frozen") else trained
+            kept = frozen if info.note.startswith(FROZEN) else trained
             for match in re.finditer(r"\d+", info.name):
                 if info.name[match.end() : match.end() + 1] == ".":
                     kept[info.name[: match.start()], "block"].add(match.group())

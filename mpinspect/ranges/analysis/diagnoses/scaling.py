@@ -9,7 +9,7 @@ from itertools import pairwise
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.kinds import phrase
+from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, with_power
@@ -17,6 +17,8 @@ from mpinspect.reporting.words import format_name, with_power
 #: A scaler's search at the beginning is worth a warning where it takes more than this share of the run, and three steps or more.
 _SEARCH_TOLERANCE = 0.1
 _FEWEST_STEPS = 3
+#: torch.amp.GradScaler's default initial scale, as a power of two.
+_LOG2_INITIAL = 16
 #: A scale that most of the steps overflow at never settles.
 _MOST = 0.5
 
@@ -73,12 +75,17 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     highest = case.advised.advice.highest or settled
     or_lower = " or lower (no loss scale is needed at all)" if case.advised.advice.needed is False else ""
     start = min(settled, highest, recommended if recommended and needs_one else settled)
+    again = next((event for event in _skips(case)[skipped:] if event.loss_scale == settled), None)
+    held = f"; step {again.step} overflowed at that too" if again else ""
+    conflicts = case.advised.advice.conflicts if _serves_none(case) else ()
+    whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
     yield Finding(
         "initial-scale-too-high",
         "warning" if is_grave else "info",
         opening[0].module,
-        f"The initial loss scale, {with_power(first)}, is at least {2**too_high} times ({too_high} powers of two) too large: "
-        f"the first {skipped} of {steps} steps were skipped until the scaler had come down to {with_power(settled)}.",
+        f"The initial loss scale, {with_power(first)}, is at least {2**too_high} times ({too_high} powers of two) too large"
+        f"{whom}: the first {skipped} of {steps} steps were skipped until the scaler had come down to "
+        f"{with_power(settled)}{held}.",
         {"init_scale": first, "settled": settled, "powers_of_two": too_high, "skipped_steps": skipped, "steps": steps},
         f"Begin at {with_power(start)}{or_lower}." if is_grave else "",
         f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{round(_powers(start))})" if is_grave else "",
@@ -177,20 +184,28 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
 
     False alarms: A script that lowers its scaler's scale by hand looks the same.
     """
-    fell, first = 0.0, None
+    fell, first, lowest = 0.0, None, math.inf
     for before, after in pairwise(case.progress.scales):
         if before.scale and after.scale and after.scale < before.scale < math.inf:
             fell += _powers(before.scale) - _powers(after.scale)
             first = before.step if first is None else first
+            lowest = min(lowest, after.scale)
     own = max(case.progress.skipped_steps, len(_skips(case)))
     if not _enabled(case) or fell - own < 2:
         return
+    least = case.advised.advice.lowest
+    harmless = (
+        f" It lost nothing by that yet: {with_power(lowest)}, the lowest, still serves it."
+        if least and lowest >= least
+        else ""
+    )
     yield Finding(
         "scaler-shared",
         "warning",
         "",
         f"The loss scale fell by {fell:.0f} powers of two, and {f'only {own}' if own else 'none'} of this model's steps "
-        "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down.",
+        "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+        f"{harmless}",
         {"powers_of_two": fell, "own_overflows": own},
         "Give each network (each loss with an optimizer of its own) a scaler of its own.",
         "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone",
@@ -297,6 +312,13 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
     )
 
 
+def _room(case: Case) -> int | None:
+    """Return the largest k at which no gradient that was seen, as it arrived, overflows FP16 times 2^k; None if none was seen."""
+    gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
+    highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
+    return min(highest, default=None)
+
+
 def scaler_missing(case: Case) -> Iterator[Finding]:
     """A run in FP16 whose losses nobody was seen to scale.
 
@@ -313,8 +335,23 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         # The loop scales by hand, and the inspector was told.
         return
     recommended = case.advised.advice.recommended
-    wanted = f", init_scale=2.0**{round(_powers(recommended))}" if recommended and recommended > 1 else ""
     in_half = FLOAT16.name in case.precision.weights
+    overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
+    if overflowed:
+        yield Finding(
+            "scaler-missing-in-float16",
+            "warning",
+            "",
+            "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as those of step "
+            f"{overflowed[0].step} did.",
+            {"backwards": case.progress.backwards, "recommended": recommended},
+            f"{'Keep FP32 weights, and compute' if in_half else 'Compute'} in BF16, where such gradients are finite and "
+            "nothing has to be scaled; or multiply the loss by less than 1.",
+            fp32_weights() if in_half else "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ...",
+        )
+        return
+    log2 = round(_powers(recommended)) if recommended else _room(case)
+    wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < _LOG2_INITIAL) else ""
     yield Finding(
         "scaler-missing-in-float16",
         "warning",

@@ -122,7 +122,7 @@ def average_lost(case: Case) -> Iterator[Finding]:
             "below half of a last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
-            "average = copy.deepcopy(model).float()",
+            "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",
         )
 
 
