@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import mpinspect
 from mpinspect.counting import count_exponents, fastest, reference
-from mpinspect.counting.cpu import available, compiler, compiling, counter, planes, shares
+from mpinspect.counting.cpu import available, compiler, compiling, counter, planes
 from mpinspect.counting.cpu.available import Loops
 
 #: Integer dtype, mantissa bits and exponent bits.
