@@ -346,7 +346,7 @@ def report_baseline(file: Path) -> str:
 
 def is_plain(text: str) -> bool:
     """Whether nothing in it steers a terminal, and no line of it was made by a name."""
-    return all(char == "\n" or char.isprintable() for char in text) and "\nforged" not in text
+    return text.replace("\n", "").isprintable() and "\nforged" not in text
 
 
 def run(inputs: int, seed: int, folder: Path) -> Counter[str]:

@@ -380,7 +380,8 @@ class Session:
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
         """Return the formats to which these tensors' values (None: all tensors') were rounded before counting, in any window."""
-        return {name for window in self.windows for name in window.columns().passed_through(keys)}
+        chosen = None if keys is None else frozenset(keys)
+        return {name for window in self.windows for name in window.columns().passed_through(chosen)}
 
     def gradient_peaks(self) -> dict[int, int]:
         """Return the peak exponent over all gradients of a step -> number of sampled steps, over the whole run."""

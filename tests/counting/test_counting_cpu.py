@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import mpinspect
 from mpinspect.counting import count_exponents, fastest, reference
-from mpinspect.counting.cpu import available, compiler, compiling, counter, planes, shares
+from mpinspect.counting.cpu import available, compiler, compiling, counter, planes
 from mpinspect.counting.cpu.available import Loops
 
 #: Integer dtype, mantissa bits and exponent bits.
@@ -506,23 +506,26 @@ def test_a_training_that_began_cold_counts_the_same(monkeypatch: pytest.MonkeyPa
 
 
 def test_loops_of_other_sources_are_other_loops(tmp_path: Path) -> None:
-    """numba itself would take a function from its cache whose callee in another file has changed."""
+    """numba itself would take a function from its cache whose callee in another file has changed.
+
+    Importing planes compiles nothing: its loops get their names when they are defined.
+    """
     package = tmp_path / "mpinspect"
     shutil.copytree(Path(mpinspect.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    name = f"import sys; sys.path[0] = {str(tmp_path)!r}\nfrom mpinspect.counting.cpu import shares\n"
-    name += "print(shares.job_at.__qualname__, shares.__file__)"
+    name = f"import sys; sys.path[0] = {str(tmp_path)!r}\nfrom mpinspect.counting.cpu import planes\n"
+    name += "print(planes.add_carries.__qualname__, planes.__file__)"
     assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split() == [
-        shares.job_at.__qualname__,
-        str(package / "counting" / "cpu" / "shares.py"),
+        planes.add_carries.__qualname__,
+        str(package / "counting" / "cpu" / "planes.py"),
     ]
-    with (package / "counting" / "cpu" / "planes.py").open("a") as file:
+    with (package / "counting" / "cpu" / "shares.py").open("a") as file:
         file.write("# changed\n")
     for path in (package / "counting" / "cpu").glob("*.py"):
         makes_loops = re.search(
             r"^(import numba|from mpinspect\.counting\.cpu\.compiling)", path.read_text(), re.MULTILINE
         )
         assert bool(makes_loops) == (path.stem in compiling._MADE_OF), path
-    assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split()[0] != shares.job_at.__qualname__
+    assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split()[0] != planes.add_carries.__qualname__
 
 
 def test_count_exponents_takes_the_fast_way() -> None:

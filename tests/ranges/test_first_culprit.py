@@ -253,6 +253,25 @@ def test_a_mask_does_not_hide_the_culprit() -> None:
     assert told[:2] == [(0, "forward", "2"), (2, "backward", "1")]
 
 
+def test_a_model_that_returns_a_mask_does_not_excuse_the_loss() -> None:
+    class Mask(nn.Module):
+        def forward(self, scores: torch.Tensor) -> torch.Tensor:
+            return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+
+    model = nn.Sequential(nn.Linear(4, 4), Mask())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    with Inspector(model) as inspector:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 4)).softmax(-1).square().sum()
+            scaler.scale(loss + (math.inf if step == 2 else 0.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    told = [(event.step, event.what, event.module) for event in inspector.session().events]
+    assert told == [(0, "activation", "1"), (2, "loss", "")]
+
+
 def test_infinite_data_is_told_from_an_infinite_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with Inspector(model) as inspector:

@@ -25,8 +25,8 @@ def test_every_session_as_a_dataframe(name):
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_every_session_as_pictures(name, tmp_path):
-    for figure in (plots.range_offset(ANALYSED[name]), plots.heat_map(REPORTS[name])):
-        figure.canvas.draw()
+    """What ``save`` draws is both pictures; of an analysed report, whose figures other tests look at, only one differs."""
+    plots.range_offset(ANALYSED[name]).canvas.draw()
     path = plots.save(REPORTS[name], tmp_path / "picture.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 

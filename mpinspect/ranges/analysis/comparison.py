@@ -42,9 +42,9 @@ class LayerChange:
         name, kind: see TensorKey.
         differs_from: the first stretch of steps in which the counts are not equal; None if all are.
         moved_from: the first stretch in which the tensor moved (``parting``); None if it did not.
-        elsewhere_fraction: share of its elements that lie in other powers of two in the other run, zeros, infinities and
-            NaNs being places too; a mean over the stretches, 0..1, measured.
-        beyond_fraction: the part of it that exceeds what the tensor changes by itself from stretch to stretch; estimated.
+        elsewhere_fraction: share of the elements that would have to move to another power of two (or to or from zeros,
+            infinities and NaNs) to give the other run's counts; mean over the stretches, 0..1, measured.
+        beyond_fraction: the part of ``elsewhere_fraction`` beyond the tensor's usual change between stretches; estimated.
         zeros_fraction: share of the elements that are zero, in either run.
         first, second: reports on either run's counts in these steps.
     """
@@ -87,8 +87,8 @@ class Compared:
     Args:
         steps: the first and the last step compared; None if the runs counted no steps in common.
         sampled_steps: number of steps that the second run counted in the stretches compared.
-        stretches: number of these.
-        same_steps: how many of these hold steps that both runs certainly counted alike, so that equality can be told.
+        stretches: number of stretches compared.
+        same_steps: number of those in which both runs certainly counted the same steps, so that counts can be equal.
         tensors: number of tensors that both runs counted.
     """
 

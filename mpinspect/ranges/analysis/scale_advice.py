@@ -276,10 +276,9 @@ def _losses(gradients: Sequence[GradientRange], blocks: Sequence[Block], rules: 
             known = losses.get(gradient.key)
             if known is None or not gradient.is_served:
                 continue
-            steps = (block.first_step, block.last_step)
-            found = replace(_loss(gradient, rules), log2_highest=known.log2_highest, steps=steps)
-            if found.log2_lowest > max(known.log2_lowest, 0):
-                losses[gradient.key] = found
+            if gradient.needs(rules.format, rules.tolerance).log2_lowest > max(known.log2_lowest, 0):
+                steps = (block.first_step, block.last_step)
+                losses[gradient.key] = replace(_loss(gradient, rules), log2_highest=known.log2_highest, steps=steps)
 
     def order(loss: Loss) -> tuple[bool, float, float]:
         share = max(loss.lost_l1_share, likely_hidden(loss.gradient, rules.format))

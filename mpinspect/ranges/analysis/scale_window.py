@@ -26,8 +26,8 @@ HEADROOM = 3
 class GradientRange:
     """The unscaled values of one gradient.
 
-    Magnitudes up to ``noise_ceiling`` are rounding noise. ``is_noise``: the whole gradient is, so no scale need serve
-    it.
+    Magnitudes up to ``noise_ceiling`` are rounding noise. If ``is_noise``, all of the gradient is rounding noise, which
+    no scale has to serve.
     """
 
     key: TensorKey

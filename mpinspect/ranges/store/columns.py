@@ -7,6 +7,7 @@ which release the GIL. The objects are made on the first access to a tensor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, starmap
@@ -156,7 +157,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
             ),
         )
 
-    def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
+    def passed_through(self, keys: AbstractSet[TensorKey] | None = None) -> set[str]:
         """Return the formats to which the values of these tensors (None: all) were rounded before they were counted."""
         numbers = self.context if keys is None else self.context[[key in keys for key in self.order]]
         return {self.contexts[number].passed_through for number in np.unique(numbers).tolist()}

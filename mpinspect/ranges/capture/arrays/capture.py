@@ -268,7 +268,7 @@ class ArrayCapture:
 
     @contextlib.contextmanager
     def _guarded(self, name: str, kind: str = "") -> Iterator[None]:
-        """Suppress any Exception, recording a note once per reason, and one with the tensor it concerns."""
+        """Suppress any Exception and note it, once per reason; an array that it concerns is listed as not recorded."""
         try:
             yield
         except Exception as error:
