@@ -314,7 +314,8 @@ class Progress:
     ``scale_known`` is False once a backward ran with an unknown loss scale; ``scale_unknown_reason`` says why.
     ``weights_moved``: whether an optimizer stepped or the weights changed otherwise; None if unknown. With
     ``max_overhead``, ``watched_steps`` is the number of steps that the watch checked (None: all steps); over
-    ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds.
+    ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds. With
+    ``eager_samples``, ``eager_steps`` is the number of sampled steps in which compiled parts of the model ran eagerly.
     """
 
     steps: Count = 0
@@ -330,6 +331,7 @@ class Progress:
     own_s: Seconds = 0.0
     bare_s: Seconds = 0.0
     weights_moved: bool | None = None
+    eager_steps: Count | None = None
 
     @property
     def overhead(self) -> float | None:

@@ -15,6 +15,7 @@ from mpinspect.counting import fastest
 from mpinspect.ranges.capture import optimizer_steps, tensor_hooks
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.budget import Budget
+from mpinspect.ranges.capture.compiled_regions import EagerCalls
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
 from mpinspect.ranges.capture.diagnosing.averages import Averages
@@ -53,6 +54,7 @@ class Capture(Dispatcher):
         loss_scale: the loss scale of training loops that scale by hand: a number, a callable that returns it, or None.
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.
+        eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
         clock: returns monotonic seconds, to measure the cost.
     """
 
@@ -69,6 +71,7 @@ class Capture(Dispatcher):
         scalers: Collection[Any],
         recording: Recording,
         max_overhead: float | None = None,
+        eager_samples: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
@@ -93,6 +96,8 @@ class Capture(Dispatcher):
         if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
             self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
+        if eager_samples and (watch or self._kinds & {ACTIVATION, ACTIVATION_GRADIENT}):
+            self._eager_calls = EagerCalls(self._layers, self.runs_eagerly)
         self._broken_weights = BrokenWeights(self._parameters)
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
@@ -132,6 +137,8 @@ class Capture(Dispatcher):
         )
         if watches or WEIGHT_GRADIENT in self._kinds:
             self._hooks.hook_parameters(self._parameters)
+        if self._eager_calls is not None:
+            self._recording.ran_eagerly(0)
         self._begin_step()
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
@@ -177,6 +184,8 @@ class Capture(Dispatcher):
         backward_calls.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
+        if self._eager_calls is not None:
+            self._eager_calls.remove()
         self._hooks.remove()
         tensor_hooks.leave_hooks_in(self)
 
