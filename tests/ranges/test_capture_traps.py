@@ -862,7 +862,7 @@ def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
 
 
 def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     users = model[0].register_forward_hook(lambda *_: None)
@@ -882,7 +882,7 @@ def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch)
 
 def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of the user's that comes later still comes after ours: the gradient is counted as it arrives."""
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     earlier = model.bias.register_hook(lambda gradient: gradient * 2)
@@ -907,7 +907,7 @@ def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch
 
 
 def test_detaching_between_samples_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer, every=3, watch=False):

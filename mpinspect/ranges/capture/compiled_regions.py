@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -48,22 +48,34 @@ def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
                 yield Region(module, name, function)
 
 
-def unseen_regions(layers: Iterable[Layer]) -> list[str]:
-    """Return the paths of the layers in whose compiled code hooks can't run; of a compiled leaf in a wrapper all is seen."""
-    paths = {id(layer.module): layer for layer in layers}
-    regions = {id(region.module): region.attribute for region in regions_of(layer.module for layer in paths.values())}
-    return [
-        paths[key].path for key, attribute in regions.items() if attribute != "forward" or not paths[key].is_leaf
-    ]
+def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
+    """Return the paths of the layers in whose compiled code hooks can't run; of a compiled leaf in a wrapper all is seen.
+
+    Args:
+        search: search the living objects for wrappers of ``torch.compile`` that the model is in and does not know of.
+    """
+    layers = list(layers)
+    unseen = {"": None} if search and _wrappers_around(_with_inner(layers)) else {}
+    for layer in layers:
+        attributes = {region.attribute for region in regions_of([layer.module])}
+        if attributes - {"forward"} or (attributes and not layer.is_leaf):
+            unseen[layer.path] = None
+    return list(unseen)
 
 
-def named(paths: Collection[str]) -> str:
-    """Return regions in words: "the compiled modules 'a', 'b' and 3 more"."""
-    if not paths or "" in paths:
-        return "the compiled model"
-    names = [repr(path) for path in paths]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"the compiled {'module' if len(names) == 1 else 'modules'} {', '.join(names[:_MOST_NAMED])}{more}"
+def not_seen_inside(paths: Collection[str]) -> str:
+    """Return a sentence on what was not seen inside compiled modules ("": the whole model), and how to see it."""
+    if "" in paths:
+        where = "the compiled model"
+    else:
+        names = [repr(path) for path in paths]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        where = f"the compiled {'module' if len(names) == 1 else 'modules'} {', '.join(names[:_MOST_NAMED])}{more}"
+    return (
+        f"hooks do not run inside torch.compile: inside {where} only weight gradients were counted and watched. "
+        "eager_samples=True (mpinspect run --eager-samples) runs the sampled steps uncompiled to see the rest, which changes "
+        "the last bits of their results"
+    )
 
 
 def compiled_graphs() -> int:
@@ -81,7 +93,7 @@ class EagerCalls:
     """
 
     def __init__(self, layers: Iterable[Layer], ask: Ask) -> None:
-        self._modules = {id(each): each for layer in layers for each in (layer.module, unwrapped(layer.module))}
+        self._modules = _with_inner(layers)
         self._ask = ask
         self._entries: list[_Entry] = []
         self._graphs: int | None = None
@@ -92,7 +104,7 @@ class EagerCalls:
         if graphs == self._graphs:
             return
         self._graphs = graphs
-        for region in regions_of([*self._modules.values(), *self._wrappers()]):
+        for region in regions_of([*self._modules.values(), *_wrappers_around(self._modules)]):
             entry = _entry(region)
             if self._ask not in entry.asks:
                 entry.asks.append(self._ask)
@@ -103,20 +115,13 @@ class EagerCalls:
         while self._entries:
             self._entries.pop().leave(self._ask)
 
-    def _wrappers(self) -> list[torch.nn.Module]:
-        """Return the living wrappers of ``torch.compile`` around our modules: the model does not know of them."""
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if dynamo is None:
-            return []
-        wrappers = [each for each in living([dynamo.OptimizedModule]) if id(each) not in self._modules]
-        return [each for each in wrappers if any(id(part) in self._modules for part in _parts(each))]
-
 
 def may_run_eagerly() -> bool:
-    """Return whether a compiled region that is called now may run eagerly without anybody noticing but for its values.
+    """Return whether a compiled region that is called now may run eagerly, so that nothing changes but its values.
 
-    It may not where no gradient will come, in a recomputation or where saved tensors are packed by somebody's hooks (a checkpoint
-    would compare what it recomputes, compiled, with what was saved), inside other compiled code, and under a stance of the user's.
+    It may not where no gradient is wanted; in a recomputation, or where hooks pack saved tensors (a checkpoint compares what it
+    saved with what it recomputes, compiled); inside other compiled code; nor under a stance of the user's, which could forbid
+    compiling what the eager code calls.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
@@ -124,7 +129,7 @@ def may_run_eagerly() -> bool:
         return False
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback in (None, False) and dynamo._stance.stance == "default"
+    return callback in (None, False) and dynamo._stance.stance in ("default", "force_eager")
 
 
 class _Entry:
@@ -171,6 +176,20 @@ def _entry(region: Region) -> _Entry:
     if known is None or not known.is_in_place:
         known = _entries[key] = _Entry(region)
     return known
+
+
+def _with_inner(layers: Iterable[Layer]) -> dict[int, torch.nn.Module]:
+    """Return the modules of layers, and those that they wrap, by id."""
+    return {id(each): each for layer in layers for each in (layer.module, unwrapped(layer.module))}
+
+
+def _wrappers_around(modules: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the living wrappers of ``torch.compile`` that contain any of these modules and are not among them."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return []
+    wrappers = [each for each in living([dynamo.OptimizedModule]) if id(each) not in modules]
+    return [each for each in wrappers if any(id(part) in modules for part in _parts(each))]
 
 
 def _is_compiled(function: FunctionType) -> bool:
