@@ -1,8 +1,9 @@
-"""What torch.compile compiled: left as it is by default, named in the report, and run eagerly in sampled steps if that is asked."""
+"""What torch.compile compiled: left as it is by default, named in the report, and run eagerly in sampled steps if asked."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,12 +229,13 @@ def test_sampled_steps_run_eagerly(name: str, attached: str) -> None:
     if attached != "before":
         assert counts == _eager_counts(run, eager)
     else:
-        regional = ("one", "two") == way.paths
+        regional = way.paths == ("one", "two")
         assert all(counts[key] == counted for key, counted in inside.items() if not regional or key.name != "head")
         assert f"1 of {len(sampled)} sampled steps did not run eagerly" in run.session.notes[0]
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_steps_between_samples_run_inductors_graphs(mode: str | None) -> None:
     way = WAYS["regional" if mode is None else "whole"]
@@ -308,9 +310,9 @@ def test_checkpointing_around_compiled_code_keeps_it_compiled(backend: Backend) 
     """Its recomputation compares what it saves: eager in the forward and compiled in the backward would raise."""
     net = Net()
     net.one.compile(backend=backend)
-    with pytest.warns(mpinspect.MpinspectWarning, match="under activation checkpointing"):
-        with Inspector(net, capture=KINDS, eager_samples=True) as inspector:
-            net.head(checkpoint(net.one, torch.randn(5, 4, requires_grad=True), use_reentrant=False)).sum().backward()
+    said = pytest.warns(mpinspect.MpinspectWarning, match="under activation checkpointing")
+    with said, Inspector(net, capture=KINDS, eager_samples=True) as inspector:
+        net.head(checkpoint(net.one, torch.randn(5, 4, requires_grad=True), use_reentrant=False)).sum().backward()
     assert (backend.calls, inspector.session().progress.eager_steps) == (2, 0)
 
 
@@ -322,7 +324,9 @@ def test_checkpointing_inside_compiled_code_runs_eagerly(backend: Backend) -> No
     totals = {(key.name, key.kind): tensor for key, tensor in inspector.session().totals().items()}
     assert backend.calls == 0
     # 5 rows of 8: the recomputation is not counted again.
-    assert totals["one.up", "activation"].histogram.total == totals["one.up", "activation_gradient"].histogram.total == 40
+    assert (
+        totals["one.up", "activation"].histogram.total == totals["one.up", "activation_gradient"].histogram.total == 40
+    )
 
 
 # -- attaching, detaching ------------------------------------------------------------------------------------------------
@@ -365,9 +369,9 @@ def test_two_inspectors_of_one_model(backend: Backend) -> None:
     net(torch.randn(5, 4)).sum().backward()
     second.detach()
     assert net._compiled_call_impl is compiled
-    # Steps 1 and 5 are nobody's sample; step 6 is the second's.
+    # Steps 1 and 5 are nobody's sample; step 6 is the second's, and is broken off.
     assert backend.calls == 2
-    assert [each.session().progress.eager_steps for each in (first, second)] == [3, 3]
+    assert [each.session().progress.eager_steps for each in (first, second)] == [3, 2]
 
 
 def test_a_wrapper_around_more_than_the_model(backend: Backend) -> None:
@@ -445,7 +449,7 @@ def _broken_in_step_two(backend: Backend, **options: Any) -> mpinspect.RangeRepo
 def test_a_nan_in_compiled_code_is_said_to_have_no_known_place(backend: Backend) -> None:
     report = _broken_in_step_two(backend)
     (event,) = report.events
-    assert (event.step, event.tensor, event.forward_finite) == (2, "first.weight", None)
+    assert (event.step, event.what, event.module, event.forward_finite) == (2, "weight_gradient", "first", None)
     assert "no call of it was seen, as inside torch.compile" in event.explanation
     finding = next(finding for finding in report.findings if finding.id == "non-finite-event")
     assert "eager_samples=True" in finding.fix
@@ -464,7 +468,9 @@ def test_the_culprit_is_named_where_the_step_ran_eagerly(backend: Backend) -> No
 
 def test_what_compiled_code_hides() -> None:
     progress = Progress(compiled=("net.one",))
-    assert [progress.hides(path) for path in ("net.one", "net.one.up", "net.ones", "net", "")] == [True, True] + [False] * 3
+    assert [progress.hides(path) for path in ("net.one", "net.one.up", "net.ones", "net", "")] == [True, True] + [
+        False
+    ] * 3
     assert Progress(compiled=("",)).hides("anything")
     assert not Progress().hides("")
     assert Event(0, 0, "backward", "", "weight_gradient", "", "nan").forward_finite is None

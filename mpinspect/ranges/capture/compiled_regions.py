@@ -18,6 +18,7 @@ import torch
 
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.runtime.garbage_collection import living
+from mpinspect.runtime.hooks import in_compiled_call, not_compiled
 from mpinspect.runtime.wrappers import registered, unwrapped
 
 #: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
@@ -55,7 +56,9 @@ def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str
         search: search the living objects for wrappers of ``torch.compile`` that the model is in and does not know of.
     """
     layers = list(layers)
-    unseen = {"": None} if search and _wrappers_around(_with_inner(layers)) else {}
+    paths = {id(unwrapped(layer.module)): layer.path for layer in layers}
+    wrappers = _wrappers_around(_with_inner(layers)) if search else []
+    unseen = {paths.get(id(unwrapped(wrapper)), ""): None for wrapper in wrappers}
     for layer in layers:
         attributes = {region.attribute for region in regions_of([layer.module])}
         if attributes - {"forward"} or (attributes and not layer.is_leaf):
@@ -128,8 +131,7 @@ def may_run_eagerly() -> bool:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback in (None, False) and dynamo._stance.stance in ("default", "force_eager")
+    return not in_compiled_call() and dynamo._stance.stance in ("default", "force_eager")
 
 
 class _Entry:
@@ -141,6 +143,7 @@ class _Entry:
         asks, compiled, eager = self.asks, region.function, region.function._torchdynamo_orig_callable  # type: ignore[attr-defined]
 
         # The wrapped function's attributes are copied: compiled code that reaches the entry inlines what it would have inlined.
+        @not_compiled
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
