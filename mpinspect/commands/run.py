@@ -18,7 +18,7 @@ _FAIL_ON = (
     "this id; may be repeated"
 )
 #: Options that take no value.
-FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels")
+FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels", "--eager-samples")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_overhead,
         metavar="SHARE",
         help="sample as often as this share of the training's time allows (0.02 is 2%%) instead",
+    )
+    parser.add_argument(
+        "--eager-samples",
+        action="store_true",
+        help="run what torch.compile compiled uncompiled in sampled steps, to see inside; changes the last bits of results",
     )
     parser.add_argument("--steps", type=positive, metavar="N", help="stop inspecting a model after N of its steps")
     parser.add_argument("--kinds", type=_kinds, metavar="A,B", help=f"what to count, of {', '.join(KINDS)}")
@@ -115,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
         watch=options.watch,
         loss_scale=options.loss_scale,
         max_overhead=options.max_overhead,
+        eager_samples=options.eager_samples,
         tracker=options.tracker,
         fail_on=tuple(options.fail_on),
     )

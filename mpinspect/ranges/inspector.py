@@ -75,6 +75,10 @@ class Inspector:
             sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the
             budget, it covers fewer steps; the report says how many. None: ``every`` and ``watch`` apply whatever they
             cost.
+        eager_samples: run what torch.compile compiled of the model eagerly in the training forwards of sampled steps, so that
+            activations and their gradients inside are seen. Changes results: an eager step rounds otherwise than a
+            compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with
+            ``every``; the steps between stay compiled. If False, inside compiled code only weight gradients are seen.
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
             ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note says so and the training goes on.
@@ -103,6 +107,7 @@ class Inspector:
         log_dir: str | Path | None = None,
         watch: bool = True,
         max_overhead: float | None = None,
+        eager_samples: bool = False,
         tracker: str | Tracker | None = None,
     ) -> None:
         if max_overhead is not None:
@@ -134,6 +139,7 @@ class Inspector:
             scalers=_several(scalers),
             recording=self._recording,
             max_overhead=max_overhead,
+            eager_samples=eager_samples,
         )
         self._at_exit: AtExit | None = None
         self._running = False

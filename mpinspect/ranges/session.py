@@ -327,7 +327,9 @@ class Progress:
     ``scale_known`` is False once a backward ran with an unknown loss scale; ``scale_unknown_reason`` says why.
     ``weights_moved``: whether an optimizer stepped or the weights changed otherwise; None if unknown. With
     ``max_overhead``, ``watched_steps`` is the number of steps that the watch checked (None: all steps); over
-    ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds.
+    ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds. ``compiled`` are
+    the paths of the modules whose code torch.compile compiled, inside which no hook ran ("": the whole model). With
+    ``eager_samples``, ``eager_steps`` is the number of sampled steps in which compiled code ran eagerly (None: not asked).
     """
 
     steps: Count = 0
@@ -343,11 +345,22 @@ class Progress:
     own_s: Seconds = 0.0
     bare_s: Seconds = 0.0
     weights_moved: bool | None = None
+    compiled: tuple[str, ...] = ()
+    eager_steps: Count | None = None
+
+    def hides(self, module: str) -> bool:
+        """Return whether a module is inside compiled code, where no hook ran, by its dotted path."""
+        return any(module == path or is_below(module, path) for path in self.compiled)
 
     @property
     def overhead(self) -> float | None:
         """The inspector's measured time divided by the bare training's (0.02 means 2%); None if not measured."""
         return self.own_s / self.bare_s if self.bare_s > 0 else None
+
+
+def is_below(path: str, module: str) -> bool:
+    """Return whether a dotted path is that of a part of a module ("": the whole model)."""
+    return path != module and (not module or path.startswith(f"{module}."))
 
 
 @dataclass(frozen=True)

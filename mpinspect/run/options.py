@@ -28,6 +28,7 @@ class LaunchOptions:
         watch: check every step for infinities and NaNs.
         loss_scale: the scale by which the script multiplies its loss by hand; None: the scale of its scaler, if any.
         max_overhead: limit on the inspection's time relative to the script's own, 0..1; None: no limit, use ``every``.
+        eager_samples: run compiled models uncompiled in sampled steps.
         tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None: none.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
     """
@@ -48,6 +49,7 @@ class LaunchOptions:
     watch: bool = True
     loss_scale: float | None = None
     max_overhead: float | None = None
+    eager_samples: bool = False
     tracker: str | None = None
     fail_on: tuple[str, ...] = ()
 

@@ -11,13 +11,34 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 #: A function that takes any arguments, does nothing, returns None, and is pickled by the name of a built-in.
 _INERT = functools.partial(sys.audit, "mpinspect.inactive")
+
+
+def not_compiled(function: Function) -> Function:
+    """Have torch.compile run this function's own frame as it is, wherever it would compile it; traced code still inlines it.
+
+    Hooks of a compiled module can run while its compiler watches every frame: compiling ours would raise an error under
+    ``torch.compiler.set_stance("fail_on_recompile")``.
+    """
+    dynamo: Any = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        action = dynamo._FrameAction
+        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    elif hasattr(dynamo, "skip_code"):  # torch 2.6
+        dynamo.skip_code(function.__code__)
+    return function
+
+
+#: Returns what compiles every frame while a compiled function is being called, else None or False. In C: nothing to compile.
+in_compiled_call: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class ModelHook:
@@ -30,9 +51,10 @@ class ModelHook:
         self._module_id = id(module)
         self._react = react
 
+    @not_compiled
     def __call__(self, module: object, *args: Any) -> None:
         # Must come before any state is read, so that torch.compile traces the hook to nothing.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or in_compiled_call():
             return
         if id(module) == self._module_id:
             self._react(*args)

@@ -236,7 +236,7 @@ def test_only_the_promised_model_answers_promises():
 
 def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
     monkeypatch.setattr(module_calls, "MODULES", 3)
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     seen = []
 
     def seconds(model, x, passes):

@@ -119,51 +119,7 @@ def test_a_dropout_that_passes_its_input_on_is_not_missed(kind: type[nn.Module])
         assert not inspector.session().notes
 
 
-# -- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-def _compiled(model: nn.Module) -> tuple[Any, Any]:
-    import torch._dynamo.testing
-
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    return torch.compile(model, backend=counter), counter
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("attach_first", [True, False], ids=["before", "after"])
-def test_compiled_model_keeps_one_graph_and_says_what_it_misses(attach_first: bool) -> None:
-    """Compiled modules' hooks trace to nothing: weight gradients are seen, activations are named as never seen."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    compiled, counter = _compiled(model)
-    inspector = Inspector(model, every=2)
-    if attach_first:
-        inspector.attach()
-    compiled(torch.randn(2, 4)).sum().backward()
-    if not attach_first:
-        inspector.attach()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        compiled(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-    with pytest.warns(mpinspect.MpinspectWarning, match=r"torch\.compile"):
-        inspector.detach()
-    assert counter.frame_count == 1
-    session = inspector.session()
-    assert TensorKey("0.weight", "weight_gradient") in session.totals()
-    never = {(name, kind) for name, kind, _ in inspector.report().coverage.never_fired}
-    assert ("0", "activation_gradient") in never
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_run_says_what_it_did_not_see() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-    compiled, _ = _compiled(model)
-    inspector = Inspector(model).attach()
-    compiled(torch.randn(2, 4)).sum().backward()
-    with pytest.warns(mpinspect.MpinspectWarning, match=r"torch\.compile"):
-        inspector.detach()
-    assert {key.kind for key in inspector.session().totals()} == {"weight_gradient"}
+# -- torch.func, torch.compile ----------------------------------------------------------------------------------------
 
 
 def test_torch_func_transforms_are_left_alone() -> None:
@@ -862,7 +818,7 @@ def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
 
 
 def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     users = model[0].register_forward_hook(lambda *_: None)
@@ -882,7 +838,7 @@ def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch)
 
 def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of the user's that comes later still comes after ours: the gradient is counted as it arrives."""
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     earlier = model.bias.register_hook(lambda gradient: gradient * 2)
@@ -907,7 +863,7 @@ def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch
 
 
 def test_detaching_between_samples_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.has_compiled", lambda: False)
+    monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer, every=3, watch=False):

@@ -360,6 +360,25 @@ def test_what_is_compiled_is_compiled_as_often_as_alone(tmp_path, way, steps_bef
     assert any("inside torch.compile" in note for note in run.parts.models[0].session.notes)
 
 
+@pytest.mark.parametrize("way", [compiled_before, compiled_in_part], ids=lambda way: way.__name__)
+def test_samples_run_eagerly_where_that_is_asked(tmp_path, way):
+    """Compiled as often as alone; found at the first backward, so the first step is compiled where the whole model is."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with watched(tmp_path, eager_samples=True, every=2, dense=0, kinds=("activation",)) as run:
+        model = Branched()
+        call = way(model, counter)
+        train(call, torch.optim.SGD(model.parameters(), lr=0.1), steps=5)
+    torch._dynamo.reset()
+    session = run.parts.models[0].session
+    assert counter.frame_count == 1
+    assert session.progress.sampled_steps == 3
+    assert session.progress.eager_steps == (2 if way is compiled_before else 3)
+    assert {key.name for key in session.totals() if key.kind == "activation"} == {"a.linear", "b.linear"}
+
+
 def test_the_part_that_is_not_compiled_is_seen_whole(tmp_path):
     torch._dynamo.reset()
     with watched(tmp_path, kernels=True) as run:

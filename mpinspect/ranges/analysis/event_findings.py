@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice
-from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
-from mpinspect.ranges.session import END, LOSSES, Event, Session, TensorKey, TensorWindow
+from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
@@ -18,6 +18,14 @@ LONGEST_SEARCH = 24
 FEWEST_SKIPS = 3
 
 _ID = "non-finite-event"
+
+#: What to do where only the weight gradients of compiled code were seen.
+_SEARCH_COMPILED = (
+    "Inside compiled code no module is seen: run again with eager_samples=True and every=1 (mpinspect run --eager-samples "
+    "--every 1), and the event names where it arises. If it does not come then, the compiled code makes it: compile with "
+    "torch._inductor.config.emulate_precision_casts = True, which rounds where eager code rounds, and leave out of torch.compile "
+    "what still differs."
+)
 
 
 def event_findings(
@@ -131,7 +139,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: what was not finite "
             "reached no weight" + ("." if is_explained else ", being masked (by a ReLU, say) or replaced on its way."),
             evidence,
-            _remedy(first, advice),
+            _remedy(first, advice, session.progress),
         )
     if stepped:
         return _finding(
@@ -140,7 +148,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
             "is not finite later may come from that.",
             evidence,
-            f"{_remedy(first, advice)} Start again from a checkpoint before that step.",
+            f"{_remedy(first, advice, session.progress)} Start again from a checkpoint before that step.",
         )
     if not all(event.skipped for event in events):
         return _finding(
@@ -148,7 +156,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             "warning",
             f"{begin}.",
             evidence,
-            _remedy(first, advice),
+            _remedy(first, advice, session.progress),
         )
     if _keeps_skipping(steps, skipped, session):
         return _finding(
@@ -177,10 +185,12 @@ def _survived(stepped: Event, session: Session) -> bool:
     return any(event.forward_finite for event in later) or (watched and session.progress.steps > stepped.step + 2)
 
 
-def _remedy(first: Event, advice: LossScaleAdvice) -> str:
+def _remedy(first: Event, advice: LossScaleAdvice, progress: Progress) -> str:
     """Return advice for non-finite gradients; names the loss scale only if the scale caused them."""
     if _scale_too_high(first):
         return _take(advice)
+    if first.what == WEIGHT_GRADIENT and progress.hides(first.module):
+        return _SEARCH_COMPILED
     module = repr(first.module or "the model")
     where = f"what comes after {module}, the loss first of all" if first.after else f"the backward of {module}"
     return (

@@ -14,7 +14,15 @@ from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Decision
 from mpinspect.ranges.analysis.serving import least_log2_scale
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import (
+    ACTIVATION,
+    ACTIVATION_GRADIENT,
+    GRADIENT_KINDS,
+    KINDS,
+    OUTPUT_KINDS,
+    UPDATE,
+    WEIGHT_GRADIENT,
+)
 from mpinspect.ranges.session import (
     FROZEN,
     Session,
@@ -208,6 +216,8 @@ def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:
         return "no forward ran"
     if not seen and not progress.sampled_steps:
         return "no step was sampled"
+    if info.kind in OUTPUT_KINDS and progress.hides(info.module):
+        return "inside torch.compile, where no hook runs"
     if info.kind in GRADIENT_KINDS:
         if not progress.backwards and not seen:
             return "no backward ran"

@@ -15,6 +15,12 @@ from mpinspect.counting import fastest
 from mpinspect.ranges.capture import optimizer_steps, tensor_hooks
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.budget import Budget
+from mpinspect.ranges.capture.compiled_regions import (
+    EagerCalls,
+    compiled_graphs,
+    not_seen_inside,
+    unseen_regions,
+)
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
 from mpinspect.ranges.capture.diagnosing.averages import Averages
@@ -53,6 +59,7 @@ class Capture(Dispatcher):
         loss_scale: the loss scale of training loops that scale by hand: a number, a callable that returns it, or None.
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.
+        eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
         clock: returns monotonic seconds, to measure the cost.
     """
 
@@ -69,6 +76,7 @@ class Capture(Dispatcher):
         scalers: Collection[Any],
         recording: Recording,
         max_overhead: float | None = None,
+        eager_samples: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
@@ -93,6 +101,10 @@ class Capture(Dispatcher):
         if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
             self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
+        if eager_samples and (watch or self._kinds & {ACTIVATION, ACTIVATION_GRADIENT}):
+            self._eager_calls = EagerCalls(self._layers, self.runs_eagerly)
+        #: How many graphs had been compiled when the model was last searched for compiled modules.
+        self._known_graphs = 0
         self._broken_weights = BrokenWeights(self._parameters)
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
@@ -132,6 +144,8 @@ class Capture(Dispatcher):
         )
         if watches or WEIGHT_GRADIENT in self._kinds:
             self._hooks.hook_parameters(self._parameters)
+        if self._eager_calls is not None:
+            self._recording.ran_eagerly(0)
         self._begin_step()
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
@@ -177,6 +191,8 @@ class Capture(Dispatcher):
         backward_calls.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
+        if self._eager_calls is not None:
+            self._eager_calls.remove()
         self._hooks.remove()
         tensor_hooks.leave_hooks_in(self)
 
@@ -213,6 +229,7 @@ class Capture(Dispatcher):
     @guarded
     def step_ended(self) -> None:
         """Close the open window if it is due."""
+        self._look_for_compiled()
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
         else:
@@ -254,11 +271,7 @@ class Capture(Dispatcher):
 
     @guarded
     def _note_what_was_missed(self) -> None:
-        if self.clock.backwards and self._hooks.any_on_modules and not self._any_call:
-            self._recording.note(
-                "gradients arrived and no call of a module was seen: hooks do not run inside torch.compile, so only weight "
-                "gradients were counted and watched. Inspect the model uncompiled to see its activations"
-            )
+        self._note_compiled()
         root = next((layer.module for layer in self._layers if not layer.path), None)
         known = {id(watched.parameter) for watched in self._parameters}
         new = [] if root is None else [name for name, each in named_parameters(root) if id(each) not in known]
@@ -276,6 +289,37 @@ class Capture(Dispatcher):
             self._recording.note(
                 "the scaler scaled losses of this model and stepped no optimizer of it: its skipped steps were not seen. Call "
                 "scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
+            )
+
+    def _look_for_compiled(self) -> None:
+        """Record the modules inside whose compiled code no hook has run, if anything was compiled since the last call."""
+        graphs = compiled_graphs()
+        # The inspector may have been attached in the middle of the first step, behind its forward.
+        if graphs != self._known_graphs and self.clock.step > 1 and self.clock.backwards and self._hooks.any_on_modules:
+            self._known_graphs = graphs
+            self._recording.compiled(unseen_regions(self._layers) if self._any_call else [""])
+
+    def _note_compiled(self) -> None:
+        """Note what was not seen inside compiled code, and why sampled steps that were to run eagerly did not."""
+        if not self.clock.backwards or not self._hooks.any_on_modules:
+            return
+        if compiled_graphs():
+            self._recording.compiled(unseen_regions(self._layers, search=True) if self._any_call else [""])
+        elif not self._any_call:
+            self._recording.note(
+                "gradients arrived and no call of a module was seen, so only weight gradients were counted and watched: hooks "
+                "run where modules are called, not in code that was compiled or scripted, or takes the parameters alone"
+            )
+        progress = self._recording.progress
+        if progress.eager_steps is None:
+            if progress.compiled:
+                self._recording.note(not_seen_inside(progress.compiled))
+        elif progress.compiled and progress.eager_steps < progress.sampled_steps:
+            self._recording.note(
+                f"{progress.sampled_steps - progress.eager_steps} of {progress.sampled_steps} sampled steps did not run "
+                "eagerly, and inside their compiled code only weight gradients were counted: it was compiled after the inspector "
+                "was attached (its first step), is a function that calls the model (compile the model itself), was called "
+                "under activation checkpointing or in other compiled code, or a stance of torch.compiler was set"
             )
 
     @guarded

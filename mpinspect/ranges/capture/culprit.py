@@ -202,7 +202,10 @@ def find_culprit(
     if look.what == SCALED_LOSS:
         return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
     if look.what == WEIGHT_GRADIENT:
-        return Culprit(BACKWARD, look.module, look, "its weight gradient was the first that was not finite")
+        reason = "its weight gradient was the first that was not finite"
+        if all(call.module != look.module for call in calls):
+            reason += "; no call of it was seen, as inside torch.compile, so it may have arisen in any code after it"
+        return Culprit(BACKWARD, look.module, look, reason)
     return _in_backward(look, seen, stories, innocent)
 
 
@@ -337,9 +340,10 @@ def _innermost(modules: Sequence[str]) -> list[str]:
     ]
 
 
-def finite_in_forward(seen: Sequence[Seen]) -> bool:
-    """Return whether every observed output and the loss were finite."""
-    return all(look.finite for look in seen if look.phase == FORWARD and not look.is_input)
+def finite_in_forward(seen: Sequence[Seen]) -> bool | None:
+    """Return whether every observed output and the loss were finite; None if none was observed, as in compiled code."""
+    outputs = [look.finite for look in seen if look.phase == FORWARD and not look.is_input]
+    return all(outputs) if outputs else None
 
 
 def finite_gradients(seen: Sequence[Seen]) -> bool | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.ranges.capture.compiled_regions import EagerCalls, may_run_eagerly
 from mpinspect.ranges.capture.counting import StepPrecision
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -74,6 +75,9 @@ class Dispatcher(Guarded):
         self._at_work: tuple[Observer, ...] = ()
         self._watch: Watch | None = None
         self._resting = self._sampled = self._any_call = False
+        #: Reroutes compiled regions, if sampled steps are to run eagerly; whether any region did in this step.
+        self._eager_calls: EagerCalls | None = None
+        self._ran_eagerly = False
         #: The context of the current backward.
         self._backward = NO_CONTEXT
         #: The previous output gradient, with its row of counts or largest magnitude.
@@ -115,12 +119,26 @@ class Dispatcher(Guarded):
         if not torch.is_grad_enabled():
             # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
             return layer.module.training
+        self._forward_begins()
+        return True
+
+    def _forward_begins(self) -> None:
+        """Report a training forward to the step clock, and end the step that it shows to be over."""
         if self.clock.after_backward:
             self.waiting.finish_left_behind()
         if self.clock.forward(self._weight_changes.updated):
             self._end_step()
             self.clock.forward(self._weight_changes.updated)
-        return True
+
+    @entrance
+    def runs_eagerly(self) -> bool:
+        """Return whether a compiled region that is about to be called runs eagerly: in training forwards of sampled steps."""
+        if not may_run_eagerly() or self._is_out_of_reach():
+            return False
+        # In compiled steps too: no hook inside the region tells the clock.
+        self._forward_begins()
+        self._ran_eagerly |= self._sampled
+        return self._sampled
 
     # -- the backward ---------------------------------------------------------------------------------------------
 
@@ -291,6 +309,8 @@ class Dispatcher(Guarded):
         sampled = self._sampled and (finished or not self._recording.progress.sampled_steps)
         for observer in self._observing:
             self._finish(observer, step, sampled)
+        if sampled and self._ran_eagerly:
+            self._recording.ran_eagerly()
         if finished and self.meter is not None:
             self._settle(self.meter, watched)
         self.clock.advance()
@@ -309,12 +329,19 @@ class Dispatcher(Guarded):
         observer.end_step(step, sampled)
 
     @guarded
+    def _find_compiled(self, eager_calls: EagerCalls) -> None:
+        eager_calls.look()
+
+    @guarded
     def _settle(self, meter: Meter, watched: bool) -> None:
         self._pace.settle(meter, self._recording, watched)
 
     def _begin_step(self) -> None:
         self._sampled, watched = (False, False) if self._resting else self._pace.next_step()
         self.clock.begin(self._sampled, watched)
+        self._ran_eagerly = False
+        if self._sampled and self._eager_calls is not None:
+            self._find_compiled(self._eager_calls)
         for observer in self._observers:
             observer.begin_step(self._sampled, watched)
         self._observing = () if self._resting else self._observers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as global_hooks
 
+from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
 from mpinspect.ranges.capture.weights import can_be_hooked
@@ -118,7 +118,7 @@ class ModelHooks:
 
         Does nothing if torch.compile has compiled anything: changing a module's hooks would trigger recompilation.
         """
-        if has_compiled():
+        if compiled_graphs():
             return
         for module, number in self._on_modules:
             hook: Any = module._forward_hooks.pop(number, None)
@@ -197,12 +197,6 @@ class ModelHooks:
         dispatcher = self._dispatcher()
         assert dispatcher is not None
         return dispatcher
-
-
-def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["stats"].get("unique_graphs"))
 
 
 def _is_never_called(module: torch.nn.Module) -> bool:

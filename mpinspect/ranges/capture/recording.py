@@ -230,6 +230,14 @@ class Recording:
         """Record whether any update was applied in the run; None if unknown."""
         self._progress(weights_moved=moved)
 
+    def ran_eagerly(self, steps: int = 1) -> None:
+        """Add to the number of sampled steps whose compiled regions ran eagerly; with 0, record that they are to."""
+        self._progress(eager_steps=(self.progress.eager_steps or 0) + steps)
+
+    def compiled(self, paths: Sequence[str]) -> None:
+        """Add paths of modules inside whose compiled code no hook ran; "" is the whole model."""
+        self._progress(compiled=tuple(dict.fromkeys([*self.progress.compiled, *paths])))
+
     def skips(self, skipped_steps: int) -> None:
         """Record the number of skipped steps known so far."""
         self._progress(skipped_steps=skipped_steps)

@@ -15,7 +15,7 @@ import torch
 from torch.compiler import is_compiling
 
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.runtime.hooks import ModelHook
+from mpinspect.runtime.hooks import ModelHook, in_compiled_call, not_compiled
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -33,12 +33,13 @@ class ForwardHook(ModelHook):
         self._dispatcher = dispatcher
         self._layer = layer
 
+    @not_compiled
     def __call__(self, module: object, *args: Any) -> None:
         # is_compiling() comes first, so that torch.compile traces the hook to nothing before any state is read; the quiet flag
         # is the only cost of a module call in quiet steps.
         if is_compiling() or self._dispatcher.quiet:
             return
-        if id(module) == self._module_id:
+        if id(module) == self._module_id and not in_compiled_call():
             self._react(self._layer, *args)
 
 

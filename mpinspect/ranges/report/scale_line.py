@@ -18,6 +18,8 @@ def steps_and_samples(progress: Progress, state: str = "") -> str:
         state: words to put after "steps".
     """
     words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
+    if progress.eager_steps is not None and (progress.compiled or progress.eager_steps):
+        words[-1] += f" ({progress.eager_steps:,} of them run eagerly instead of compiled)"
     if progress.skipped_steps:
         words.append(f"{progress.skipped_steps:,} skipped")
     if progress.backwards > progress.steps + 1:

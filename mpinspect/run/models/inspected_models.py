@@ -236,6 +236,9 @@ class InspectedModels:
         return made
 
     def _unhookable(self, model: torch.nn.Module) -> frozenset[int]:
+        """Return the ids of the modules that get no hooks: compiled ones, unless their sampled steps run eagerly."""
+        if self._options.eager_samples:
+            return frozenset()
         return self._compiled.among(submodules(model))
 
     def _is_over(self, each: InspectedModel) -> bool:

@@ -12,20 +12,16 @@ import torch
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.capture import layers as model_layers
 from mpinspect.ranges.capture.capture import Capture
+from mpinspect.ranges.capture.compiled_regions import not_seen_inside
 from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import Event, is_below
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.run.models.owners import Parameters
 from mpinspect.run.options import LaunchOptions
-
-_COMPILED = (
-    "hooks do not run inside torch.compile: of the modules that are compiled only weight gradients were counted and watched. "
-    "Run the script uncompiled to see their activations"
-)
 
 #: Keeps alive the sinks inherited by a forked child: closing them would write to the parent's files a second time.
 _inherited: list[Sink] = []
@@ -60,7 +56,7 @@ class LaunchedInspector(Inspector):
         self._say = say
         self._has_announced = False
         self._model = weakref.ref(model)
-        self._loss_scale = options.loss_scale
+        self._loss_scale, self._eager_samples = options.loss_scale, options.eager_samples
         self._selection = model_layers.Selection(options.include, options.exclude)
         kinds = _kinds(model, options.kinds)
         chosen: dict[str, Any] = {} if kinds is None else {"capture": kinds}
@@ -74,6 +70,7 @@ class LaunchedInspector(Inspector):
             watch=options.watch,
             loss_scale=options.loss_scale,
             max_overhead=options.max_overhead,
+            eager_samples=options.eager_samples,
             tracker=tracker,
             **chosen,
         )
@@ -128,8 +125,9 @@ class LaunchedInspector(Inspector):
 
     def unhook(self, modules: Collection[int]) -> None:
         """Remove the hooks from modules that have just been compiled, given by id."""
-        if self._capture.unhook(modules):
-            self.note(_COMPILED)
+        model = self.model
+        if self._capture.unhook(modules) and model is not None:
+            self._note_compiled(model_layers.find_layers(model, self._selection), modules)
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> None:
         """Record a loss that was scaled before the inspector was attached and whose backward is about to run."""
@@ -155,8 +153,15 @@ class LaunchedInspector(Inspector):
         found = model_layers.find_layers(model, self._selection)
         layers = [layer for layer in found if id(layer.module) not in unhookable]
         if len(layers) < len(found):
-            self.note(_COMPILED)
+            self._note_compiled(found, unhookable)
         return self._made(layers, model_layers.find_parameters(model, self._selection), optimizers)
+
+    def _note_compiled(self, layers: Sequence[model_layers.Layer], unhookable: Collection[int]) -> None:
+        """Record the outermost modules that got no hooks because they are compiled."""
+        paths = [layer.path for layer in layers if id(layer.module) in unhookable]
+        outermost = [path for path in paths if not any(is_below(path, other) for other in paths)]
+        self._recording.compiled(outermost)
+        self.note(not_seen_inside(outermost))
 
     def _made(self, layers: Any, parameters: Any, optimizers: Collection[torch.optim.Optimizer]) -> Capture:
         return Capture(
@@ -170,6 +175,7 @@ class LaunchedInspector(Inspector):
             scalers=[],
             recording=self._recording,
             max_overhead=self._recording.info.max_overhead,
+            eager_samples=self._eager_samples,
         )
 
     def _continue(self, clock: Any) -> None:

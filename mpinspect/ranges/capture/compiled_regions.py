@@ -1,0 +1,209 @@
+"""The parts of a model that torch.compile compiled: names them, and runs them eagerly in the steps for which this is asked.
+
+No hook runs inside compiled code. ``torch.compiler.set_stance("force_eager")`` would run everything in the process eagerly, the
+optimizer's compiled step and other threads' models too. So only the calls of this model's own regions are rerouted: the function
+that ``torch.compile`` stored on a module is replaced by one that decides at each call between it and the function it was made
+of. Compiled code is neither changed nor dropped, so nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture.layers import Layer
+from mpinspect.runtime.garbage_collection import living
+from mpinspect.runtime.hooks import in_compiled_call, not_compiled
+from mpinspect.runtime.wrappers import registered, unwrapped
+
+#: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
+#: ``model.forward = torch.compile(model.forward)``, and that of ``module.compile()``.
+_ENTRIES = ("forward", "_compiled_call_impl")
+#: Most regions that a sentence names.
+_MOST_NAMED = 5
+
+#: Returns whether the region that is about to be called runs eagerly. Must not raise.
+Ask = Callable[[], bool]
+
+
+class Region(NamedTuple):
+    """A compiled function stored on a module."""
+
+    module: torch.nn.Module
+    attribute: str
+    function: FunctionType
+
+
+def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
+    """Yield the compiled functions stored on these modules. Reads their dictionaries only."""
+    for module in modules:
+        attributes = object.__getattribute__(module, "__dict__")
+        for name in _ENTRIES:
+            function = attributes.get(name)
+            if isinstance(function, FunctionType) and _is_compiled(function):
+                yield Region(module, name, function)
+
+
+def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
+    """Return the paths of the layers in whose compiled code hooks can't run; of a compiled leaf in a wrapper all is seen.
+
+    Args:
+        search: search the living objects for wrappers of ``torch.compile`` that the model is in and does not know of.
+    """
+    layers = list(layers)
+    paths = {id(unwrapped(layer.module)): layer.path for layer in layers}
+    wrappers = _wrappers_around(_with_inner(layers)) if search else []
+    unseen = {paths.get(id(unwrapped(wrapper)), ""): None for wrapper in wrappers}
+    for layer in layers:
+        attributes = {region.attribute for region in regions_of([layer.module])}
+        if attributes - {"forward"} or (attributes and not layer.is_leaf):
+            unseen[layer.path] = None
+    return list(unseen)
+
+
+def not_seen_inside(paths: Collection[str]) -> str:
+    """Return a sentence on what was not seen inside compiled modules ("": the whole model), and how to see it."""
+    if "" in paths:
+        where = "the compiled model"
+    else:
+        names = [repr(path) for path in paths]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        where = f"the compiled {'module' if len(names) == 1 else 'modules'} {', '.join(names[:_MOST_NAMED])}{more}"
+    return (
+        f"hooks do not run inside torch.compile: inside {where} only weight gradients were counted and watched. "
+        "eager_samples=True (mpinspect run --eager-samples) runs the sampled steps uncompiled to see the rest, which changes "
+        "the last bits of their results"
+    )
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))
+
+
+class EagerCalls:
+    """Reroutes the calls of a model's compiled regions, from ``look`` to ``remove``.
+
+    Args:
+        layers: the model's modules. Compiled wrappers around the model, or around a module that contains it, count too.
+        ask: called at each call of a region.
+    """
+
+    def __init__(self, layers: Iterable[Layer], ask: Ask) -> None:
+        self._modules = _with_inner(layers)
+        self._ask = ask
+        self._entries: list[_Entry] = []
+        self._graphs: int | None = None
+
+    def look(self) -> None:
+        """Find the regions that exist now, and reroute them; does nothing unless something was compiled since the last call."""
+        graphs = compiled_graphs()
+        if graphs == self._graphs:
+            return
+        self._graphs = graphs
+        for region in regions_of([*self._modules.values(), *_wrappers_around(self._modules)]):
+            entry = _entry(region)
+            if self._ask not in entry.asks:
+                entry.asks.append(self._ask)
+                self._entries.append(entry)
+
+    def remove(self) -> None:
+        """Put the compiled functions back where no other inspector reroutes them."""
+        while self._entries:
+            self._entries.pop().leave(self._ask)
+
+
+def may_run_eagerly() -> bool:
+    """Return whether a compiled region that is called now may run eagerly, so that nothing changes but its values.
+
+    It may not where no gradient is wanted; in a recomputation, or where hooks pack saved tensors (a checkpoint compares what it
+    saved with what it recomputes, compiled); inside other compiled code; nor under a stance of the user's, which could forbid
+    compiling what the eager code calls.
+    """
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
+    return not in_compiled_call() and dynamo._stance.stance in ("default", "force_eager")
+
+
+class _Entry:
+    """Stands in for a compiled function on its module; calls the function it was made of if any inspector asks for it."""
+
+    def __init__(self, region: Region) -> None:
+        self.asks: list[Ask] = []
+        self._region = region
+        asks, compiled, eager = self.asks, region.function, region.function._torchdynamo_orig_callable  # type: ignore[attr-defined]
+
+        # The wrapped function's attributes are copied: compiled code that reaches the entry inlines what it would have inlined.
+        @not_compiled
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return compiled(*args, **kwargs)
+            # All are asked, since each tells its own clock of the call.
+            wanted = [ask() for ask in tuple(asks)]
+            return eager(*args, **kwargs) if any(wanted) else compiled(*args, **kwargs)
+
+        self._call = call
+        vars(region.module)[region.attribute] = call
+
+    @property
+    def is_in_place(self) -> bool:
+        return vars(self._region.module).get(self._region.attribute) is self._call
+
+    def leave(self, ask: Ask) -> None:
+        """Stop asking ``ask``; put the compiled function back if nobody else is asked."""
+        if ask in self.asks:
+            self.asks.remove(ask)
+        if not self.asks and self.is_in_place:
+            del _entries[id(self._region.module), self._region.attribute]
+            vars(self._region.module)[self._region.attribute] = self._region.function
+
+
+#: The entries of all inspectors, by the id of their module and its attribute.
+_entries: dict[tuple[int, str], _Entry] = {}
+
+
+def _entry(region: Region) -> _Entry:
+    """Return the entry at a region, made if there is none."""
+    key = id(region.module), region.attribute
+    known = _entries.get(key)
+    if known is None or not known.is_in_place:
+        known = _entries[key] = _Entry(region)
+    return known
+
+
+def _with_inner(layers: Iterable[Layer]) -> dict[int, torch.nn.Module]:
+    """Return the modules of layers, and those that they wrap, by id."""
+    return {id(each): each for layer in layers for each in (layer.module, unwrapped(layer.module))}
+
+
+def _wrappers_around(modules: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the living wrappers of ``torch.compile`` that contain any of these modules and are not among them."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return []
+    wrappers = [each for each in living([dynamo.OptimizedModule]) if id(each) not in modules]
+    return [each for each in wrappers if any(id(part) in modules for part in _parts(each))]
+
+
+def _is_compiled(function: FunctionType) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
+
+
+def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a module and all below it. Reads ``_modules`` only: a lazy proxy must not wake."""
+    found, waiting = {id(module)}, [module]
+    while waiting:
+        yield (part := waiting.pop())
+        below = [each for each in registered(part, "_modules").values() if each is not None and id(each) not in found]
+        found.update(map(id, below))
+        waiting += below
