@@ -31,3 +31,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def is_distributed(parameter: torch.Tensor) -> bool:
     """Return whether it is a DTensor; on FSDP2's parameters post-accumulate hooks run, but tensor hooks never do."""
     return hasattr(parameter, "_local_tensor")
+
+
+def world_size() -> int:
+    """Return the number of ranks of the default process group; 1 without one. Communicates nothing."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1

@@ -87,6 +87,9 @@ class Dispatcher(Guarded):
     def step_ended(self) -> None:
         """Record the captured data, if that is due."""
 
+    def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch the parameters that have replaced watched ones; the optimizer holds parameters that are not known yet."""
+
     # -- the forward ----------------------------------------------------------------------------------------------
 
     @entrance
@@ -195,9 +198,15 @@ class Dispatcher(Guarded):
         if is_new:
             for observer in backward.observers:
                 observer.backward_begins(backward)
-        if any(observer.wants_backward_end for observer in backward.observers):
-            observers = backward.observers
-            tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_tell_of_end, observers))
+        if task == -1:
+            # A pipeline makes FSDP2 reduce the gradients after its last backward.
+            self.waiting.stop()
+            return backward
+        at_end = [observer.backward_ends for observer in backward.observers if observer.wants_backward_end]
+        if not self.clock.has_optimizers:
+            at_end.append(self._weight_changes.backward_ended)
+        if at_end:
+            tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_call_each, at_end))
             torch.autograd.Variable._execution_engine.queue_callback(tell)
         counts = any(observer.lets_gradients_wait for observer in backward.observers)
         if counts and backward.divisor is None and not self._hooks.others_change_gradients:
@@ -258,9 +267,16 @@ class Dispatcher(Guarded):
                 observer.unscaled(optimizer)
 
     @entrance
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the parameters that were replaced since attaching: an optimizer is made for those that are trained."""
+        if self._optimizers.holds_new(optimizer):
+            self.find_replaced_parameters(optimizer)
+
+    @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the weights and gradients of an optimizer that is about to step."""
         self.waiting.finish_left_behind()
+        self.optimizer_made(optimizer)
         if not self._optimizers.steps(optimizer):
             return
         self.clock.know(optimizer)
@@ -327,7 +343,6 @@ class Dispatcher(Guarded):
         self._hooks.begin_step(self.quiet)
 
 
-def _tell_of_end(observers: Sequence[Observer]) -> None:
-    """Notify the observers that a backward has ended."""
-    for observer in observers:
-        observer.backward_ends()
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -20,6 +20,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.guard import Unread
 
@@ -53,6 +54,8 @@ class StepLog:
     last_output: Look | None = None
     #: Numbers of the inputs that no observed module made and that have not been read yet.
     unseen_inputs: set[int] = field(default_factory=set)
+    #: Numbers of the tensors and names of the parameters' gradients that are made of values of all ranks.
+    of_all_ranks: set[int | str] = field(default_factory=set)
     #: Whether an output whose value is already known is not finite.
     broken: bool = False
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
@@ -192,7 +195,9 @@ class Judge:
             for look in seen:
                 if look.phase == FORWARD and not look.finite:
                     self._history.excuse(look.module, look.largest)
-        first = found.first
+        first, explanation = found.first, found.explanation
+        if (first.name if first.what == WEIGHT_GRADIENT else first.tensor) in log.of_all_ranks:
+            explanation += "; it is made of the values of all ranks, so it may have arisen on another one"
         return Event(
             log.step,
             first.micro_batch,
@@ -206,7 +211,7 @@ class Judge:
             log.skipped,
             culprit.finite_in_forward(seen),
             gradients_finite,
-            found.explanation,
+            explanation,
             found.after,
         )
 
