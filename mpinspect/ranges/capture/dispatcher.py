@@ -38,7 +38,7 @@ from mpinspect.ranges.capture.tensor_hooks import backward_ended
 from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import WeightChanges
-from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.distributed import is_pipeline_trial, local_part
 from mpinspect.runtime.guard import Guarded, entrance, guarded
 from mpinspect.runtime.meter import Meter
 from mpinspect.runtime.outputs import tensor_list, tensors_in
@@ -74,6 +74,8 @@ class Dispatcher(Guarded):
         self._at_work: tuple[Observer, ...] = ()
         self._watch: Watch | None = None
         self._resting = self._sampled = self._any_call = False
+        #: Whether a pipeline is trying out the model, before the step begins.
+        self._on_trial = False
         #: The context of the current backward.
         self._backward = NO_CONTEXT
         #: The previous output gradient, with its row of counts or largest magnitude.
@@ -97,10 +99,14 @@ class Dispatcher(Guarded):
         """Observe a module whose forward has run, and request the gradients of its outputs."""
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
-        self._any_call = True
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
+        if not self.clock.begun:
+            self._on_trial = (recomputed and self._on_trial) or is_pipeline_trial()
+        if self._on_trial:
+            return
+        self._any_call = True
         in_training = recomputed or (self.clock.in_forward and torch.is_grad_enabled())
         if (not in_training and not self._training_forward(layer)) or not self._at_work:
             return
@@ -171,7 +177,9 @@ class Dispatcher(Guarded):
         backward, task = self._backward, torch._C._current_graph_task_id()
         if backward.task == task == self._scale.task and not is_many(gradient):
             return backward
-        return None if self._is_out_of_reach(gradient) else self._backward_begins(gradient.dtype)
+        if self._on_trial or self._is_out_of_reach(gradient):
+            return None
+        return self._backward_begins(gradient.dtype)
 
     def _is_out_of_reach(self, gradient: torch.Tensor | None = None) -> bool:
         """Return whether observing is impossible at the moment, and note the reason."""
