@@ -31,7 +31,7 @@ from mpinspect.ranges.capture.observations import (
     tracing,
     transforms,
 )
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.optimizers import ModelOptimizers, stands_still
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, StepClock
 from mpinspect.ranges.capture.tensor_hooks import backward_ended
@@ -285,7 +285,7 @@ class Dispatcher(Guarded):
         """Observe the weights and gradients of an optimizer that is about to step."""
         self.waiting.finish_left_behind()
         self.optimizer_made(optimizer)
-        if not self._optimizers.steps(optimizer):
+        if not self._optimizers.steps(optimizer) or self._only_makes_states(optimizer):
             return
         self.clock.know(optimizer)
         if self.clock.optimizer_again(optimizer):
@@ -294,10 +294,14 @@ class Dispatcher(Guarded):
         for observer in self._observing:
             observer.optimizer_steps(optimizer)
 
+    def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step is none of the training: nothing ran before it, and it changes no weight."""
+        return not self.quiet and not self.clock.begun and stands_still(optimizer)
+
     @entrance
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe an optimizer's step that has run; the training step ends when every known optimizer has stepped."""
-        if not self._optimizers.stepped(optimizer):
+        if self._only_makes_states(optimizer) or not self._optimizers.stepped(optimizer):
             return
         for observer in self._observing:
             observer.optimizer_stepped(optimizer)

@@ -159,6 +159,14 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def stands_still(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether every learning rate is 0: torch's checkpoints make an optimizer's states by such a step."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates) and not any(
+        rates
+    )
+
+
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the ids of parameters with a learning rate of 0 (as when a warm-up starts), which this step won't change."""
     groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), float) and group["lr"] == 0.0]
