@@ -160,7 +160,10 @@ def planted(way: str, phase: str) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for number in range(STEPS):
             spoils = number == BROKEN_AT and dist.get_rank() == 1
-            inner[1].factors = (INF if phase == "forward" and spoils else 1.0, INF if phase == "backward" and spoils else 1.0)
+            inner[1].factors = (
+                INF if phase == "forward" and spoils else 1.0,
+                INF if phase == "backward" and spoils else 1.0,
+            )
             optimizer.zero_grad()
             step(batch(number))
             optimizer.step()

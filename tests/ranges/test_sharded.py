@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +102,10 @@ def test_parameters_swapped_in_an_optimizer_are_noticed_at_its_step_and_said(fou
         told = rank["swapped"]
         assert told["same"]
         assert len(told["notes"]) == 1
-        assert "10 parameters were replaced after the inspector was attached, and this was noticed in step 0" in told["notes"][0]
+        assert (
+            "10 parameters were replaced after the inspector was attached, and this was noticed in step 0"
+            in told["notes"][0]
+        )
         assert told["samples"][TensorKey("0.up.weight", "weight_gradient")] == trained.STEPS - 1
 
 

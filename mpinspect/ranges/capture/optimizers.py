@@ -162,9 +162,9 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 def stands_still(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether every learning rate is 0: torch's checkpoints make an optimizer's states by such a step."""
     rates = [group.get("lr") for group in optimizer.param_groups]
-    return all(isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates) and not any(
-        rates
-    )
+    return all(
+        isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates
+    ) and not any(rates)
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
