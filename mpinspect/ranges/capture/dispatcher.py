@@ -125,7 +125,8 @@ class Dispatcher(Guarded):
             # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
             return layer.module.training
         if self.clock.after_backward:
-            self.waiting.finish_left_behind()
+            # Gradients left behind, or held for a backward that still runs in another thread: the next one may change them.
+            self.waiting.finish()
         if self.clock.forward(self._weight_changes.updated):
             self._end_step()
             self.clock.forward(self._weight_changes.updated)

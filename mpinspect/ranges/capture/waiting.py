@@ -67,11 +67,11 @@ class WaitingGradients(Generic[Context]):
             looks: the tensors that the watch has read in this step.
         """
         if self._waiting:
-            # The held gradients are of another thread's, an enclosing or an aborted backward: this one may change them.
-            self.finish()
             if self._thread != threading.get_ident():
                 # The other thread's backward is still running.
                 return
+            # The held gradients are of an enclosing or an aborted backward: this backward may change them.
+            self.finish()
         with self._lock:
             if not self._waiting:
                 task = torch._C._current_graph_task_id()
