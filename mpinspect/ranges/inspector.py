@@ -54,7 +54,8 @@ class Inspector:
 
     Args:
         model: any torch.nn.Module. If the model or a part of it is wrapped (DistributedDataParallel, torch.compile,
-            FSDP, activation checkpointing), names are still those of the unwrapped model.
+            FSDP, activation checkpointing), names are still those of the unwrapped model. FSDP2 may be applied before or after
+            attaching, as long as the optimizer is made after both.
         optimizers: one or several optimizers. Optional: those that step any of the model's parameters are found
             automatically. Pass those that step FP32 master copies, which can't be found. A trainer's wrapper
             (Accelerate's, Lightning's) is replaced by the optimizer inside.

@@ -99,15 +99,11 @@ class Dispatcher(Guarded):
         """Observe a module whose forward has run, and request the gradients of its outputs."""
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
+        self._any_call = True
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
-        if not self.clock.begun:
-            self._on_trial = (recomputed and self._on_trial) or is_pipeline_trial()
-        if self._on_trial:
-            return
-        self._any_call = True
-        in_training = recomputed or (self.clock.in_forward and torch.is_grad_enabled())
+        in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
         if (not in_training and not self._training_forward(layer)) or not self._at_work:
             return
         outputs = tensor_list(output)
@@ -121,6 +117,11 @@ class Dispatcher(Guarded):
 
     def _training_forward(self, layer: Layer) -> bool:
         """Report a forward to the step clock; return whether the forward belongs to training."""
+        if not self.clock.begun:
+            is_recomputed = torch._C._current_graph_task_id() != -1
+            self._on_trial = (is_recomputed and self._on_trial) or is_pipeline_trial()
+            if self._on_trial:
+                return False
         if not torch.is_grad_enabled():
             # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
             return layer.module.training

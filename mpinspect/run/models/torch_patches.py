@@ -1,5 +1,7 @@
 """Temporarily wraps a few of torch's functions, to call a listener when an optimizer is made or a backward begins.
 
+Optimizers are listened to as an inspector does, in ``ranges/capture/optimizer_steps.py``.
+
 The wrappers' frames appear in the tracebacks of errors raised through them; ``run/script.py`` removes these frames from
 printed tracebacks.
 """
