@@ -29,7 +29,7 @@ from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
-from mpinspect.runtime.wrappers import unwrapped
+from mpinspect.runtime.wrappers import type_name
 
 __all__ = ["Inspector", "MpinspectWarning"]
 
@@ -54,7 +54,8 @@ class Inspector:
 
     Args:
         model: any torch.nn.Module. If the model or a part of it is wrapped (DistributedDataParallel, torch.compile,
-            FSDP, activation checkpointing), names are still those of the unwrapped model.
+            FSDP, activation checkpointing), names are still those of the unwrapped model. FSDP2 may be applied before or after
+            attaching, as long as the optimizer is made after both.
         optimizers: one or several optimizers. Optional: those that step any of the model's parameters are found
             automatically. Pass those that step FP32 master copies, which can't be found. A trainer's wrapper
             (Accelerate's, Lightning's) is replaced by the optimizer inside.
@@ -120,7 +121,7 @@ class Inspector:
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
-        info = RunInfo(type(unwrapped(model)).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
+        info = RunInfo(type_name(model), now(), kinds, schedule.every, watch, _versions(), max_overhead)
         self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         if self._tracking is not None:

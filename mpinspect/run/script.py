@@ -257,7 +257,7 @@ def _dropped(frames: list[TracebackType]) -> list[bool]:
 
 
 def _is_ours(link: TracebackType) -> bool:
-    return own_code.is_of(link.tb_frame, own_code.RUNNING_SCRIPTS)
+    return own_code.is_of(link.tb_frame, own_code.RUNNING_SCRIPTS + own_code.WRAPPING_TORCH)
 
 
 def _links(trace: TracebackType | None) -> Iterator[TracebackType]:

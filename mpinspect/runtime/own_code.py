@@ -9,6 +9,12 @@ from types import FrameType
 
 #: Packages that run scripts: their frames are never the script's.
 RUNNING_SCRIPTS = ("mpinspect.run",)
+#: Modules that wrap functions of torch: errors of these functions pass through them.
+WRAPPING_TORCH = (
+    "mpinspect.ranges.capture.optimizer_steps",
+    "mpinspect.ranges.capture.scalers",
+    "mpinspect.runtime.backward_calls",
+)
 
 #: Modules that must not be interrupted by detaching a model from its inspector.
 NOT_TO_BE_INTERRUPTED = (

@@ -455,7 +455,13 @@ class MixedPrecision:
                 "and those of the last step were used already. Call backward(loss), then step(), once each"
             )
         for optimizer in self.optimizers:
-            if all(self._masters.parameter_of(held).grad is None for held in held_parameters(optimizer)):
+            parameters = self._model_parameters(optimizer)
+            if all(parameter.grad is None for parameter in parameters):
+                if not {*parameters} & {*self._core.parameters()}:
+                    raise RuntimeError(
+                        f"the parameters of the {type(optimizer).__name__} are no longer the model's: fully_shard, or "
+                        "whatever replaced them, comes first, then the optimizer, then MixedPrecision"
+                    )
                 raise RuntimeError(
                     f"no parameter of the {type(optimizer).__name__} has a gradient: call backward(loss) before, with a loss "
                     "that comes from this model, and zero_grad() before that, not after"

@@ -182,6 +182,13 @@ def _check_full(model: nn.Module, precision: Precision) -> None:
 def _check_unwrapped(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
         wrapper = next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+        if wrapper == "FSDPModule":
+            scale = ", loss_scale='dynamic'" if precision.stored == torch.float16 else ""
+            raise ValueError(
+                f"the model was sharded by fully_shard, and precision={precision.name!r} would change the dtype of its "
+                "parameters: let FSDP2 keep FP32 weights and compute in 16 bits, by fully_shard(..., mp_policy="
+                f"MixedPrecisionPolicy(param_dtype={precision.stored})), and use precision='fp32'{scale} here"
+            )
         if wrapper:
             raise ValueError(
                 f"the model is wrapped in {wrapper} already, and precision={precision.name!r} changes the dtype of its "

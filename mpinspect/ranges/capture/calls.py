@@ -6,7 +6,7 @@ Each call only records numbers; the producers and consumers of each tensor are w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -24,8 +24,9 @@ class StepCalls:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         #: Calls; and pairs of a module with a full backward hook and the number of the input tensor wrapped for it.
         self._log: list[Call | tuple[str, int]] = []
-        #: Numbers of the tensors that already had another hook before ours.
+        #: Numbers of the tensors that already had another hook before ours, and of those at which a backward began.
         self._altered: set[int] = set()
+        self._roots: set[int] = set()
 
     def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
         """Record a module's forward; return the tensors that are new in this step, inputs first."""
@@ -56,7 +57,7 @@ class StepCalls:
             if number is None:
                 number = self._tell_apart(tensor)
                 # The tensor already has another hook, whose return value replaces the gradient before our hook receives it.
-                if getattr(tensor, "_backward_hooks", None):
+                if any(map(_may_alter, (getattr(tensor, "_backward_hooks", None) or {}).values())):
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
             returned.append(number)
@@ -90,13 +91,19 @@ class StepCalls:
         if 0 <= number < self._count:
             self._log.append((module, number))
 
+    def backward_called(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record that a backward begins at these tensors."""
+        self._roots.update(number for tensor in tensors if (number := self.number_of(tensor)) is not None)
+
     def forget_tensors(self) -> None:
         """Forget the numbers of all tensors, at the end of the step."""
         self._known.clear()
 
     def stories(self) -> tuple[list[TensorStory], list[Call]]:
         """Return each tensor's producers and consumers, by number, and the calls in the order in which they returned."""
-        stories = [TensorStory(altered=number in self._altered) for number in range(self._count)]
+        stories = [
+            TensorStory(altered=number in self._altered, root=number in self._roots) for number in range(self._count)
+        ]
         calls = []
         for entry in self._log:
             module = entry[0]
@@ -119,6 +126,11 @@ class StepCalls:
         # A weak reference shows whether the tensor still exists: Python reuses the ids of deleted objects.
         self._known[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
         return number
+
+
+def _may_alter(hook: object) -> bool:
+    """Return whether a hook may change the gradient; those of torch's own FSDP2 only gather the weights."""
+    return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
 def _version(tensor: torch.Tensor) -> int:

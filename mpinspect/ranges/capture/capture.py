@@ -30,7 +30,7 @@ from mpinspect.ranges.capture.diagnosing.examination import Examination
 from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
 from mpinspect.ranges.capture.diagnosing.ledger import Ledger
 from mpinspect.ranges.capture.dispatcher import Dispatcher
-from mpinspect.ranges.capture.layers import Layer, WatchedParameter, named_parameters
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter, describe, named_parameters, replacements
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
 from mpinspect.ranges.capture.recording import Recording
@@ -88,12 +88,11 @@ class Capture(Dispatcher):
         budget: Budget | None = None
         if max_overhead is not None:
             budget = Budget(max_overhead, every=schedule.every, samples=bool(kinds), watches=watch)
-        by_id = {id(watched.parameter): watched for watched in self._parameters}
         super().__init__(
             self._parameters,
             step_clock,
             Pace(step_clock, budget, bool(kinds), watch),
-            ModelOptimizers(optimizers, by_id),
+            ModelOptimizers(optimizers, self._parameters),
             loss_scale,
             scalers,
             recording,
@@ -132,8 +131,8 @@ class Capture(Dispatcher):
         """Add the hooks and begin the first step."""
         self.attached = True
         self._may_capture_graphs = torch.cuda.is_available()
+        self._replace_parameters(())
         self._warm_up()
-        self._weight_changes.updated()
         self._remember_weights()
         tensor_hooks.leave_hooks_out(self, (layer.module for layer in self._layers))
         owners = {watched.owner for watched in self._parameters if watched.counted}
@@ -150,6 +149,36 @@ class Capture(Dispatcher):
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
         backward_calls.listen(self.backward_called)
+
+    def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch the parameters that have replaced watched ones, as those of ``fully_shard`` do; note what was missed."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        replaced = self._replace_parameters(held)
+        self._hooks.begin_step(self.quiet)
+        if replaced and self.clock.backwards:
+            self._recording.note(
+                f"{replaced} parameters were replaced after the inspector was attached, and this was noticed in step "
+                f"{self.clock.step}: their earlier gradients were not seen. Attach the inspector after fully_shard, or make "
+                "the optimizer after both"
+            )
+
+    @guarded
+    def _replace_parameters(self, held: Collection[int]) -> int:
+        """Watch the model's parameters as they are now; return how many are new. ``held``: ids of an optimizer's parameters."""
+        root = self._root
+        replaced = [] if root is None else replacements(root, self._parameters, held)
+        if replaced:
+            for watched, new in replaced:
+                watched.parameter = new
+            self._hooks.rehook({watched for watched, _ in replaced})
+            self._optimizers.parameters_replaced()
+            self._remember_weights()
+            self._recording.watch(describe(self._layers, self._parameters, self._kinds))
+        return len(replaced)
+
+    @property
+    def _root(self) -> torch.nn.Module | None:
+        return next((layer.module for layer in self._layers if not layer.path), None)
 
     @guarded
     def _warm_up(self) -> None:
@@ -272,14 +301,6 @@ class Capture(Dispatcher):
     @guarded
     def _note_what_was_missed(self) -> None:
         self._note_compiled()
-        root = next((layer.module for layer in self._layers if not layer.path), None)
-        known = {id(watched.parameter) for watched in self._parameters}
-        new = [] if root is None else [name for name, each in named_parameters(root) if id(each) not in known]
-        if new:
-            self._recording.note(
-                f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
-                f"{', '.join(new[:5])}{', ...' if new[5:] else ''}"
-            )
         if (
             self._scalers_given
             and self._scale.any_scaled
@@ -289,6 +310,17 @@ class Capture(Dispatcher):
             self._recording.note(
                 "the scaler scaled losses of this model and stepped no optimizer of it: its skipped steps were not seen. Call "
                 "scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
+            )
+        root = self._root
+        if root is None:
+            return
+        known = {key for watched in self._parameters for key in (watched.name, id(watched.parameter))}
+        new = [name for name, each in named_parameters(root) if name not in known and id(each) not in known]
+        new += [watched.name for watched, _ in replacements(root, self._parameters)]
+        if new:
+            self._recording.note(
+                f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
+                f"{', '.join(new[:5])}{', ...' if new[5:] else ''}. Make it after whatever adds or replaces parameters"
             )
 
     def _look_for_compiled(self) -> None:

@@ -104,11 +104,13 @@ class TensorStory:
         producers: modules that returned it: first its maker, then containers that passed it on; empty if no module made it.
         consumers: modules that received it.
         altered: another hook on the tensor may have changed its gradient.
+        root: a backward began at the tensor.
     """
 
     producers: list[str] = field(default_factory=list)
     consumers: list[str] = field(default_factory=list)
     altered: bool = False
+    root: bool = False
 
 
 class Call(NamedTuple):
@@ -320,7 +322,16 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
                 doubt += ", or in the code after it (the loss)"
             reason = f"the gradient at {first} was finite, the one at {second} was not: it arose in its own code{doubt}"
             return Culprit(BACKWARD, container, look, reason)
-    reason = f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a function){doubt}"
+    if story.root:
+        reason = (
+            f"the gradient that backward() was given for its {what} was not finite: it came from elsewhere, such as the "
+            "next stage of a pipeline"
+        )
+    else:
+        reason = (
+            f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a "
+            f"function){doubt}"
+        )
     return Culprit(BACKWARD, producer, look, reason, after=True)
 
 

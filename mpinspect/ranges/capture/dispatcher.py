@@ -32,14 +32,14 @@ from mpinspect.ranges.capture.observations import (
     tracing,
     transforms,
 )
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.optimizers import ModelOptimizers, stands_still
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, StepClock
 from mpinspect.ranges.capture.tensor_hooks import backward_ended
 from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import WeightChanges
-from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.distributed import is_pipeline_trial, local_part
 from mpinspect.runtime.guard import Guarded, entrance, guarded
 from mpinspect.runtime.meter import Meter
 from mpinspect.runtime.outputs import tensor_list, tensors_in
@@ -78,6 +78,8 @@ class Dispatcher(Guarded):
         #: Reroutes compiled regions, if sampled steps are to run eagerly; whether any region did in this step.
         self._eager_calls: EagerCalls | None = None
         self._ran_eagerly = False
+        #: Whether a pipeline is trying out the model, before the step begins.
+        self._on_trial = False
         #: The context of the current backward.
         self._backward = NO_CONTEXT
         #: The previous output gradient, with its row of counts or largest magnitude.
@@ -91,6 +93,9 @@ class Dispatcher(Guarded):
     def step_ended(self) -> None:
         """Record the captured data, if that is due."""
 
+    def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch the parameters that have replaced watched ones; the optimizer holds parameters that are not known yet."""
+
     # -- the forward ----------------------------------------------------------------------------------------------
 
     @entrance
@@ -102,7 +107,7 @@ class Dispatcher(Guarded):
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
-        in_training = recomputed or (self.clock.in_forward and torch.is_grad_enabled())
+        in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
         if (not in_training and not self._training_forward(layer)) or not self._at_work:
             return
         outputs = tensor_list(output)
@@ -116,6 +121,11 @@ class Dispatcher(Guarded):
 
     def _training_forward(self, layer: Layer) -> bool:
         """Report a forward to the step clock; return whether the forward belongs to training."""
+        if not self.clock.begun:
+            is_recomputed = torch._C._current_graph_task_id() != -1
+            self._on_trial = (is_recomputed and self._on_trial) or is_pipeline_trial()
+            if self._on_trial:
+                return False
         if not torch.is_grad_enabled():
             # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
             return layer.module.training
@@ -125,7 +135,8 @@ class Dispatcher(Guarded):
     def _forward_begins(self) -> None:
         """Report a training forward to the step clock, and end the step that it shows to be over."""
         if self.clock.after_backward:
-            self.waiting.finish_left_behind()
+            # Gradients left behind, or held for a backward that still runs in another thread: the next one may change them.
+            self.waiting.finish()
         if self.clock.forward(self._weight_changes.updated):
             self._end_step()
             self.clock.forward(self._weight_changes.updated)
@@ -186,7 +197,9 @@ class Dispatcher(Guarded):
         backward, task = self._backward, torch._C._current_graph_task_id()
         if backward.task == task == self._scale.task and not is_many(gradient):
             return backward
-        return None if self._is_out_of_reach(gradient) else self._backward_begins(gradient.dtype)
+        if self._on_trial or self._is_out_of_reach(gradient):
+            return None
+        return self._backward_begins(gradient.dtype)
 
     def _is_out_of_reach(self, gradient: torch.Tensor | None = None) -> bool:
         """Return whether observing is impossible at the moment, and note the reason."""
@@ -213,9 +226,15 @@ class Dispatcher(Guarded):
         if is_new:
             for observer in backward.observers:
                 observer.backward_begins(backward)
-        if any(observer.wants_backward_end for observer in backward.observers):
-            observers = backward.observers
-            tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_tell_of_end, observers))
+        if task == -1:
+            # A pipeline makes FSDP2 reduce the gradients after its last backward.
+            self.waiting.stop()
+            return backward
+        at_end = [observer.backward_ends for observer in backward.observers if observer.wants_backward_end]
+        if not self.clock.has_optimizers:
+            at_end.append(self._weight_changes.backward_ended)
+        if at_end:
+            tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_call_each, at_end))
             torch.autograd.Variable._execution_engine.queue_callback(tell)
         counts = any(observer.lets_gradients_wait for observer in backward.observers)
         if counts and backward.divisor is None and not self._hooks.others_change_gradients:
@@ -276,10 +295,17 @@ class Dispatcher(Guarded):
                 observer.unscaled(optimizer)
 
     @entrance
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the parameters that were replaced since attaching: an optimizer is made for those that are trained."""
+        if self._optimizers.holds_new(optimizer):
+            self.find_replaced_parameters(optimizer)
+
+    @entrance
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe the weights and gradients of an optimizer that is about to step."""
         self.waiting.finish_left_behind()
-        if not self._optimizers.steps(optimizer):
+        self.optimizer_made(optimizer)
+        if not self._optimizers.steps(optimizer) or self._only_makes_states(optimizer):
             return
         self.clock.know(optimizer)
         if self.clock.optimizer_again(optimizer):
@@ -288,10 +314,14 @@ class Dispatcher(Guarded):
         for observer in self._observing:
             observer.optimizer_steps(optimizer)
 
+    def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step is none of the training: nothing ran before it, and it changes no weight."""
+        return not self.quiet and not self.clock.begun and stands_still(optimizer)
+
     @entrance
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe an optimizer's step that has run; the training step ends when every known optimizer has stepped."""
-        if not self._optimizers.stepped(optimizer):
+        if self._only_makes_states(optimizer) or not self._optimizers.stepped(optimizer):
             return
         for observer in self._observing:
             observer.optimizer_stepped(optimizer)
@@ -354,7 +384,6 @@ class Dispatcher(Guarded):
         self._hooks.begin_step(self.quiet)
 
 
-def _tell_of_end(observers: Sequence[Observer]) -> None:
-    """Notify the observers that a backward has ended."""
-    for observer in observers:
-        observer.backward_ends()
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.guard import Unread
 
@@ -53,6 +54,8 @@ class StepLog:
     last_output: Look | None = None
     #: Numbers of the inputs that no observed module made and that have not been read yet.
     unseen_inputs: set[int] = field(default_factory=set)
+    #: Numbers of the tensors and names of the parameters' gradients that are made of values of all ranks.
+    of_all_ranks: set[int | str] = field(default_factory=set)
     #: Whether an output whose value is already known is not finite.
     broken: bool = False
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
@@ -182,6 +185,9 @@ class Judge:
                 self._history.remember((look.name, look.what), value)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
+        if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
+            doubt = "it is made of the values of all ranks, so it may have arisen on another one"
+            found = replace(found, explanation=f"{found.explanation}; {doubt}")
         event = culprit.event_of(
             found,
             seen,

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey
+from mpinspect.runtime.distributed import is_distributed
 from mpinspect.runtime.guard import Nameable
-from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, unwrapped
+from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, type_name, unwrapped
 
 #: Torch modules that never call their submodules, and are therefore treated as leaves.
 _SEALED = (torch.nn.MultiheadAttention,)
@@ -40,9 +41,12 @@ class Layer(Nameable):
         return TensorKey(self.path, ACTIVATION_GRADIENT)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WatchedParameter(Nameable):
-    """A parameter under its first name. ``counted``: whether its kinds are captured (integers have no exponents)."""
+    """A parameter under its first name. ``counted``: whether its kinds are captured (integers have no exponents).
+
+    ``parameter`` changes if the model's parameter of this name is replaced by another, as ``fully_shard`` does.
+    """
 
     name: str
     owner: str
@@ -139,6 +143,26 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
         yield f"{names.get(owner, owner)}.{own}".lstrip("."), parameter
 
 
+def replacements(
+    model: torch.nn.Module, parameters: Iterable[WatchedParameter], held: Collection[int] = ()
+) -> list[tuple[WatchedParameter, torch.nn.Parameter]]:
+    """Return the parameters that are no longer the model's, each with the parameter that now has its name.
+
+    FSDP2 puts whole parameters in place of its sharded ones around a forward: these replace a sharded one only if an
+    optimizer holds them.
+
+    Args:
+        held: ids of the parameters that an optimizer holds.
+    """
+    current = dict(named_parameters(model))
+    pairs = ((watched, current.get(watched.name, watched.parameter)) for watched in parameters)
+    return [
+        (watched, new)
+        for watched, new in pairs
+        if new is not watched.parameter and (id(new) in held or not is_distributed(watched.parameter))
+    ]
+
+
 def describe(
     layers: Iterable[Layer], parameters: Iterable[WatchedParameter], kinds: Collection[str]
 ) -> list[TensorInfo]:
@@ -149,11 +173,11 @@ def describe(
         owned.setdefault(parameter.owner, []).append(parameter)
     infos: list[TensorInfo] = []
     for layer in layers:
-        type_name = type(unwrapped(layer.module)).__name__
+        name = type_name(layer.module)
         for parameter in owned.pop(layer.path, ()):
-            infos += _of_parameter(parameter, type_name, kinds)
+            infos += _of_parameter(parameter, name, kinds)
         if layer.counted:
-            infos += [TensorInfo(layer.path, kind, layer.path, type_name) for kind in OUTPUT_KINDS if kind in kinds]
+            infos += [TensorInfo(layer.path, kind, layer.path, name) for kind in OUTPUT_KINDS if kind in kinds]
     for left in owned.values():
         for parameter in left:
             infos += _of_parameter(parameter, "", kinds)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
 
 from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -32,9 +33,9 @@ class ModelHooks:
     def __init__(self, dispatcher: weakref.ref[Dispatcher]) -> None:
         self._dispatcher = dispatcher
         self._handles = HandleList()
-        #: The hooked modules and parameters, each with torch's id of the hook.
+        #: The hooked modules, each with torch's id of the hook, and the hooked parameters with the hook's handle.
         self._on_modules: list[tuple[torch.nn.Module, int]] = []
-        self._on_parameters: list[tuple[torch.Tensor, int]] = []
+        self._on_parameters: list[tuple[WatchedParameter, RemovableHandle]] = []
         #: The hooks that are temporarily removed.
         self._lifted_modules: list[tuple[torch.nn.Module, int, Any]] = []
         self._lifted_parameters: list[tuple[torch.Tensor, int, Any]] = []
@@ -65,12 +66,25 @@ class ModelHooks:
             parameter: Any = watched.parameter
             if not can_be_hooked(parameter):
                 later.append(watched)
-            elif is_distributed(parameter):
-                self._handles.add(parameter.register_post_accumulate_grad_hook(AccumulatedHook(dispatcher, watched)))
+                continue
+            if is_distributed(parameter):
+                handle = parameter.register_post_accumulate_grad_hook(AccumulatedHook(dispatcher, watched))
             else:
-                handle = self._handles.add(parameter.register_hook(ParameterHook(dispatcher, watched)))
-                self._on_parameters.append((parameter, handle.id))
+                handle = parameter.register_hook(ParameterHook(dispatcher, watched))
+            self._on_parameters.append((watched, self._handles.add(handle)))
         self._later = later
+
+    def rehook(self, replaced: Collection[WatchedParameter]) -> None:
+        """Move the hooks of these parameters, those that have any, from the tensor that they were to the one that they are."""
+        self._put_back()
+        hooked, self._on_parameters = self._on_parameters, []
+        for watched, handle in hooked:
+            if watched in replaced:
+                handle.remove()
+                self._later.append(watched)
+            else:
+                self._on_parameters.append((watched, handle))
+        self.hook_parameters(self._later)
 
     def begin_step(self, quiet: bool) -> None:
         """Update the hooks for the model as it is now; remove them if nothing is observed in this step (``quiet``)."""
@@ -125,11 +139,12 @@ class ModelHooks:
             if hook is not None:
                 module._forward_hooks_with_kwargs.pop(number, None)
                 self._lifted_modules.append((module, number, hook))
-        for parameter, number in self._on_parameters:
+        for watched, handle in self._on_parameters:
+            parameter = watched.parameter
             known: Any = parameter._backward_hooks
             # If the parameter has other hooks, ours stays, to keep its place among them.
-            if known is not None and len(known) == 1 and number in known:
-                self._lifted_parameters.append((parameter, number, known.pop(number)))
+            if known is not None and len(known) == 1 and handle.id in known:
+                self._lifted_parameters.append((parameter, handle.id, known.pop(handle.id)))
 
     def _put_back(self) -> None:
         """Restore removed hooks under the same ids: after hooks added since on modules, before them on parameters."""

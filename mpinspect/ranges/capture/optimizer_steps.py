@@ -1,4 +1,6 @@
-"""Notify listeners of every optimizer's steps, through a single pair of torch's global optimizer hooks.
+"""Notify listeners of every optimizer that is made, and of its steps, through a single pair of torch's global optimizer hooks.
+
+torch has no hook for an optimizer that is made, so ``Optimizer.__init__`` is wrapped as long as there are listeners.
 
 torch iterates over its table of hooks while running them, so adding or removing a hook during another thread's step
 would make that step raise an error. Ours are added with the first listener and removed with the last, unless a step is
@@ -7,6 +9,7 @@ in progress in some thread at that moment: then they stay, without effect, until
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, Protocol
 
@@ -18,6 +21,9 @@ from torch.utils.hooks import RemovableHandle
 class StepListener(Protocol):
     """The interface of listeners. Methods must not raise."""
 
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Handle that ``Optimizer.__init__`` has run."""
+
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle that ``optimizer.step()`` is about to run."""
 
@@ -28,6 +34,8 @@ class StepListener(Protocol):
 _listeners: list[StepListener] = []
 _handles: list[RemovableHandle] = []
 _under_way: set[tuple[int, str]] = set()
+#: torch's ``Optimizer.__init__`` and our wrapper of it.
+_wrapped: list[tuple[Any, Any]] = []
 
 
 def listen(listener: StepListener) -> None:
@@ -36,6 +44,10 @@ def listen(listener: StepListener) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
+    if not _wrapped:
+        original: Any = torch.optim.Optimizer.__init__
+        _wrapped.append((original, _telling(original)))
+        torch.optim.Optimizer.__init__ = _wrapped[0][1]  # type: ignore[method-assign]
 
 
 def unlisten(listener: StepListener) -> None:
@@ -45,6 +57,19 @@ def unlisten(listener: StepListener) -> None:
     if not _listeners and not _under_way:
         while _handles:
             _handles.pop().remove()
+    if not _listeners and _wrapped and torch.optim.Optimizer.__init__ is _wrapped[0][1]:
+        # If other code has wrapped it in the meantime, our wrapper stays in place without effect.
+        torch.optim.Optimizer.__init__ = _wrapped.pop()[0]  # type: ignore[method-assign]
+
+
+def _telling(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        for listener in tuple(_listeners):
+            listener.optimizer_made(optimizer)
+
+    return __init__
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,11 +47,14 @@ class ModelOptimizers:
 
     Args:
         given: the optimizers that the user passed.
-        parameters: the model's parameters, by id.
+        parameters: the model's parameters.
     """
 
-    def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Mapping[int, WatchedParameter]) -> None:
+    def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Iterable[WatchedParameter]) -> None:
         self._parameters = parameters
+        self._by_id = {id(watched.parameter): watched for watched in parameters}
+        #: For optimizers that hold other parameters than the model's: the ids of the first of each group.
+        self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         for optimizer in given:
             self._ours[optimizer] = True
@@ -73,9 +76,27 @@ class ModelOptimizers:
         """Yield the model's parameters that the optimizer holds."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                watched = self._parameters.get(id(parameter))
+                watched = self._by_id.get(id(parameter))
                 if watched is not None:
                     yield watched
+
+    def holds_new(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer holds parameters that are not the model's, and did not when last asked.
+
+        Looks at the first parameter of each group, so that it can be asked at every step.
+        """
+        first = [id(group["params"][0]) for group in optimizer.param_groups if group["params"]]
+        foreign = [each for each in first if each not in self._by_id]
+        if not foreign or self._foreign.get(optimizer) == foreign:
+            return False
+        self._foreign[optimizer] = foreign
+        return True
+
+    def parameters_replaced(self) -> None:
+        """Take the model's parameters as they are now, and forget which optimizers were found not to hold any."""
+        self._by_id = {id(watched.parameter): watched for watched in self._parameters}
+        for optimizer in [optimizer for optimizer, ours in self._ours.items() if not ours]:
+            del self._ours[optimizer]
 
     def begin_step(self) -> None:
         """Forget all optimizer steps in progress."""
@@ -136,6 +157,14 @@ class ModelOptimizers:
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is fused: it reads found_inf and skips its step on the device, unknown to the host."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def stands_still(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether every learning rate is 0: torch's checkpoints make an optimizer's states by such a step."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(
+        isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates
+    ) and not any(rates)
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:

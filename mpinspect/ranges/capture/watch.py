@@ -31,7 +31,7 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
-from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.distributed import is_distributed, local_part, world_size
 from mpinspect.runtime.guard import Unread
 
 #: Number of steps in which the watch learns which outputs containers return.
@@ -112,7 +112,10 @@ class Watch(Observer):
     ) -> bool:
         """Read an output (``row``: its row of counts, if any); return False if it is non-finite or its value not yet known."""
         found: Found | None = row
-        tensor = local_part(tensor)
+        local = local_part(tensor)
+        if local is not tensor:
+            self._log.of_all_ranks.add(number)
+            tensor = local
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
         if before is not None:
             found = before
@@ -185,6 +188,8 @@ class Watch(Observer):
         """Read a parameter's gradient if it was counted or no scaler checks it."""
         if gradient.found is not None or not backward.checked_by_scaler:
             watched = gradient.watched
+            if is_distributed(watched.parameter):
+                self._log.of_all_ranks.add(watched.name)
             self._look(
                 BACKWARD,
                 WEIGHT_GRADIENT,
@@ -210,6 +215,10 @@ class Watch(Observer):
             name, owner = each.watched.name, each.watched.owner
             merged.append(Look(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value))
         looks[:] = merged + looks[done:]
+
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Record the outputs at which a backward begins: their gradients are given to it."""
+        self._log.calls.backward_called(losses)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Read the losses, and the scaled losses at which the backward begins."""
@@ -241,10 +250,13 @@ class Watch(Observer):
         if not self.at_work:
             return
         self._log.skipped = True
+        many = world_size() > 1
         for watched in self._optimizers.parameters(optimizer):
             if watched.parameter.grad is not None:
                 gradient = local_part(watched.parameter.grad)
                 micro_batch = self._clock.micro_batch
+                if many:
+                    self._log.of_all_ranks.add(watched.name)
                 self._look(BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, micro_batch, gradient, None)
 
     # -- the step ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mpinspect.ranges.capture.largest import extremes, from_extremes
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.kinds import WEIGHT
 from mpinspect.ranges.session import END, Event, TensorKey
-from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.distributed import local_part, world_size
 from mpinspect.runtime.guard import Unread
 
 _State = tuple[int, list[float] | None]
@@ -38,12 +38,17 @@ class WeightChanges:
         self._parameters = parameters
         #: Each weight with its state at the beginning of the run.
         self._first: list[tuple[torch.Tensor, _State]] = []
+        #: The weight whose state tells of updates, its state, and whether it held a gradient when the last backward ended.
+        self._witness: torch.Tensor | None = None
         self._last: _State | None = None
+        self._held_gradient = False
 
     def remember(self) -> None:
         """Record the state of the weights at the beginning of the run."""
         weights = [watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter)]
         self._first = [(weight, _state(weight)) for weight in weights]
+        self._witness = None
+        self.updated()
 
     def moved(self) -> bool | None:
         """Return whether any weight has changed since ``remember``, or None if unknown; drop the recorded states."""
@@ -53,13 +58,25 @@ class WeightChanges:
         # On other devices than a CPU ``weight.data -= ...`` can't be detected without synchronising.
         return False if all(values is not None for _, (_, values) in first) else None
 
+    def backward_ended(self) -> None:
+        """Let the first weight that holds a gradient tell of updates.
+
+        After ``torch.autograd.grad``, or a backward whose gradients are not reduced yet (FSDP2), none may.
+        """
+        held = next((watched.parameter for watched in self._parameters if watched.parameter.grad is not None), None)
+        self._held_gradient = held is not None
+        if held is not None and held is not self._witness:
+            self._witness, self._last = held, _state(held)
+
     def updated(self) -> bool:
-        """Return whether the first trainable weight changed since the last call, or has no gradient now."""
-        first = next((watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter)), None)
-        if first is None:
+        """Return whether weights changed since the last call, or the gradients that the last backward left are gone."""
+        if self._witness is None:
+            trained = (watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter))
+            self._witness = next(trained, None)
+        if self._witness is None:
             return True
-        before, self._last = self._last, _state(first)
-        return first.grad is None or self._last != before
+        before, self._last = self._last, _state(self._witness)
+        return self._last != before or (self._held_gradient and self._witness.grad is None)
 
 
 def can_be_hooked(parameter: torch.Tensor) -> bool:
@@ -128,6 +145,8 @@ class BrokenWeights:
         broken = next((name for name, value in own.items() if not math.isfinite(value)), None)
         if broken is not None:
             reason = f"{broken!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
+            if world_size() > 1:
+                reason += "; its gradients may be sums over the ranks, so look for the rank with the earliest event"
             return replace(event, explanation=reason)
         name = max(own, key=own.__getitem__, default="")
         if own.get(name, 0.0) < _HUGE:

@@ -1,5 +1,7 @@
 """Temporarily wraps a few of torch's functions, to call a listener when an optimizer is made or a backward begins.
 
+Optimizers are listened to as an inspector does, in ``ranges/capture/optimizer_steps.py``.
+
 The wrappers' frames appear in the tracebacks of errors raised through them; ``run/script.py`` removes these frames from
 printed tracebacks.
 """
@@ -35,7 +37,6 @@ class TorchPatches:
     def install(self) -> None:
         """Wrap torch's functions and begin to call the listener."""
         self._replaced = [
-            _replace(torch.optim.Optimizer, "__init__", self._wrapped_optimizer),
             _replace(gc, "freeze", _remembered_modules),
             _replace(torch, "compile", self._wrapped_compile),
             *(_replace(torch.jit, name, _without_our_hooks) for name in ("script", "trace", "trace_module")),
@@ -65,14 +66,6 @@ class TorchPatches:
         optimizer_steps.listen(self._listener)
         scaler_watch.unlisten(self._listener)
         scaler_watch.listen(self._listener)
-
-    def _wrapped_optimizer(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self._listener.optimizer_made(optimizer)
-
-        return __init__
 
     def _wrapped_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``torch.compile``, which ``module.compile()`` calls too."""

@@ -40,7 +40,6 @@ class Ledger(Observer):
         recording: Recording,
     ) -> None:
         self._clock, self._optimizers, self._recording = clock, optimizers, recording
-        self._ids = {id(watched.parameter) for watched in parameters}
         self._parameters = parameters
         self._gradients: Counter[str] = Counter()
         #: Dtypes in the order in which they were observed (dicts as ordered sets).
@@ -115,7 +114,8 @@ class Ledger(Observer):
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         stepped = list(_stepped_by(optimizer))
-        masters = sum(parameter.numel() for parameter in stepped if id(parameter) not in self._ids)
+        ours = {id(watched.parameter) for watched in self._parameters}
+        masters = sum(parameter.numel() for parameter in stepped if id(parameter) not in ours)
         # If the optimizer also steps parameters of this model, its other parameters belong to another network and are no masters.
         of_ours = next(self._optimizers.parameters(optimizer), None) is not None
         return OptimizerRecord(
