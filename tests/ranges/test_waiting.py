@@ -524,7 +524,7 @@ def test_gradients_of_every_dtype_and_layout_are_counted_and_seen_as_they_are(
         if gradient.numel():
             assert totals[TensorKey(name, "weight_gradient")].histogram == merge([once, once]), name
             real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            assert list(maxima["weight_gradient", name]) == [float(real.abs().max())] * 2, name
+            assert list(maxima[name, "weight_gradient"]) == [float(real.abs().max())] * 2, name
 
 
 @pytest.mark.parametrize("layout", ["float64", "complex64", "with gaps", "expanded", "transposed"])
@@ -659,7 +659,7 @@ def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
             optimizer.step()
     assert inspector._capture._watch is not None
     maxima = inspector._capture._watch._judge._history._maxima
-    seen = {name: len(ring) for (what, name), ring in maxima.items() if what == "weight_gradient"}
+    seen = {name: len(ring) for (name, what), ring in maxima.items() if what == "weight_gradient"}
     assert seen == {"2.bias": 4, "0.weight": 4, "0.bias": 4}
     assert not [note for note in inspector.session().notes if "failed" in note]
 
