@@ -36,6 +36,7 @@ ENTRANCES = (
     "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_unscales",
     "mpinspect.ranges.capture.dispatcher:Dispatcher.scaler_unscaled",
     "mpinspect.ranges.capture.dispatcher:Dispatcher.backward_called",
+    "mpinspect.ranges.capture.dispatcher:Dispatcher.runs_eagerly",
     "mpinspect.ranges.capture.dispatcher:backward_ended",
 )
 #: Functions of ours that only call another: wrapped functions of torch, whose time is mostly their own, and a closure.

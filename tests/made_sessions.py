@@ -177,7 +177,7 @@ def full_session() -> s.Session:
         ("No gradient of the head was seen.",),
         s.Progress(
             *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),
-            *(45, 90, 0.125, 7.5, False),
+            *(45, 90, 0.125, 7.5, False, ("layer.9",), 4),
         ),
         s.Precision(
             {"bfloat16": 15},

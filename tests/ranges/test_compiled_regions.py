@@ -323,6 +323,19 @@ def test_a_stance_that_runs_eagerly_is_seen_without_the_option(backend: Backend)
     assert any(key.name == "one.up" and key.kind == "activation" for key in inspector.session().totals())
 
 
+def test_a_model_that_trains_uncompiled_beside_its_compiled_wrapper(backend: Backend) -> None:
+    """Compiled for validation alone: nothing of the training is hidden."""
+    net = Net()
+    call = torch.compile(net, backend=backend)
+    with Inspector(net, capture=KINDS) as inspector:
+        for _ in range(3):
+            net(torch.randn(5, 4)).sum().backward()
+            with torch.no_grad():
+                call(torch.randn(5, 4))
+    assert backend.calls == 3
+    assert (inspector.session().notes, inspector.session().progress.compiled) == ((), ())
+
+
 def test_checkpointing_around_compiled_code_keeps_it_compiled(backend: Backend) -> None:
     """Its recomputation compares what it saves: eager in the forward and compiled in the backward would raise."""
     net = Net()

@@ -39,7 +39,7 @@ from mpinspect.ranges.capture.tally import Tally
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import Event, is_below
 from mpinspect.runtime import backward_calls
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
 from mpinspect.runtime.guard import guarded
@@ -329,14 +329,21 @@ class Capture(Dispatcher):
         # The inspector may have been attached in the middle of the first step, behind its forward.
         if graphs != self._known_graphs and self.clock.step > 1 and self.clock.backwards and self._hooks.any_on_modules:
             self._known_graphs = graphs
-            self._recording.compiled(unseen_regions(self._layers) if self._any_call else [""])
+            self._record_compiled(search=False)
+
+    def _record_compiled(self, search: bool) -> None:
+        """Record the compiled modules. If none is to run eagerly, one inside which calls were seen was called in another way."""
+        paths = unseen_regions(self._layers, search=search) if self._any_call else [""]
+        if self._eager_calls is None:
+            paths = [path for path in paths if not any(is_below(called, path) for called in self._called)]
+        self._recording.compiled(paths)
 
     def _note_compiled(self) -> None:
         """Note what was not seen inside compiled code, and why sampled steps that were to run eagerly did not."""
         if not self.clock.backwards or not self._hooks.any_on_modules:
             return
         if compiled_graphs():
-            self._recording.compiled(unseen_regions(self._layers, search=True) if self._any_call else [""])
+            self._record_compiled(search=True)
         elif not self._any_call:
             self._recording.note(
                 "gradients arrived and no call of a module was seen, so only weight gradients were counted and watched: hooks "

@@ -75,6 +75,8 @@ class Dispatcher(Guarded):
         self._at_work: tuple[Observer, ...] = ()
         self._watch: Watch | None = None
         self._resting = self._sampled = self._any_call = False
+        #: Paths of the modules whose calls were seen.
+        self._called: set[str] = set()
         #: Reroutes compiled regions, if sampled steps are to run eagerly; whether any region did in this step.
         self._eager_calls: EagerCalls | None = None
         self._ran_eagerly = False
@@ -104,6 +106,7 @@ class Dispatcher(Guarded):
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
         self._any_call = True
+        self._called.add(layer.path)
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
