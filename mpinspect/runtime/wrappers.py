@@ -37,11 +37,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def type_name(module: nn.Module) -> str:
-    """Return the name of the innermost module's class: "Linear" also after FSDP2 has made it an "FSDPLinear"."""
+def class_of(module: nn.Module) -> type:
+    """Return the innermost module's class: Linear also after FSDP2 has made it an "FSDPLinear"."""
     kinds = type(unwrapped(module)).__mro__
     is_sharded = len(kinds) > 2 and kinds[1].__name__ == "FSDPModule"
-    return kinds[2 if is_sharded else 0].__name__
+    return kinds[2 if is_sharded else 0]
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_
 from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey
 from mpinspect.runtime.distributed import is_distributed
 from mpinspect.runtime.guard import Nameable
-from mpinspect.runtime.wrappers import is_compiled_wrapper, plain_names, type_name, unwrapped
+from mpinspect.runtime.wrappers import class_of, is_compiled_wrapper, plain_names, unwrapped
 
 #: Torch modules that never call their submodules, and are therefore treated as leaves.
 _SEALED = (torch.nn.MultiheadAttention,)
@@ -173,7 +173,7 @@ def describe(
         owned.setdefault(parameter.owner, []).append(parameter)
     infos: list[TensorInfo] = []
     for layer in layers:
-        name = type_name(layer.module)
+        name = class_of(layer.module).__name__
         for parameter in owned.pop(layer.path, ()):
             infos += _of_parameter(parameter, name, kinds)
         if layer.counted:

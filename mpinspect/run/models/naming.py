@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from mpinspect.run.models.owners import Holders, Parameters, named_children
-from mpinspect.runtime.wrappers import unwrapped, wrapped_by
+from mpinspect.runtime.wrappers import class_of, unwrapped, wrapped_by
 
 #: Packages whose frames do not count as the script's.
 _OTHERS = ("torch", "mpinspect")
@@ -50,7 +50,7 @@ def label(model: nn.Module, holders: Holders, variables: Mapping[int, str]) -> L
     (top,) = around.values()
     path = _path(top, model)
     of_torch = _is_of_torch(top) and variables.get(id(top))
-    parent = ".".join((of_torch or type(top).__name__, *path)) if path else ""
+    parent = ".".join((of_torch or class_of(top).__name__, *path)) if path else ""
     return Label(parent, variables.get(id(model), ""))
 
 
@@ -76,7 +76,7 @@ def _wanted(model: nn.Module, known: Label) -> Iterable[str]:
         return ("Parameters",)
     if known.parent:
         return (known.parent,)
-    own = type(model).__name__
+    own = class_of(model).__name__
     return (known.variable, own) if _is_of_torch(model) else (own, known.variable)
 
 
@@ -91,7 +91,7 @@ def _plain(name: str) -> str:
 
 def _is_of_torch(model: nn.Module) -> bool:
     """Return whether the model's class is one of torch's, such as Sequential, and so makes a poor name."""
-    return type(model).__module__.startswith("torch.nn.")
+    return class_of(model).__module__.startswith("torch.nn.")
 
 
 def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
