@@ -27,6 +27,10 @@ LOSSES = ("loss", "scaled_loss")
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
 
+#: Values of ``TensorInfo.held``: not known, or a single process; a value of the rank's own, of which each rank has another
+#: (a gradient before the all-reduce); a shard of a tensor whose elements the ranks share; the same elements on each rank.
+HELD = ("", "own", "shard", "replica")
+
 # Allowed values of fields, checked when a session is read from a file (``decoding.typed``).
 Kind = Annotated[str, OneOf(KINDS)]
 #: A number of steps or elements; the file's columns have the same range.
@@ -64,6 +68,11 @@ class TensorInfo:
         shape: shape of the parameter; empty for activations, whose shape varies.
         dtype: storage dtype of the parameter ("float32"); "" for activations.
         note: why the tensor can't be captured, if known ("frozen: requires_grad is False"), else "".
+        held: how what this process counted relates to the other ranks' tensors of the name: one of HELD.
+        replicas: number of ranks that hold the same elements as this one, itself included; 1 unless replicated.
+        is_first: whether this rank is the first of these replicas, the one to count where ranks are added up.
+
+    ``shape`` is the whole tensor's also where a rank holds a shard of it.
     """
 
     name: str
@@ -73,6 +82,9 @@ class TensorInfo:
     shape: tuple[Count, ...] = ()
     dtype: str = ""
     note: str = ""
+    held: Annotated[str, OneOf(HELD)] = ""
+    replicas: Count = 1
+    is_first: bool = True
 
     @property
     def key(self) -> TensorKey:
@@ -179,6 +191,7 @@ class Event:
         explanation: a sentence on the evidence that the value arose in ``module``.
         after: whether the value arose in the forward code after ``module`` (the loss, or a function between modules),
             so that the gradient arriving at the module's output was already non-finite.
+        rank: the rank that saw it; None in a session of one process.
     """
 
     step: Count
@@ -195,6 +208,7 @@ class Event:
     gradients_finite: bool | None = None
     explanation: str = ""
     after: bool = False
+    rank: Count | None = None
 
     @property
     def place(self) -> str:
@@ -218,6 +232,7 @@ class Measurement:
         figures: numbers by name; they may be non-finite.
         names: further dotted paths.
         text: a few words that the diagnosis quotes: a dtype, an operator, a class name.
+        rank: the rank that made it; None in a session of one process.
     """
 
     what: str
@@ -226,6 +241,7 @@ class Measurement:
     figures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     names: tuple[str, ...] = ()
     text: str = ""
+    rank: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -276,6 +292,7 @@ class Precision:
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.
+        reduced: dtypes in which the ranks' gradients are summed; empty if unknown, or for one process.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -285,6 +302,7 @@ class Precision:
     losses: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRecord, ...] = ()
     scalers: tuple[ScalerRecord, ...] = ()
+    reduced: tuple[str, ...] = ()
 
 
 class ScaleChange(NamedTuple):
@@ -296,7 +314,11 @@ class ScaleChange(NamedTuple):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The settings and versions of a run, fixed from its start."""
+    """The settings and versions of a run, fixed from its start.
+
+    ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the
+    patterns of what was watched; empty where none were given.
+    """
 
     model: str = ""
     started: str = ""
@@ -305,6 +327,10 @@ class RunInfo:
     watch: bool = True
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     max_overhead: Annotated[float, Between(0.0, math.inf)] | None = None
+    rank: Count = 0
+    world_size: Count = 1
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -338,11 +364,20 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class RankRecord:
+    """One of the ranks whose counts a merged session adds up: its settings, its progress, and its number of events."""
+
+    info: RunInfo = RunInfo()
+    progress: Progress = Progress()
+    events: Count = 0
+
+
+@dataclass(frozen=True)
 class Session:
     """The record of a run: tensors watched, counts and events. Pure data; safe to keep, merge, send and read anywhere.
 
     ``notes`` are sentences on what the capture could not measure and why. ``precision`` is empty if none was recorded
-    (arrays, older files).
+    (arrays, older files). ``ranks`` are those that were merged (``analysis/ranks.py``), in order; empty for one process.
     """
 
     info: RunInfo = RunInfo()
@@ -353,6 +388,7 @@ class Session:
     progress: Progress = Progress()
     precision: Precision = Precision()
     measurements: tuple[Measurement, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
 
     def __repr__(self) -> str:
         """Return a one-line summary, as the fields hold every count of a run."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import os
+import sys
+from typing import Any, NamedTuple
 
 import torch
+
+from mpinspect.runtime.wrappers import registered
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,3 +36,106 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def is_distributed(parameter: torch.Tensor) -> bool:
     """Return whether it is a DTensor; on FSDP2's parameters post-accumulate hooks run, but tensor hooks never do."""
     return hasattr(parameter, "_local_tensor")
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: the process group's, else the launcher's; (0, 1) without either."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, world) if 0 <= rank < world else (0, 1)
+
+
+class Held(NamedTuple):
+    """How this process's part of a tensor relates to the other ranks': as in ``TensorInfo``."""
+
+    how: str = ""
+    replicas: int = 1
+    is_first: bool = True
+
+
+def held(tensor: torch.Tensor) -> Held:
+    """Return how a DTensor lies on the ranks, by its placements; Held() for any other tensor. Starts no communication.
+
+    A tensor that is still to be summed (Partial) in any dimension of the mesh is each rank's own.
+    """
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None or not is_distributed(tensor):
+        return Held()
+    if any(placement.is_partial() for placement in placements):
+        return Held("own")
+    place = mesh.get_coordinate() or [0] * len(placements)
+    replicated = [number for number, placement in enumerate(placements) if placement.is_replicate()]
+    replicas = 1
+    for number in replicated:
+        replicas *= mesh.size(number)
+    how = "shard" if len(replicated) < len(placements) else "replica"
+    return Held(how, replicas, all(place[number] == 0 for number in replicated))
+
+
+def data_parallel() -> dict[int, torch.nn.Module]:
+    """Return the DistributedDataParallel module of each parameter that one keeps equal on all ranks, by the parameter's id.
+
+    The modules are looked for among all living objects, since a wrapped model knows nothing of its wrapper; nothing is
+    looked for in a process without ranks.
+    """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None or rank_and_world()[1] < 2:
+        return {}
+    # Only the type is asked: reading an attribute could wake a lazy proxy.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), module.DistributedDataParallel)]
+    return {
+        id(parameter): wrapper
+        for wrapper in wrappers
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    }
+
+
+def copy_held(wrapper: Any) -> Held:
+    """Return how a DistributedDataParallel module's parameters lie on the ranks of its process group."""
+    group = wrapper.process_group
+    return Held("replica", torch.distributed.get_world_size(group), torch.distributed.get_rank(group) == 0)
+
+
+def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | None:
+    """Return the dtype in which the ranks' gradients of a parameter are summed; None if unknown, or if they are not.
+
+    Args:
+        parameter: any parameter.
+        wrapper: its DistributedDataParallel module, if any: by default the parameter's dtype, or that of a hook that
+            compresses; what any other hook does is not known.
+    """
+    if wrapper is None:
+        return None
+    if mixed := getattr(wrapper, "mixed_precision", None):
+        return getattr(mixed, "reduce_dtype", None) or parameter.dtype
+    hooks = getattr(wrapper, "_comm_hooks", None) or [(None, None)]
+    names = [getattr(hook, "__name__", "") for hook, _ in hooks if hook is not None]
+    known = {
+        "allreduce_hook": parameter.dtype,
+        "fp16_compress_hook": torch.float16,
+        "bf16_compress_hook": torch.bfloat16,
+    }
+    return known.get(names[-1]) if names else parameter.dtype
+
+
+def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype in which ``fully_shard`` sums the gradients of a module's own group; None if unknown or not sharded.
+
+    FSDP2 has no public way to read its policy back.
+    """
+    get_state = getattr(module, "_get_fsdp_state", None)
+    group = getattr(get_state(), "_fsdp_param_group", None) if callable(get_state) else None
+    policy = getattr(group, "mp_policy", None)
+    if policy is None:
+        return None
+    own = next(
+        (parameter.dtype for parameter in registered(module, "_parameters").values() if parameter is not None), None
+    )
+    found: torch.dtype | None = policy.reduce_dtype or policy.param_dtype or own
+    return found
