@@ -200,5 +200,5 @@ def full_session() -> s.Session:
                 "gradients", "encoder.重み", 3, {"before": 1.5, "after": float("inf")}, ("encoder",), "größer", 3
             ),
         ),
-        (s.RankRecord(info, progress, 1),),
+        (s.RankRecord(info, progress, 1, 1),),
     )

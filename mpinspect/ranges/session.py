@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -21,6 +21,8 @@ from mpinspect.runtime.decoding import Between, OneOf
 if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
+
+    from mpinspect.ranges.store.columns import TensorColumns
 
 #: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
@@ -162,11 +164,34 @@ class Window:
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """Return the window with only the tensors of these kinds."""
+        return self._only(lambda key: key.kind in kinds)
+
+    def without(self, keys: Collection[TensorKey]) -> Window:
+        """Return the window without these tensors."""
+        return self._only(lambda key: key not in keys) if keys else self
+
+    def columns(self) -> TensorColumns:
+        """Return the tensors as columns."""
+        from mpinspect.ranges.store.columns import TensorColumns
+
+        return TensorColumns.of(self.tensors)
+
+    def once(self, keys: Collection[TensorKey], parts: Sequence[Window]) -> Window:
+        """Return the window, merged of these parts, with each sample of these tensors counted once.
+
+        A sample is then the tensor whose shards the parts hold: there are as many as the part with most has, and the
+        largest has as many elements as the largest shards together. The peaks stay those of the shards.
+        """
+        if not keys or not any(key in keys for key in self.tensors):
+            return self
+        return replace(self, tensors=self.columns().once(keys, [part.columns() for part in parts]))
+
+    def _only(self, wanted: Callable[[TensorKey], bool]) -> Window:
         from mpinspect.ranges.store.columns import TensorColumns
 
         if isinstance(self.tensors, TensorColumns):
-            return replace(self, tensors=self.tensors.only(kinds))
-        return replace(self, tensors={key: tensor for key, tensor in self.tensors.items() if key.kind in kinds})
+            return replace(self, tensors=self.tensors.only(wanted))
+        return replace(self, tensors={key: tensor for key, tensor in self.tensors.items() if wanted(key)})
 
 
 @dataclass(frozen=True)
@@ -365,11 +390,18 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One of the ranks whose counts a merged session adds up: its settings, its progress, and its number of events."""
+    """One of the ranks whose counts a merged session adds up.
+
+    Args:
+        info, progress: the rank's own.
+        events: number of events that it saw.
+        tensors: number of tensors that it watched.
+    """
 
     info: RunInfo = RunInfo()
     progress: Progress = Progress()
     events: Count = 0
+    tensors: Count = 0
 
 
 @dataclass(frozen=True)

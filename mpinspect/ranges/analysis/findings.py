@@ -12,6 +12,7 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
+from mpinspect.ranges.analysis.rank_findings import rank_findings
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
@@ -41,6 +42,7 @@ def findings(
         *update_findings(infos, totals),
         *([] if advised.diverged else _reductions(session, totals, format)),
         *_never_fired(coverage),
+        *rank_findings(session, advised),
     ]
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
 
