@@ -11,7 +11,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
-from mpinspect.ranges.analysis.ranks import ranks_named
+from mpinspect.ranges.analysis.ranks import MISSING, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import RankRecord, RunInfo, Session
@@ -37,12 +37,6 @@ def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
     yield from _steps(session)
     yield from _settings(session)
     yield from _summed(session, advised)
-
-
-def missing_ranks(session: Session) -> list[int]:
-    """Return the ranks of the job that are not in a merged session."""
-    known = {rank.info.rank for rank in session.ranks}
-    return [rank for rank in range(session.info.world_size) if rank not in known] if known else []
 
 
 def rank_sentences(session: Session) -> Iterator[str]:
@@ -87,7 +81,7 @@ def _of_what(session: Session) -> Iterator[str]:
 
 
 def _missing(session: Session) -> Iterator[Finding]:
-    gone = missing_ranks(session)
+    gone = [each.rank for each in session.measurements if each.what == MISSING and each.rank is not None]
     if not gone:
         return
     world = session.info.world_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from mpinspect.ranges.analysis.parting import groups
 from mpinspect.ranges.analysis.rank_ranges import RankRanges
@@ -28,6 +29,8 @@ from mpinspect.ranges.session import (
     merge_windows,
 )
 
+#: Name of the measurement that a rank of the job left nothing.
+MISSING = "rank-missing"
 #: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
 MOST_EVENTS = 1000
 
@@ -82,18 +85,29 @@ class RankSum:
             self._notes.setdefault(note, []).extend([rank] if alone else ())
         self._sum = total
 
-    def session(self) -> Session:
+    def session(self, absent: Iterable[int] | None = None) -> Session:
         """Return the sum.
+
+        Args:
+            absent: ranks of the job that left nothing; None: all that were not added. A rank that recorded another model
+                only (a stage of a pipeline) is not absent.
 
         Raises:
             ValueError: nothing was added.
         """
         if self._sum is None:
             raise ValueError("there is no rank to merge")
-        found = tuple(self._ranges.differing())
+        known = set(self.ranks)
+        if absent is None:
+            absent = (rank for rank in range(self._sum.info.world_size) if rank not in known)
+        found = (*(Measurement(MISSING, rank=rank) for rank in islice(absent, MOST_EVENTS)), *self._ranges.differing())
         # What was found when fewer ranks were in is not repeated.
-        known = {(each.what, each.rank) for each in found}
-        kept = tuple(each for each in self._sum.measurements if (each.what, each.rank) not in known)
+        again = {(each.what, each.rank) for each in found}
+        kept = tuple(
+            each
+            for each in self._sum.measurements
+            if (each.what, each.rank) not in again and not (each.what == MISSING and each.rank in known)
+        )
         return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found))
 
     def _all_notes(self) -> Iterator[str]:
