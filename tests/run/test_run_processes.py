@@ -227,6 +227,7 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     (directory,) = (folder / "runs").iterdir()
     assert [record(directory / f"rank{rank}")["rank"] for rank in range(2)] == [0, 1]
     assert ended.stderr.count("mpinspect: recording into") == ended.stderr.count("Net against float16") == 1
+    assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
 
 
 #: Two separate networks, one a rank, of which one breaks at the step that is given for its rank, if any.
@@ -265,16 +266,17 @@ def test_a_rank_that_broke_earlier_leads_the_first_ranks_report(tmp_path):
     assert lines[0].startswith(f"mpinspect: recording into {directory} (")
     assert lines[1].startswith("mpinspect: rank 0: step 3, ")
     report = json.loads((directory / "rank0" / "report.json").read_text())
-    assert report["first_line"].startswith("rank1/Net: step 1, ")
-    assert "\nrank1/Net: step 1, " in first
-    assert report["saw"][0] == f"rank 1 broke earlier: {report['first_line'].removeprefix('rank1/Net: ')}"
+    assert report["first_line"].startswith("rank 1, step 1, ")
+    assert "\nrank 1, step 1, " in first
+    (model,) = report["models"]
+    assert [(event["step"], event["rank"]) for event in model["ranges"]["events"]][:2] == [(1, 1), (3, 0)]
     assert report["log_dir"] == str(directory)
 
 
 def test_a_rank_that_broke_later_or_failed_does_not_lead(tmp_path):
     rank_after_rank(tmp_path, "1", "3")
     report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
-    assert report["first_line"].startswith("step 1, ")
+    assert report["first_line"].startswith("rank 0, step 1, ")
     assert not any(sentence.startswith("rank 1") for sentence in report["saw"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
 from mpinspect.ranges.session import Measurement, Session, TensorKey, Window, merge_windows
 
 Floats = npt.NDArray[np.float64]
@@ -79,13 +79,17 @@ class RankRanges:
             table[row, :, : self._found[rank].shape[1]] = self._found[rank]
         means, by_itself, elements = table[:, 0], table[:, 1], table[:, 2]
         # Shards are different elements, replicas the same ones: neither tells of the rank's data.
-        own = np.array([key.kind in (*GRADIENT_KINDS, "activation") and key not in self._shards for key in self._keys])
+        own = np.array(
+            [key.kind in (*GRADIENT_KINDS, ACTIVATION) and key not in self._shards for key in self._keys], dtype=bool
+        )
+        # The middle of all ranks, which one that lies elsewhere does not move; of two ranks, the other one.
+        middle = _median(means), _median(by_itself), _median(elements)
         for row, rank in enumerate(ranks):
-            rest = np.delete(np.arange(len(ranks)), row)
+            mean, change, number = middle if len(ranks) > 2 else (means[1 - row], by_itself[1 - row], elements[1 - row])
             with np.errstate(invalid="ignore", divide="ignore"):
-                apart = means[row] - _median(means[rest])
-                changes = np.fmin(by_itself[row], _median(by_itself[rest]))
-                chance = _SCATTER * np.sqrt(1 / elements[row] + 1 / _median(elements[rest]))
+                apart = means[row] - mean
+                changes = np.fmin(by_itself[row], change)
+                chance = _SCATTER * np.sqrt(1 / elements[row] + 1 / number)
                 beyond = np.abs(apart) - np.fmax(_OF_NEIGHBOURS * changes, _OF_CHANCE * chance)
             hit = own & (beyond > LEAST_POWERS)
             # Of two ranks none is the odd one: the one whose values are the larger is named.
