@@ -42,10 +42,10 @@ def _as_counter(histogram: ExponentHistogram) -> Counts:
     return found
 
 
-def _network() -> nn.Sequential:
+def _network(width: int = 9) -> nn.Sequential:
     torch.manual_seed(0)
     # 9 rows: shards of 5 and 4.
-    return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
 
 
 def _copies() -> tuple[nn.Module, bool]:
@@ -63,7 +63,7 @@ def _split_products() -> tuple[nn.Module, bool]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return parallelize_module(_network(), init_device_mesh("cpu", (RANKS,)), plan), True
+    return parallelize_module(_network(10), init_device_mesh("cpu", (RANKS,)), plan), True
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, bool]]] = {

@@ -54,7 +54,7 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
     assert {key: 3 * window.histogram.total for key, window in alone.items()} == {
         key: window.histogram.total for key, window in merged.items()
     }
-    absent = "ranks 1, 3-9 of 11 left nothing that can be added"
+    absent = "ranks 1 and 3-9 of 11 left nothing that can be added"
     assert read_run(tmp_path).saw == (absent, "seen", "rank2: here")
     report = read_run(tmp_path, each_rank=True)
     assert [part.name for part in report.parts] == ["rank0/Net", "rank2/Net", "rank10/Net"]
@@ -65,6 +65,7 @@ def test_every_form_names_the_rank(suffix, tmp_path):
     event = s.Event(4, 0, "backward", "fc", "weight_gradient", "fc.weight", "inf", skipped=False)
     for rank in range(2):
         model = make_run(tmp_path / f"rank{rank}", world_size=2) / "Net"
+        model.mkdir()
         info = dataclasses.replace(sessions.word_model().info, rank=rank, world_size=2)
         dataclasses.replace(sessions.word_model(), info=info, events=(event,) if rank else ()).save(model)
     text = render(read_run(tmp_path), suffix)
@@ -93,6 +94,7 @@ def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_
 def test_inspectors_with_a_log_dir_for_each_rank_are_added_up(tmp_path):
     for rank in range(2):
         info = dataclasses.replace(sessions.word_model().info, rank=rank, world_size=2)
+        (tmp_path / f"of-{rank}").mkdir()
         dataclasses.replace(sessions.word_model(), info=info).save(tmp_path / f"of-{rank}")
     (part,) = read_run(tmp_path).parts
     assert part.name == "WordModel"

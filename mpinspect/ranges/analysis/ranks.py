@@ -119,20 +119,19 @@ class RankSum:
 
 def ranks_named(ranks: Sequence[int]) -> str:
     """Return "rank 3", "ranks 0-3", "ranks 1, 5 and 7", in at most five numbers or stretches."""
-    spans: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    words = [
-        f"{span[0]}{'-' if span[-1] - span[0] > 1 else ', '}{span[-1]}" if len(span) > 1 else str(span[0])
-        for span in spans
-    ]
-    if len(words) > 5:
-        words = [*words[:4], f"{sum(len(range(span[0], span[-1] + 1)) for span in spans[4:]):,} more"]
-    named = ", ".join(words[:-1]) + " and " + words[-1] if len(words) > 1 else words[0] if words else "no rank"
-    return f"rank{'' if len(set(ranks)) == 1 else 's'} {named}"
+    numbers, words, named = sorted(set(ranks)), [], 0
+    for place, number in enumerate(numbers):
+        if place < named:
+            continue
+        # Three neighbours or more are a stretch.
+        end = next((i for i in range(place, len(numbers)) if numbers[i] - number != i - place), len(numbers))
+        named = end if end - place > 2 else place + 1
+        words.append(f"{number}-{numbers[named - 1]}" if named - place > 2 else str(number))
+        if len(words) == 4 and len(numbers) - named > 1:
+            words.append(f"{len(numbers) - named:,} more")
+            break
+    listed = " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else "none"
+    return f"rank{'' if len(numbers) == 1 else 's'} {listed}"
 
 
 # -- one rank -----------------------------------------------------------------------------------------------------------
