@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.runtime.wrappers import registered
-
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a DTensor, the result of a collective under way, or any other tensor unchanged.
@@ -125,7 +123,7 @@ def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | Non
 
 
 def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
-    """Return the dtype in which ``fully_shard`` sums the gradients of a module's own group; None if unknown or not sharded.
+    """Return the dtype in which ``fully_shard`` sums the gradients of a module's group; None if unknown or not sharded.
 
     FSDP2 has no public way to read its policy back.
     """
@@ -134,8 +132,6 @@ def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
     policy = getattr(group, "mp_policy", None)
     if policy is None:
         return None
-    own = next(
-        (parameter.dtype for parameter in registered(module, "_parameters").values() if parameter is not None), None
-    )
+    own = next((parameter.dtype for parameter in module.parameters()), None)
     found: torch.dtype | None = policy.reduce_dtype or policy.param_dtype or own
     return found
