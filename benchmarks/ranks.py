@@ -4,8 +4,7 @@
 
 One rank's run is made as in session.py and written by the writer; the other ranks have the same counts under their own number.
 For each number of ranks a fresh process reads and adds them one after the other, reports on the sum, and saves it; its largest
-resident memory is given. What 1,024 ranks take is extrapolated along a straight line through the first and the last number
-measured, and marked so: of time, and of memory. Times are wall-clock, with the files in the page cache; one run each.
+resident memory is given. What 1,024 ranks take is extrapolated along a straight line through the last two numbers measured, and marked so: of time, and of memory. Times are wall-clock, with the files in the page cache; one run each.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ def add(folder: Path, ranks: int) -> dict[str, float]:
 
 
 def extrapolated(rows: list[dict[str, float]]) -> dict[str, float]:
-    """What FAR ranks would take if time and memory went on as between the first and the last number measured."""
-    first, last = rows[0], rows[-1]
+    """What FAR ranks would take if time and memory went on as between the last two numbers measured."""
+    first, last = rows[-2:]
 
     def at_far(name: str) -> float:
         slope = (last[name] - first[name]) / max(last["ranks"] - first["ranks"], 1)
