@@ -4,7 +4,8 @@
 
 One rank's run is made as in session.py and written by the writer; the other ranks have the same counts under their own number.
 For each number of ranks a fresh process reads and adds them one after the other, reports on the sum, and saves it; its largest
-resident memory is given. What 1,024 ranks take is extrapolated along a straight line through the last two numbers measured, and marked so: of time, and of memory. Times are wall-clock, with the files in the page cache; one run each.
+resident memory is given. What 1,024 ranks take is extrapolated along a straight line through the last two numbers measured, and
+stands apart: time and memory. Times are wall-clock, with the files in the page cache; one run each.
 """
 
 from __future__ import annotations
