@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pickle
+import platform
 import subprocess
 import sys
+import time
 import types
 
 import pytest
+import sessions
 from launched import RUN_DIR, bare, silent, watched, write
 
 from mpinspect.run import processes
 from mpinspect.run.directory import others_of
 from mpinspect.run.ending import Ending
 from mpinspect.run.import_hook import when_imported
-from mpinspect.run.joining import with_others
+from mpinspect.run.joining import with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import outcome_of
+from mpinspect.run.outcome import RecordedModel, outcome_of
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -287,6 +292,29 @@ def test_a_rank_that_failed_is_named(tmp_path):
     assert report["first_line"] == ""
     # Python's own traceback is there.
     assert "mpinspect: " not in second
+
+
+def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
+    for rank, outcome in enumerate(("running", "running", "ended")):
+        model = tmp_path / f"rank{rank}" / "Net"
+        model.mkdir(parents=True)
+        session = sessions.word_model()
+        session = dataclasses.replace(session, info=dataclasses.replace(session.info, rank=rank, world_size=4))
+        session.save(model)
+        running = {"process": os.getpid(), "host": platform.node(), "world_size": 4}
+        (model.parent / "run.json").write_text(json.dumps({"command": "train.py", "outcome": outcome} | running))
+        if not rank:
+            own = RecordedModel("Net", session)
+    others = [tmp_path / "rank1", tmp_path / "rank2"]
+    began = time.monotonic()
+    (model,), read, notes = with_ranks([own], tmp_path / "rank0", others, patience_s=0.2)
+    assert time.monotonic() - began < 5
+    assert [rank.info.rank for rank in model.session.ranks] == [0, 1, 2]
+    assert read == others
+    assert notes == [
+        "rank 3 of 4 left nothing that can be added",
+        "rank 1 had not ended when this was made: of that only what was on disk is in, mpinspect report adds the rest",
+    ]
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
