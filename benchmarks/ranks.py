@@ -5,7 +5,7 @@
 One rank's run is made as in session.py and written by the writer; the other ranks have the same counts under their own number.
 For each number of ranks a fresh process reads and adds them one after the other, reports on the sum, and saves it; its largest
 resident memory is given. What 1,024 ranks take is extrapolated along a straight line through the last two numbers measured, and
-stands apart: time and memory. Times are wall-clock, with the files in the page cache; one run each.
+stands apart: time and memory. Times are the process's own on one core, with the files in the page cache; one run each.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pathlib import Path
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import RankSum
 from mpinspect.ranges.store import read_session
-began = time.perf_counter()
+began = time.process_time()
 total = RankSum()
 for number in range(int(sys.argv[2])):
     total.add(read_session(Path(sys.argv[1], f"rank{{number}}")))
 merged = total.session()
-added = time.perf_counter()
+added = time.process_time()
 str(analyse(merged))
-reported = time.perf_counter()
+reported = time.process_time()
 peak = peak_rss_mb()
 saved = merged.save(Path(sys.argv[1], f"sum-of-{{sys.argv[2]}}"))
 print(json.dumps({{
-    "ranks": int(sys.argv[2]), "add_s": added - began, "report_s": reported - added, "peak_rss_mb": peak,
+    "ranks": int(sys.argv[2]), "add_cpu_s": added - began, "report_cpu_s": reported - added, "peak_rss_mb": peak,
     "windows": len(merged.windows), "saved_mb": saved.stat().st_size / 1e6,
     "counted": sum(tensor.samples for tensor in merged.totals().values()),
 }}))
@@ -80,7 +80,7 @@ def extrapolated(rows: list[dict[str, float]]) -> dict[str, float]:
         slope = (last[name] - first[name]) / max(last["ranks"] - first["ranks"], 1)
         return last[name] + slope * (FAR - last["ranks"])
 
-    return {"ranks": FAR, "add_s": at_far("add_s"), "peak_rss_mb": at_far("peak_rss_mb")}
+    return {"ranks": FAR, "add_cpu_s": at_far("add_cpu_s"), "peak_rss_mb": at_far("peak_rss_mb")}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.runtime.wrappers import registered
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a DTensor, the result of a collective under way, or any other tensor unchanged.
@@ -89,15 +91,21 @@ def data_parallel() -> dict[int, torch.nn.Module]:
     return {
         id(parameter): wrapper
         for wrapper in wrappers
-        for name, parameter in wrapper.module.named_parameters()
-        if name not in wrapper.parameters_to_ignore
+        # One whose __init__ failed has no module.
+        if (inner := registered(wrapper, "_modules").get("module")) is not None
+        for name, parameter in inner.named_parameters()
+        if name not in getattr(wrapper, "parameters_to_ignore", ())
     }
 
 
 def copy_held(wrapper: Any) -> Held:
-    """Return how a DistributedDataParallel module's parameters lie on the ranks of its process group."""
-    group = wrapper.process_group
-    return Held("replica", torch.distributed.get_world_size(group), torch.distributed.get_rank(group) == 0)
+    """Return how a DistributedDataParallel module's parameters lie on the ranks of its group; Held() if that is gone."""
+    distributed, group = torch.distributed, getattr(wrapper, "process_group", None)
+    if group is None or not distributed.is_initialized():
+        return Held()
+    replicas, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    # Both are -1 in a process that is not in the group.
+    return Held("replica", replicas, rank == 0) if rank >= 0 else Held()
 
 
 def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | None:
