@@ -148,11 +148,22 @@ def full_session() -> s.Session:
         2**34,
     )
     key = s.TensorKey("encoder.Schicht_äß.重み", kinds.WEIGHT_GRADIENT)
+    info = s.RunInfo(
+        *("GröβeNet", "2024-05-06T07:08:09", (kinds.WEIGHT_GRADIENT, kinds.UPDATE), 10, False, {"torch": "2.13"}, 0.02),
+        *(3, 8, ("encoder.*",), ("größe",)),
+    )
+    progress = s.Progress(
+        *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),
+        *(45, 90, 0.125, 7.5, False, ("layer.9",), 4),
+    )
     return s.Session(
-        s.RunInfo(
-            "GröβeNet", "2024-05-06T07:08:09", (kinds.WEIGHT_GRADIENT, kinds.UPDATE), 10, False, {"torch": "2.13"}, 0.02
+        info,
+        (
+            s.TensorInfo(
+                *(*key, "encoder.Schicht_äß", "Linear", (3, 5), "float32", "frozen: requires_grad is False"),
+                *("shard", 2, False),
+            ),
         ),
-        (s.TensorInfo(*key, "encoder.Schicht_äß", "Linear", (3, 5), "float32", "frozen: requires_grad is False"),),
         (s.Window(10, 49, 4, {key: tensor}, {-3: 4}), s.Window(50, 90, 5, {key: tensor}, {-2: 5})),
         (
             s.Event(
@@ -172,13 +183,11 @@ def full_session() -> s.Session:
                 after=True,
                 given=True,
                 of_input=True,
+                rank=3,
             ),
         ),
         ("No gradient of the head was seen.",),
-        s.Progress(
-            *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),
-            *(45, 90, 0.125, 7.5, False, ("layer.9",), 4),
-        ),
+        progress,
         s.Precision(
             {"bfloat16": 15},
             {"bfloat16": 15, "float32": 3},
@@ -187,10 +196,12 @@ def full_session() -> s.Session:
             ("float32",),
             (s.OptimizerRecord("AdamW", {"lr": 1e-3, "eps": 1e-8}, {"float32": 15}, {"exp_avg": "float32"}, 15),),
             (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0),),
+            ("bfloat16",),
         ),
         (
             s.Measurement(
-                "gradients", "encoder.重み", 3, {"before": 1.5, "after": float("inf")}, ("encoder",), "größer"
+                "gradients", "encoder.重み", 3, {"before": 1.5, "after": float("inf")}, ("encoder",), "größer", 3
             ),
         ),
+        (s.RankRecord(info, progress, 1, 1),),
     )

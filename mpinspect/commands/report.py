@@ -35,6 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show every layer, and every block of repeated ones")
     parser.add_argument(
+        "--each-rank", action="store_true", help="show each rank's models by themselves, not the ranks' counts added up"
+    )
+    parser.add_argument(
         "--format",
         type=known_format,
         metavar="NAME",
@@ -48,11 +51,9 @@ def run(options: argparse.Namespace) -> int:
     if options.watch:
         from mpinspect.commands.watching import watch
 
-        report = watch(
-            options.run_dir, lambda: _read(options.run_dir, options.format), lambda each: _show(each, options)
-        )
+        report = watch(options.run_dir, lambda: _read(options), lambda each: _show(each, options))
     else:
-        report = _read(options.run_dir, options.format)
+        report = _read(options)
         _show(report, options)
     return status(report.findings, options.fail_on)
 
@@ -66,12 +67,15 @@ def _show(report: RangeReport | RunReport, options: argparse.Namespace) -> None:
         print_text(report, everything=options.all)
 
 
-def _read(path: str, format: str | None) -> RangeReport | RunReport:
+def _read(options: argparse.Namespace) -> RangeReport | RunReport:
     from mpinspect.ranges.analysis import analyse
     from mpinspect.ranges.store import SessionError, read_session
     from mpinspect.run.reading import is_run_directory, read_run
 
+    path, format = options.run_dir, options.format
     try:
-        return read_run(path, format) if is_run_directory(path) else analyse(read_session(path), format)
+        if is_run_directory(path):
+            return read_run(path, format, each_rank=options.each_rank)
+        return analyse(read_session(path), format)
     except (SessionError, OSError) as error:
         raise UnusableError(error) from error

@@ -25,6 +25,8 @@ _LISTING_S, _LISTING_TIMES = 2.0, 20.0
 _MOST_KEPT = 8
 #: Addresses of remote storage, which TensorBoard reads and mpinspect does not.
 _REMOTE = re.compile(r"[a-zA-Z][0-9a-zA-Z.]*://")
+#: The directories of a job's ranks, as ``mpinspect run`` names them.
+_RANK = re.compile(r"rank\d+")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Found:
         path: the file.
         version: changes with the file.
         written: when it was last written to, in seconds since 1970.
+        ranks: the files of all ranks, if this is a model of several, to be added up; ``path`` is the first of them.
     """
 
     id: str
@@ -46,6 +49,7 @@ class Found:
     path: Path
     version: str
     written: float
+    ranks: tuple[Path, ...] = ()
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Runs:
         found = self._listing.runs.get(id) or self.listing().runs.get(id)
         with self._reading:
             # As it is now: it has grown meanwhile, is gone, or has become a link that leads elsewhere.
-            run = found and _looked_at(found.root, found.path)
+            run = found and _as_it_is(found)
             if run is None:
                 return None
             if run.version == version:
@@ -145,7 +149,36 @@ def _search(roots: Mapping[str, str]) -> Listing:
                 )
                 return found
             found.runs[run.id] = run
+    found.runs |= {run.id: run for run in _of_all_ranks(list(found.runs.values()))}
     return found
+
+
+def _of_all_ranks(runs: list[Found]) -> Iterator[Found]:
+    """Yield a run for each model that several ranks recorded: rank0/Net and rank1/Net of one directory."""
+    groups: dict[Path, list[Found]] = {}
+    for run in sorted(runs, key=lambda run: _by_number(run.name)):
+        model = run.path.parent
+        if _RANK.fullmatch(model.parent.name):
+            groups.setdefault(model.parent.parent / model.name, []).append(run)
+    for group in groups.values():
+        if len(group) > 1:
+            *above, _, model_name = ("", *group[0].name.rsplit("/", 2))
+            yield _together(group, "/".join(filter(None, (*above, f"{model_name} of {len(group)} ranks"))))
+
+
+def _together(group: list[Found], name: str) -> Found:
+    paths = tuple(run.path for run in group)
+    id = hashlib.sha256(b"\0".join(map(os.fsencode, paths))).hexdigest()[:16]
+    version = hashlib.sha256(" ".join(run.version for run in group).encode()).hexdigest()[:16]
+    return Found(id, name, group[0].root, paths[0], version, max(run.written for run in group), paths)
+
+
+def _as_it_is(found: Found) -> Found | None:
+    """Return a run as its files are now; None if none of them is there any longer."""
+    if not found.ranks:
+        return _looked_at(found.root, found.path)
+    group = [run for path in found.ranks if (run := _looked_at(found.root, path)) is not None]
+    return _together(group, found.name) if group else None
 
 
 def _below(root: Path, label: str, troubles: list[str]) -> Iterator[Found]:
@@ -202,10 +235,13 @@ def _by_number(name: str) -> list[tuple[int, int, str]]:
 def _read(run: Found) -> dict[str, Any]:
     """Return a run's verdict, findings and map, or the sentence that says why it can't be read. Never raises."""
     from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.analysis.ranks import NotOneModelError, merge_ranks
     from mpinspect.ranges.store import SessionError, read_session
 
     try:
-        return _shown(analyse(read_session(run.path)))
+        return _shown(analyse(merge_ranks(map(read_session, run.ranks)) if run.ranks else read_session(run.path)))
+    except NotOneModelError as error:
+        return {"error": printable(f"The ranks can't be added up ({error}): look at each by itself.")}
     except (SessionError, OSError) as error:
         return {"error": printable(str(error))}
     except Exception as error:

@@ -29,6 +29,7 @@ from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
+from mpinspect.runtime.distributed import rank_and_world
 from mpinspect.runtime.wrappers import class_of
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -121,7 +122,10 @@ class Inspector:
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
-        info = RunInfo(class_of(model).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead)
+        info = RunInfo(
+            *(class_of(model).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead),
+            *(*rank_and_world(), selection.include or (), selection.exclude),
+        )
         self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         if self._tracking is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -30,6 +30,10 @@ LOSSES = ("loss", "scaled_loss")
 FROZEN = "frozen"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
+
+#: Values of ``TensorInfo.held``: not known, or a single process; a value of the rank's own, of which each rank has another
+#: (a gradient before the all-reduce); a shard of a tensor whose elements the ranks share; the same elements on each rank.
+HELD = ("", "own", "shard", "replica")
 
 # Allowed values of fields, checked when a session is read from a file (``decoding.typed``).
 Kind = Annotated[str, OneOf(KINDS)]
@@ -68,6 +72,11 @@ class TensorInfo:
         shape: shape of the parameter; empty for activations, whose shape varies.
         dtype: storage dtype of the parameter ("float32"); "" for activations.
         note: why the tensor can't be captured, if known ("frozen: requires_grad is False"), else "".
+        held: how what this process counted relates to the other ranks' tensors of the name: one of HELD.
+        replicas: number of ranks that hold the same elements as this one, itself included; 1 unless replicated.
+        is_first: whether this rank is the first of these replicas, the one to count where ranks are added up.
+
+    ``shape`` is the whole tensor's also where a rank holds a shard of it.
     """
 
     name: str
@@ -77,6 +86,9 @@ class TensorInfo:
     shape: tuple[Count, ...] = ()
     dtype: str = ""
     note: str = ""
+    held: Annotated[str, OneOf(HELD)] = ""
+    replicas: Count = 1
+    is_first: bool = True
 
     @property
     def key(self) -> TensorKey:
@@ -161,7 +173,24 @@ class Window:
 
     def of_kinds(self, kinds: Collection[str]) -> Window:
         """Return the window with only the tensors of these kinds."""
-        return replace(self, tensors=self.columns().only(kinds))
+        return self._only(lambda key: key.kind in kinds)
+
+    def without(self, keys: Collection[TensorKey]) -> Window:
+        """Return the window without these tensors."""
+        return self._only(lambda key: key not in keys) if keys else self
+
+    def once(self, keys: Collection[TensorKey], parts: Sequence[Window]) -> Window:
+        """Return the window, merged of these parts, with each sample of these tensors counted once.
+
+        A sample is then the tensor whose shards the parts hold: there are as many as the part with most has, and the
+        largest has as many elements as the largest shards together. The peaks stay those of the shards.
+        """
+        if not keys or not any(key in keys for key in self.tensors):
+            return self
+        return replace(self, tensors=self.columns().once(keys, [part.columns() for part in parts]))
+
+    def _only(self, wanted: Callable[[TensorKey], bool]) -> Window:
+        return replace(self, tensors=self.columns().only(wanted))
 
 
 @dataclass(frozen=True)
@@ -188,6 +217,7 @@ class Event:
             so that the gradient arriving at the module's output was already non-finite.
         given: whether the value was in what the model was given.
         of_input: whether it was first seen in the gradient of an input of ``tensor``, not of its output.
+        rank: the rank that saw it; None in a session of one process.
     """
 
     step: Count
@@ -206,6 +236,7 @@ class Event:
     after: bool = False
     given: bool = False
     of_input: bool = False
+    rank: Count | None = None
 
     @property
     def place(self) -> str:
@@ -231,6 +262,7 @@ class Measurement:
         figures: numbers by name; they may be non-finite.
         names: further dotted paths.
         text: a few words that the diagnosis quotes: a dtype, an operator, a class name.
+        rank: the rank that made it; None in a session of one process.
     """
 
     what: str
@@ -239,6 +271,7 @@ class Measurement:
     figures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     names: tuple[str, ...] = ()
     text: str = ""
+    rank: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -289,6 +322,7 @@ class Precision:
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.
+        reduced: dtypes in which the ranks' gradients are summed; empty if unknown, or for one process.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -298,6 +332,7 @@ class Precision:
     losses: tuple[str, ...] = ()
     optimizers: tuple[OptimizerRecord, ...] = ()
     scalers: tuple[ScalerRecord, ...] = ()
+    reduced: tuple[str, ...] = ()
 
 
 class ScaleChange(NamedTuple):
@@ -309,7 +344,11 @@ class ScaleChange(NamedTuple):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The settings and versions of a run, fixed from its start."""
+    """The settings and versions of a run, fixed from its start.
+
+    ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the
+    patterns of what was watched; empty where none were given.
+    """
 
     model: str = ""
     started: str = ""
@@ -318,6 +357,10 @@ class RunInfo:
     watch: bool = True
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     max_overhead: Annotated[float, Between(0.0, math.inf)] | None = None
+    rank: Count = 0
+    world_size: Count = 1
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -364,11 +407,27 @@ def is_below(path: str, module: str) -> bool:
 
 
 @dataclass(frozen=True)
+class RankRecord:
+    """One of the ranks whose counts a merged session adds up.
+
+    Args:
+        info, progress: the rank's own.
+        events: number of events that it saw.
+        tensors: number of tensors that it watched.
+    """
+
+    info: RunInfo = RunInfo()
+    progress: Progress = Progress()
+    events: Count = 0
+    tensors: Count = 0
+
+
+@dataclass(frozen=True)
 class Session:
     """The record of a run: tensors watched, counts and events. Pure data; safe to keep, merge, send and read anywhere.
 
     ``notes`` are sentences on what the capture could not measure and why. ``precision`` is empty if none was recorded
-    (arrays, older files).
+    (arrays, older files). ``ranks`` are those that were merged (``analysis/ranks.py``), in order; empty for one process.
     """
 
     info: RunInfo = RunInfo()
@@ -379,6 +438,7 @@ class Session:
     progress: Progress = Progress()
     precision: Precision = Precision()
     measurements: tuple[Measurement, ...] = ()
+    ranks: tuple[RankRecord, ...] = ()
 
     def __repr__(self) -> str:
         """Return a one-line summary, as the fields hold every count of a run."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpinspect.reporting import streams
 from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.directory import others_of, process_name, shown
-from mpinspect.run.joining import join, with_others
+from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, now, write_record
@@ -178,14 +178,27 @@ class Ending:
         return self.outcome.by_error and self.seen.torch_imported
 
     def _joined(self, recordings: Recordings) -> RunReport:
-        """Return the joined report; if this process prints it, include what broke in the other processes."""
-        report = join(recordings, self.seen, self.outcome, self.options, self._whole)
+        """Return the joined report; if this process prints it, include the other ranks, and what broke in other processes."""
+        others: list[Path] = []
+        added: list[Path] = []
+        notes: list[str] = []
+        models = recordings.models
+        if self.speaks:
+            others = others_of(self.directory, self._whole)
+            if ranks := [path for path in others if path.parent == self._whole != self.directory]:
+                # After an error of this rank the others may hang in a collective.
+                wait = {"patience_s": 0.0} if self.outcome.by_error else {}
+                try:
+                    models, added, notes = with_ranks(models, self.directory, ranks, **wait)
+                except Exception as error:
+                    notes = [f"the counts of the other ranks could not be added: {brief(error)}"]
+        report = join(replace(recordings, models=models), self.seen, self.outcome, self.options, self._whole)
         unmatched = [note for model in recordings.models for note in model.session.notes if _UNMATCHED.match(note)]
-        report = replace(report, saw=tuple(dict.fromkeys([*unmatched, *report.saw])))
+        report = replace(report, saw=tuple(dict.fromkeys([*unmatched, *report.saw, *notes])))
         if not self.speaks:
             return report
         try:
-            return with_others(report, others_of(self.directory, self._whole))
+            return with_others(report, others, added)
         except Exception as error:
             return replace(
                 report, saw=(*report.saw, f"the records of the other processes could not be read: {brief(error)}")

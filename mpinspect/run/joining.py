@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from mpinspect.run.directory import process_name
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Outcome, RecordedModel, Recordings, Seen, brief
-from mpinspect.run.record import TRACE, load_record
+from mpinspect.run.record import STILL_RUNNING, TRACE, load_record, read_record
 from mpinspect.runtime.decoding import DecodingError
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
     from mpinspect.ranges.session import Event
+    from mpinspect.run.ranks import ModelsOfRanks
     from mpinspect.run.report import ModelPart, RunReport
     from mpinspect.shapes.analysis import ShapeReport
 
 #: Most seconds spent reading other processes' sessions: there may be hundreds, on a network file system.
 _PATIENCE_S = 5.0
+#: Most seconds that the first rank waits for the other ranks to end, and seconds between two looks.
+_ENDS_WITHIN_S, _LOOK_S = 5.0, 0.05
 _NO_GPU = f"--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in {TRACE}"
 
 Made = TypeVar("Made")
@@ -90,6 +93,77 @@ def _kernels(
     return report
 
 
+# -- the other ranks ------------------------------------------------------------------------------------------------------
+
+
+def with_ranks(
+    models: list[RecordedModel], own: Path, ranks: list[Path], *, patience_s: float = _ENDS_WITHIN_S
+) -> tuple[list[RecordedModel], list[Path], list[str]]:
+    """Return this rank's models with what other ranks have recorded on disk added up.
+
+    Waits for ranks that are about to end, and reads for _PATIENCE_S seconds at most.
+
+    Args:
+        models: this rank's.
+        own: its directory.
+        ranks: the other ranks' directories.
+        patience_s: most seconds to wait for ranks that still run.
+
+    Returns:
+        The models of all ranks, the directories that were read, and sentences on what is not in.
+    """
+    from mpinspect.run.ranks import ModelsOfRanks
+
+    running = _still_running(ranks, patience_s)
+    whole, read, record = ModelsOfRanks(), [], read_record(own)
+    for model in models:
+        whole.add(own.name, model.name, model.session, world_size=record.world_size, job=record.job)
+    enough = time.monotonic() + _PATIENCE_S
+    for path in ranks if models else ():
+        if time.monotonic() > enough:
+            break
+        _add(whole, path)
+        read.append(path)
+    of_all = [RecordedModel(name, session) for name, session in whole.models()]
+    more = "mpinspect report adds the rest"
+    notes = [*whole.notes]
+    if running:
+        notes.append(f"{_named(running)} had not ended when this was made: of that only what was on disk is in, {more}")
+    if left := [path for path in ranks if path not in read and models]:
+        notes.append(f"{_named(left)} could not be read in {_PATIENCE_S:.0f} s: {more}")
+    return of_all, read, notes
+
+
+def _add(whole: ModelsOfRanks, path: Path) -> None:
+    from mpinspect.ranges.store import FILE_NAME as SESSION
+    from mpinspect.ranges.store import SessionError, read_session
+
+    record = read_record(path)
+    for file in sorted(path.glob(f"*/{SESSION}")):
+        try:
+            session = read_session(file)
+        except (SessionError, OSError) as error:
+            whole.notes.append(f"{process_name(path)}: {file.parent.name} can't be read: {error}")
+            continue
+        whole.add(path.name, file.parent.name, session, world_size=record.world_size, job=record.job)
+
+
+def _still_running(ranks: list[Path], patience_s: float) -> list[Path]:
+    """Wait until the ranks have ended, ``patience_s`` seconds at most, and return those that have not."""
+    enough = time.monotonic() + patience_s
+    while running := [path for path in ranks if read_record(path).outcome == STILL_RUNNING]:
+        if time.monotonic() > enough:
+            break
+        time.sleep(_LOOK_S)
+    return running
+
+
+def _named(paths: list[Path]) -> str:
+    from mpinspect.ranges.analysis.ranks import ranks_named
+
+    return ranks_named([int(path.name.removeprefix("rank")) for path in paths])
+
+
 # -- what broke in other processes ---------------------------------------------------------------------------------------
 
 
@@ -101,11 +175,17 @@ class _Break(NamedTuple):
     model: str
 
 
-def with_others(report: RunReport, others: Iterable[Path]) -> RunReport:
-    """Return the report with what other processes have recorded as broken so far; do not wait for those processes."""
+def with_others(report: RunReport, others: Iterable[Path], added: Collection[Path] = ()) -> RunReport:
+    """Return the report with what other processes have recorded as broken so far; do not wait for those processes.
+
+    Args:
+        report: of this process.
+        others: the other processes' directories.
+        added: those whose models are in the report.
+    """
     others = list(others)
     errors = [f"{process_name(path)} ended by {error}" for path in others if (error := _error(path))]
-    first = _first(report, others)
+    first = _first(report, [path for path in others if path not in added])
     if first is None or not first.process:
         return replace(report, saw=(*errors, *report.saw))
     from mpinspect.ranges.analysis.first_line import first_line

@@ -11,8 +11,11 @@ from mpinspect.kernels.analysis import KernelReport
 from mpinspect.kernels.profile import read_trace
 from mpinspect.kernels.trace import TraceError
 from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.ranks import ranks_named
+from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.run.directory import in_order, process_name
+from mpinspect.run.ranks import ModelsOfRanks
 from mpinspect.run.record import FILE_NAME as RECORD
 from mpinspect.run.record import REPORTS, TRACE, ProcessRecord, read_record
 from mpinspect.run.report import ModelPart, RunReport
@@ -28,15 +31,16 @@ def is_run_directory(path: str | PathLike[str]) -> bool:
     return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
-def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
+def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank: bool = False) -> RunReport:
     """Return the report of a run directory, even if the run is still going on or was killed.
 
-    The report names what is damaged or missing, and contains the rest. Shapes are not read back: the report refers to
-    the ``report.md`` that the run wrote at its end.
+    The counts of a job's ranks are added up: one report for each model. The report names what is damaged or missing, and
+    contains the rest. Shapes are not read back: the report refers to the ``report.md`` that the run wrote at its end.
 
     Args:
         path: the directory.
         format: the number format to judge the models against; None: the format that each uses.
+        each_rank: whether to report each rank's models by themselves.
 
     Raises:
         SessionError: the directory contains nothing readable, or several runs.
@@ -46,21 +50,31 @@ def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
     processes = _processes(folder)
     if not processes:
         raise SessionError(_nothing_in(folder))
-    parts: list[ModelPart] = []
-    saw: list[str] = []
+    models = ModelsOfRanks(each=each_rank)
+    saw: dict[str, list[str]] = {}
     records = {name: read_record(place) for name, place in processes.items()}
     first = next(iter(records.values()))
     for name, record in records.items():
-        lead = f"{name}: " if name else ""
         if record is not first and record.outcome not in ("ended", first.outcome):
-            saw.append(f"{lead}{record.outcome}")
-        for found in _found(processes[name], name, record, format):
-            if isinstance(found, ModelPart):
-                parts.append(found)
+            saw.setdefault(record.outcome, []).append(name)
+        for found in _found(processes[name], record):
+            if isinstance(found, str):
+                saw.setdefault(found, []).append(name)
             else:
-                saw.append(lead + found)
-    kernels = _kernels(processes.values(), saw)
-    return RunReport(first.command or folder.name, first.outcome, tuple(parts), None, kernels, tuple(saw), str(folder))
+                models.add(name, *found, world_size=record.world_size, job=record.job)
+    parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
+    notes = [*models.notes, *_said(saw, len(processes))]
+    kernels = _kernels(processes.values(), notes)
+    return RunReport(first.command or folder.name, first.outcome, parts, None, kernels, tuple(notes), str(folder))
+
+
+def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
+    """Yield the processes' sentences, each once; before those of some processes alone stands which."""
+    for sentence, names in saw.items():
+        names = list(dict.fromkeys(names))
+        ranks = [int(name.removeprefix("rank")) for name in names if name.removeprefix("rank").isdigit()]
+        named = ranks_named(ranks) if len(ranks) == len(names) > 1 else ", ".join(names)
+        yield sentence if len(names) == processes or not named else f"{named}: {sentence}"
 
 
 def recorded_shapes(path: str | PathLike[str]) -> dict[str, Any] | None:
@@ -101,8 +115,8 @@ def _nothing_in(folder: Path) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path, process: str, record: ProcessRecord, format: str | None) -> Iterator[ModelPart | str]:
-    """Yield a process's models, and sentences on what can't be read and on what the process saw."""
+def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | str]:
+    """Yield a process's models, by name, and sentences on what can't be read and on what the process saw."""
     report = _report(place)
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
@@ -111,7 +125,7 @@ def _found(place: Path, process: str, record: ProcessRecord, format: str | None)
         names.append(name)
         try:
             session = read_session(session_file)
-            yield ModelPart(f"{process}/{name}" if process else name, analyse(session, format))
+            yield name, session
         except (SessionError, OSError) as error:
             yield f"{name} can't be read: {str(error).rstrip('.')}{where}"
             continue

@@ -26,6 +26,8 @@ _KILLED = "ended without a report (killed, or it crashed)"
 STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
+#: More processes than any job has.
+_WorldSize: Any = Annotated[int, Between(1, 1 << 20)]
 
 # -- writing -------------------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,8 @@ class ProcessRecord:
         saw: sentences on what was seen; empty until the process has ended.
         models: names of the recorded models' directories; empty until the process has ended.
         trouble: what is wrong with run.json, as a sentence; "" if nothing is.
+        world_size: number of processes that the launcher started; 1 if unknown.
+        job: identifies the launch, the same in all its processes; "" if unknown.
     """
 
     command: str = ""
@@ -138,6 +142,8 @@ class ProcessRecord:
     saw: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     trouble: str = ""
+    world_size: int = 1
+    job: str = ""
 
 
 def read_record(directory: Path) -> ProcessRecord:
@@ -164,7 +170,9 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
         outcome = _KILLED if _is_gone(record) else STILL_RUNNING
     # A model has no directory if none of its files could be written.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
-    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble)
+    world_size = _field(record, "world_size", _WorldSize, [], needed=False) or 1
+    job = _field(record, "job", str, [], needed=False) or ""
+    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, world_size, job)
 
 
 @dataclass(frozen=True)

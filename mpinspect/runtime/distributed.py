@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from mpinspect.runtime.garbage_collection import living, with_subclasses
+from mpinspect.runtime.wrappers import registered
 
 _PIPELINING = "torch.distributed.pipelining"
 #: Its functions that run a stage once on memory that nobody has written to, to learn the shapes of its outputs.
@@ -59,3 +63,108 @@ def is_pipeline_trial() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: the process group's, else the launcher's; (0, 1) without either."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, world) if 0 <= rank < world else (0, 1)
+
+
+class Held(NamedTuple):
+    """How this process's part of a tensor relates to the other ranks': as in ``TensorInfo``."""
+
+    how: str = ""
+    replicas: int = 1
+    is_first: bool = True
+
+
+def held(tensor: torch.Tensor) -> Held:
+    """Return how a DTensor lies on the ranks, by its placements; Held() for any other tensor. Starts no communication.
+
+    A tensor that is still to be summed (Partial) in any dimension of the mesh is each rank's own.
+    """
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    if placements is None or mesh is None or not is_distributed(tensor):
+        return Held()
+    if any(placement.is_partial() for placement in placements):
+        return Held("own")
+    place = mesh.get_coordinate() or [0] * len(placements)
+    replicated = [number for number, placement in enumerate(placements) if placement.is_replicate()]
+    replicas = 1
+    for number in replicated:
+        replicas *= mesh.size(number)
+    how = "shard" if len(replicated) < len(placements) else "replica"
+    return Held(how, replicas, all(place[number] == 0 for number in replicated))
+
+
+def data_parallel() -> dict[int, torch.nn.Module]:
+    """Return the DistributedDataParallel module of each parameter that one keeps equal on all ranks, by the parameter's id.
+
+    The modules are looked for among all living objects, since a wrapped model knows nothing of its wrapper; nothing is
+    looked for in a process without ranks.
+    """
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    if module is None or rank_and_world()[1] < 2:
+        return {}
+    return {
+        id(parameter): wrapper
+        for wrapper in living(with_subclasses(module.DistributedDataParallel))
+        # One whose __init__ failed has no module.
+        if (inner := registered(wrapper, "_modules").get("module")) is not None
+        for name, parameter in inner.named_parameters()
+        if name not in getattr(wrapper, "parameters_to_ignore", ())
+    }
+
+
+def copy_held(wrapper: Any) -> Held:
+    """Return how a DistributedDataParallel module's parameters lie on the ranks of its group; Held() if that is gone."""
+    distributed, group = torch.distributed, getattr(wrapper, "process_group", None)
+    if group is None or not distributed.is_initialized():
+        return Held()
+    replicas, rank = distributed.get_world_size(group), distributed.get_rank(group)
+    # Both are -1 in a process that is not in the group.
+    return Held("replica", replicas, rank == 0) if rank >= 0 else Held()
+
+
+def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | None:
+    """Return the dtype in which the ranks' gradients of a parameter are summed; None if unknown, or if they are not.
+
+    Args:
+        parameter: any parameter.
+        wrapper: its DistributedDataParallel module, if any: by default the parameter's dtype, or that of a hook that
+            compresses; what any other hook does is not known.
+    """
+    if wrapper is None:
+        return None
+    if mixed := getattr(wrapper, "mixed_precision", None):
+        return getattr(mixed, "reduce_dtype", None) or parameter.dtype
+    hooks = getattr(wrapper, "_comm_hooks", None) or [(None, None)]
+    names = [getattr(hook, "__name__", "") for hook, _ in hooks if hook is not None]
+    known = {
+        "allreduce_hook": parameter.dtype,
+        "fp16_compress_hook": torch.float16,
+        "bf16_compress_hook": torch.bfloat16,
+    }
+    return known.get(names[-1]) if names else parameter.dtype
+
+
+def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype in which ``fully_shard`` sums the gradients of a module's group; None if unknown or not sharded.
+
+    FSDP2 has no public way to read its policy back.
+    """
+    get_state = getattr(module, "_get_fsdp_state", None)
+    group = getattr(get_state(), "_fsdp_param_group", None) if callable(get_state) else None
+    policy = getattr(group, "mp_policy", None)
+    if policy is None:
+        return None
+    own = next((parameter.dtype for parameter in module.parameters()), None)
+    found: torch.dtype | None = policy.reduce_dtype or policy.param_dtype or own
+    return found

@@ -39,6 +39,11 @@ def living(kinds: Iterable[type]) -> list[Any]:
         return list(_of_types(frozenset(map(id, kinds))))
 
 
+def with_subclasses(kind: type) -> set[type]:
+    """Return a class and all classes derived from it."""
+    return {kind}.union(*map(with_subclasses, kind.__subclasses__()))
+
+
 def _of_types(wanted: frozenset[int]) -> Iterator[object]:
     """Iterate over the tracked objects whose types have these ids. No Python code runs in it, and at its end the list is freed.
 

@@ -23,6 +23,7 @@ from mpinspect.integrations.tensorboard import RangesPlugin
 from mpinspect.integrations.tensorboard_runs import FILE_NAME, Runs, roots_of
 from mpinspect.ranges import store
 from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.report.explorer import packed
 from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import save_session
@@ -111,6 +112,27 @@ def test_a_run_is_served_as_the_page_embeds_it(tmp_path: Path) -> None:
     assert answer["ended"] is session.progress.ended
     unchanged = told(board, "run", id=runs(board)["a/WordModel"], version=answer["version"])
     assert unchanged == {"version": answer["version"]}
+
+
+def test_a_model_of_several_ranks_is_served_added_up(tmp_path: Path) -> None:
+    def of_rank(rank: int) -> Session:
+        session = sessions.word_model()
+        return replace(session, info=replace(session.info, rank=rank, world_size=2))
+
+    for rank in range(2):
+        written(tmp_path / "a" / f"rank{rank}" / "Net", of_rank(rank))
+    board = client(tmp_path)
+    assert list(runs(board)) == ["a/Net of 2 ranks", "a/rank0/Net", "a/rank1/Net"]
+    id = runs(board)["a/Net of 2 ranks"]
+    answer = told(board, "run", id=id)
+    merged = analyse(merge_ranks(map(of_rank, range(2))))
+    assert answer["map"] == packed(merged)
+    assert told(board, "run", id=id, version=answer["version"]) == {"version": answer["version"]}
+    # A rank whose file is gone is left out; one that does not fit is said.
+    (tmp_path / "a" / "rank1" / "Net" / FILE_NAME).unlink()
+    assert told(board, "run", id=id)["version"] != answer["version"]
+    written(tmp_path / "a" / "rank1" / "Net", of_rank(0))
+    assert "rank 0 came twice" in told(board, "run", id=id)["error"]
 
 
 def test_a_run_that_goes_on_is_read_again(tmp_path: Path) -> None:

@@ -45,12 +45,60 @@ def test_one_process_with_two_models(tmp_path):
     assert report.parts[0].ranges.session.progress == sessions.word_model().progress
 
 
-def test_ranks_are_parts_in_their_order(tmp_path):
+def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
     for rank in (10, 2, 0):
-        make_run(tmp_path / f"rank{rank}", "Net", saw=["seen"])
-    report = read_run(tmp_path)
+        make_run(tmp_path / f"rank{rank}", "Net", saw=["seen", *(["here"] if rank == 2 else [])], world_size=11)
+    (part,) = read_run(tmp_path).parts
+    assert part.name == "Net"
+    alone, merged = sessions.word_model().totals(), part.ranges.session.totals()
+    assert {key: 3 * window.histogram.total for key, window in alone.items()} == {
+        key: window.histogram.total for key, window in merged.items()
+    }
+    absent = "ranks 1 and 3-9 of 11 left nothing that can be added"
+    assert read_run(tmp_path).saw == (absent, "seen", "rank2: here")
+    report = read_run(tmp_path, each_rank=True)
     assert [part.name for part in report.parts] == ["rank0/Net", "rank2/Net", "rank10/Net"]
-    assert report.saw == ("rank0: seen", "rank2: seen", "rank10: seen")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])
+def test_every_form_names_the_rank(suffix, tmp_path):
+    event = s.Event(4, 0, "backward", "fc", "weight_gradient", "fc.weight", "inf", skipped=False)
+    for rank in range(2):
+        model = make_run(tmp_path / f"rank{rank}", world_size=2) / "Net"
+        model.mkdir()
+        info = dataclasses.replace(sessions.word_model().info, rank=rank, world_size=2)
+        dataclasses.replace(sessions.word_model(), info=info, events=(event,) if rank else ()).save(model)
+    text = render(read_run(tmp_path), suffix)
+    assert "rank 1, step 4, backward, fc" in text
+    assert "rank-events-differ" in text
+
+
+def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
+    for rank, job in enumerate(("a", "b", "a")):
+        make_run(tmp_path / f"rank{rank}", "Net", world_size=3, job=job)
+    report = read_run(tmp_path)
+    assert [part.name for part in report.parts] == ["Net", "rank1/Net"]
+    assert [rank.info.rank for rank in report.parts[0].ranges.session.ranks] == [0, 2]
+    assert report.saw[0] == "rank1/Net is shown by itself: it is of another run: two runs are in one folder"
+
+
+def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_path):
+    for rank, model in enumerate(("First", "Second")):
+        make_run(tmp_path / f"rank{rank}", model, world_size=2)
+    report = read_run(tmp_path)
+    assert [part.name for part in report.parts] == ["First", "Second"]
+    assert not any(finding.id == "rank-missing" for finding in report.findings)
+    assert report.saw == ()
+
+
+def test_inspectors_with_a_log_dir_for_each_rank_are_added_up(tmp_path):
+    for rank in range(2):
+        info = dataclasses.replace(sessions.word_model().info, rank=rank, world_size=2)
+        (tmp_path / f"of-{rank}").mkdir()
+        dataclasses.replace(sessions.word_model(), info=info).save(tmp_path / f"of-{rank}")
+    (part,) = read_run(tmp_path).parts
+    assert part.name == "WordModel"
+    assert len(part.ranges.session.ranks) == 2
 
 
 def running(process, **record):
@@ -143,7 +191,7 @@ def test_a_rank_without_its_record_and_a_ranks_own_children(tmp_path):
     make_run(tmp_path / "rank0" / "process-0", "Net", saw=[], outcome="ValueError: 3")
     (make_run(tmp_path / "rank1", "Net") / "run.json").unlink()
     report = read_run(tmp_path)
-    assert [part.name for part in report.parts] == ["rank0/Net", "rank0/process-0/Net", "rank1/Net"]
+    assert [part.name for part in report.parts] == ["Net", "rank0/process-0/Net"]
     assert "rank0/process-0: ValueError: 3" in report.saw
     assert any(sentence.startswith("rank1: run.json is missing") for sentence in report.saw)
 
@@ -210,9 +258,10 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     session = made.full_session()
     rank = tmp_path / "run" / "rank1" / "Net"
     rank.mkdir(parents=True)
+    session = dataclasses.replace(session, info=s.RunInfo("Net"), ranks=())
     dataclasses.replace(session, progress=s.Progress()).save(rank)
     assert read_session(rank).progress == s.Progress()
-    report = read_run(run.parent)
+    report = read_run(run.parent, each_rank=True)
     told = {part.name: part.ranges.session.progress for part in report.parts}["rank1/Net"]
     assert (told.steps, told.sampled_steps) == (91, 9)
     for suffix in (".txt", ".md"):

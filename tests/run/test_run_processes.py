@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pickle
+import platform
 import subprocess
 import sys
+import time
 import types
 
 import pytest
+import sessions
 from launched import RUN_DIR, bare, silent, watched, write
 
 from mpinspect.run import processes
 from mpinspect.run.directory import others_of
 from mpinspect.run.ending import Ending
 from mpinspect.run.import_hook import when_imported
-from mpinspect.run.joining import with_others
+from mpinspect.run.joining import with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import outcome_of
+from mpinspect.run.outcome import RecordedModel, outcome_of
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -227,6 +232,7 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     (directory,) = (folder / "runs").iterdir()
     assert [record(directory / f"rank{rank}")["rank"] for rank in range(2)] == [0, 1]
     assert ended.stderr.count("mpinspect: recording into") == ended.stderr.count("Net against float16") == 1
+    assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
 
 
 #: Two separate networks, one a rank, of which one breaks at the step that is given for its rank, if any.
@@ -265,16 +271,17 @@ def test_a_rank_that_broke_earlier_leads_the_first_ranks_report(tmp_path):
     assert lines[0].startswith(f"mpinspect: recording into {directory} (")
     assert lines[1].startswith("mpinspect: rank 0: step 3, ")
     report = json.loads((directory / "rank0" / "report.json").read_text())
-    assert report["first_line"].startswith("rank1/Net: step 1, ")
-    assert "\nrank1/Net: step 1, " in first
-    assert report["saw"][0] == f"rank 1 broke earlier: {report['first_line'].removeprefix('rank1/Net: ')}"
+    assert report["first_line"].startswith("rank 1, step 1, ")
+    assert "\nrank 1, step 1, " in first
+    (model,) = report["models"]
+    assert [(event["step"], event["rank"]) for event in model["ranges"]["events"]][:2] == [(1, 1), (3, 0)]
     assert report["log_dir"] == str(directory)
 
 
 def test_a_rank_that_broke_later_or_failed_does_not_lead(tmp_path):
     rank_after_rank(tmp_path, "1", "3")
     report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
-    assert report["first_line"].startswith("step 1, ")
+    assert report["first_line"].startswith("rank 0, step 1, ")
     assert not any(sentence.startswith("rank 1") for sentence in report["saw"])
 
 
@@ -285,6 +292,29 @@ def test_a_rank_that_failed_is_named(tmp_path):
     assert report["first_line"] == ""
     # Python's own traceback is there.
     assert "mpinspect: " not in second
+
+
+def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
+    for rank, outcome in enumerate(("running", "running", "ended")):
+        model = tmp_path / f"rank{rank}" / "Net"
+        model.mkdir(parents=True)
+        session = sessions.word_model()
+        session = dataclasses.replace(session, info=dataclasses.replace(session.info, rank=rank, world_size=4))
+        session.save(model)
+        running = {"process": os.getpid(), "host": platform.node(), "world_size": 4}
+        (model.parent / "run.json").write_text(json.dumps({"command": "train.py", "outcome": outcome} | running))
+        if not rank:
+            own = RecordedModel("Net", session)
+    others = [tmp_path / "rank1", tmp_path / "rank2"]
+    began = time.monotonic()
+    (model,), read, notes = with_ranks([own], tmp_path / "rank0", others, patience_s=0.2)
+    assert time.monotonic() - began < 5
+    assert [rank.info.rank for rank in model.session.ranks] == [0, 1, 2]
+    assert read == others
+    assert notes == [
+        "rank 3 of 4 left nothing that can be added",
+        "rank 1 had not ended when this was made: of that only what was on disk is in, mpinspect report adds the rest",
+    ]
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

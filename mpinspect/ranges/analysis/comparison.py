@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.parting import Course, Stretch, courses, stretche
 from mpinspect.ranges.analysis.ranges import layer_report, tensor_infos
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
-from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, merge_windows
+from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, Window, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
 from mpinspect.reporting.words import as_power, percent, steps_named
 
@@ -158,7 +158,7 @@ def compare_ranges(first: RangeReport, second: RangeReport) -> RangeDiff:
         only_second=tuple(key for key in counted[1] if key not in counted[0]),
         events_only_first=tuple(event for at, event in events[0].items() if at not in events[1]),
         events_only_second=tuple(event for at, event in events[1].items() if at not in events[0]),
-        scales_part=_scales_part(first.session, second.session),
+        scales_part=scales_part(first.session.progress, second.session.progress),
     )
     return replace(
         diff,
@@ -259,12 +259,12 @@ def _identity(event: Event) -> tuple[object, ...]:
     return event.step, event.micro_batch, event.phase, event.module, event.what, event.tensor, event.value
 
 
-def _scales_part(first: Session, second: Session) -> tuple[int, float | None, float | None] | None:
-    """Return the first step at which the loss scales of the runs differ, and both; None if they agree as far as both ran."""
-    one, other = ({change.step: change.scale for change in run.progress.scales} for run in (first, second))
+def scales_part(first: Progress, second: Progress) -> tuple[int, float | None, float | None] | None:
+    """Return the first step at which the loss scales of two runs differ, and both; None if they agree as far as both ran."""
+    one, other = ({change.step: change.scale for change in run.scales} for run in (first, second))
     if not one or not other:
         return None
-    end = min(first.progress.steps, second.progress.steps)
+    end = min(first.steps, second.steps)
     here, there = next(iter(one.values())), next(iter(other.values()))
     for step in sorted({*one, *other}):
         here, there = one.get(step, here), other.get(step, there)

@@ -295,17 +295,15 @@ def _value(event: Event) -> str:
 def _what(event: Event) -> str:
     value = _value(event)
     what = event.what.replace("_", " ")
+    rank = "" if event.rank is None else f" on rank {event.rank}"
     if event.given:
-        return "what the model was given was not finite"
+        return f"what the model was given was not finite{rank}"
     if event.of_input:
-        return f"the {what} of an input of {event.tensor or 'the model'!r} held {value}"
+        return f"the {what} of an input of {event.tensor or 'the model'!r} held {value}{rank}"
     if event.after:
-        return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already"
-    return (
-        f"the {what} held {value}"
-        if event.what in LOSSES
-        else f"the {what} of {event.module or 'the model'!r} held {value}"
-    )
+        return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already{rank}"
+    of = "" if event.what in LOSSES else f" of {event.module or 'the model'!r}"
+    return f"the {what}{of} held {value}{rank}"
 
 
 def _known_cause(event: Event) -> str:

@@ -12,6 +12,8 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
+from mpinspect.ranges.analysis.rank_findings import rank_findings
+from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
@@ -30,7 +32,8 @@ def findings(
     format: FloatFormat,
 ) -> tuple[Finding, ...]:
     """Return all findings: errors first, then warnings, then information; within one severity, in the order of the checks."""
-    diagnosed = list(diagnose(Case(session, layers, totals, infos, advised, format)))
+    case = Case(session, layers, totals, infos, advised, format)
+    diagnosed = [_with_ranks(finding, session) for finding in diagnose(case)]
     is_explained = any(map(explains_events, diagnosed))
     events = event_findings(session, totals, advised.advice, is_explained=is_explained)
     found = [
@@ -41,8 +44,17 @@ def findings(
         *update_findings(infos, totals),
         *([] if advised.diverged else _reductions(session, totals, format)),
         *_never_fired(coverage),
+        *rank_findings(session, advised),
     ]
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
+
+
+def _with_ranks(finding: Finding, session: Session) -> Finding:
+    """Return the finding with the ranks on which its step was not finite, if it was on some alone."""
+    ranks = {event.rank for event in session.events if event.step == finding.step and event.rank is not None}
+    if not 0 < len(ranks) < len(session.ranks):
+        return finding
+    return replace(finding, message=f"{finding.message} That was on {ranks_named(list(ranks))}.")
 
 
 def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:

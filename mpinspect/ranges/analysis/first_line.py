@@ -16,10 +16,15 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 
 
 def first_line(event: Event) -> str:
-    """Return ``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``, without the unknown parts."""
+    """Return ``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``, without the unknown parts.
+
+    Of several ranks it begins with the one that saw the event.
+    """
+    rank = [] if event.rank is None else [f"rank {event.rank}"]
     if event.phase == END:
-        return f"end of the run (step {event.step}), {event.tensor}, first {_VALUES.get(event.value, event.value)}"
-    parts = [f"step {event.step}"]
+        end = f"end of the run (step {event.step})"
+        return ", ".join([*rank, end, event.tensor, f"first {_VALUES.get(event.value, event.value)}"])
+    parts = [*rank, f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")
     parts += [event.phase, event.place, f"first {_VALUES.get(event.value, event.value)}"]

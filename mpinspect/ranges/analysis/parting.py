@@ -83,7 +83,11 @@ def stretches(first: Session, second: Session) -> tuple[Stretch, ...]:
 
     Steps that only one run counted are left out.
     """
-    return tuple(_made(*group, first, second) for group in _groups(first.windows, second.windows) if _overlap(*group))
+    return tuple(
+        _made(*group, first, second)
+        for group in groups(first.windows, second.windows)
+        if all(group) and _overlap(*group)
+    )
 
 
 def courses(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> dict[TensorKey, Course]:
@@ -107,25 +111,19 @@ def courses(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> dict[Tenso
 # -- the steps ----------------------------------------------------------------------------------------------------------
 
 
-def _groups(first: Sequence[Window], second: Sequence[Window]) -> Iterator[tuple[list[Window], list[Window]]]:
-    """Yield the windows that overlap, directly or through others."""
-    left, right = (sorted(windows, key=lambda window: window.first_step) for windows in (first, second))
-    while left and right:
-        if left[0].last_step < right[0].first_step:
-            left.pop(0)
-            continue
-        if right[0].last_step < left[0].first_step:
-            right.pop(0)
-            continue
-        ours, theirs = [left.pop(0)], [right.pop(0)]
-        while True:
-            end = max(ours[-1].last_step, theirs[-1].last_step)
-            if left and left[0].first_step <= end:
-                ours.append(left.pop(0))
-            elif right and right[0].first_step <= end:
-                theirs.append(right.pop(0))
-            else:
-                break
+def groups(first: Sequence[Window], second: Sequence[Window]) -> Iterator[tuple[list[Window], list[Window]]]:
+    """Yield the windows that overlap, directly or through others, in the order of their steps; one side may be empty."""
+    both = [(window.first_step, side, window) for side, windows in enumerate((first, second)) for window in windows]
+    ours: list[Window] = []
+    theirs: list[Window] = []
+    end = -1
+    for start, side, window in sorted(both, key=lambda each: each[:2]):
+        if start > end and (ours or theirs):
+            yield ours, theirs
+            ours, theirs = [], []
+        (theirs if side else ours).append(window)
+        end = max(end, window.last_step)
+    if ours or theirs:
         yield ours, theirs
 
 

@@ -9,7 +9,7 @@ from mpinspect.ranges.analysis.precision import ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.words import as_power, format_name, with_power
+from mpinspect.reporting.words import as_power, format_name, number_of, with_power
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 
@@ -62,7 +62,9 @@ def _nothing_seen(session: Session) -> str:
 
 def _healthy(session: Session) -> str:
     progress = session.progress
-    steps = f"{progress.steps:,} {'step' if progress.steps == 1 else 'steps'}"
+    steps = number_of(progress.steps, "step") + (
+        f" of {number_of(len(session.ranks), 'rank')}" if session.ranks else ""
+    )
     watched = progress.watched_steps
     if not session.info.watch:
         looked = f"; infinities and NaNs were looked for in the {progress.sampled_steps:,} sampled ones"

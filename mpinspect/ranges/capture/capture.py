@@ -108,7 +108,8 @@ class Capture(Dispatcher):
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
         self._updates = Updates(self._tally, self._optimizers, UPDATE in self._kinds)
-        ledger = Ledger(self._parameters, self._optimizers, step_clock, recording)
+        all_modules = [layer.module for layer in self._layers]
+        ledger = Ledger(self._parameters, self._optimizers, step_clock, recording, all_modules)
         handed_over = HandedOver(self._parameters, self._optimizers, step_clock, recording)
         averages = Averages(self._parameters, self._optimizers, step_clock, recording)
         accumulation = Accumulation(step_clock, recording)

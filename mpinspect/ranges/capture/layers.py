@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey
-from mpinspect.runtime.distributed import is_distributed
+from mpinspect.runtime.distributed import Held, copy_held, data_parallel, held, is_distributed, rank_and_world
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import class_of, is_compiled_wrapper, plain_names, unwrapped
 
@@ -43,15 +43,17 @@ class Layer(Nameable):
 
 @dataclass(eq=False)
 class WatchedParameter(Nameable):
-    """A parameter under its first name. ``counted``: whether its kinds are captured (integers have no exponents).
+    """A parameter under its first name.
 
-    ``parameter`` changes if the model's parameter of this name is replaced by another, as ``fully_shard`` does.
+    ``counted``: whether its kinds are captured (integers have no exponents). ``parallel``: its DistributedDataParallel
+    module, if any. ``parameter`` changes if the model's parameter of this name is replaced by another, as ``fully_shard`` does.
     """
 
     name: str
     owner: str
     parameter: torch.nn.Parameter
     counted: bool
+    parallel: torch.nn.Module | None = None
 
     def __str__(self) -> str:
         return repr(self.name)
@@ -60,6 +62,15 @@ class WatchedParameter(Nameable):
     def gradient_key(self) -> TensorKey:
         """The key of the parameter's gradients; cached."""
         return TensorKey(self.name, WEIGHT_GRADIENT)
+
+    def held(self, kind: str) -> Held:
+        """Return how this process's tensor of a kind relates to the other ranks' (its gradient: before any all-reduce)."""
+        known = held(self.parameter)
+        if known.how or rank_and_world()[1] < 2:
+            return known
+        if kind == WEIGHT_GRADIENT:
+            return Held("own")
+        return known if self.parallel is None else copy_held(self.parallel)
 
 
 class Selection:
@@ -124,12 +135,14 @@ def _passes_on(module: torch.nn.Module) -> bool:
 
 def find_parameters(model: torch.nn.Module, selection: Selection) -> list[WatchedParameter]:
     """Return every parameter once, under its first name without wrappers (shared parameters have several names)."""
+    parallel = data_parallel()
     return [
         WatchedParameter(
             name,
             owner := name.rpartition(".")[0],
             parameter,
             selection.wants(name, owner) and (parameter.is_floating_point() or parameter.is_complex()),
+            parallel.get(id(parameter)),
         )
         for name, parameter in named_parameters(model)
     ]
@@ -192,7 +205,16 @@ def _of_parameter(watched: WatchedParameter, type_name: str, kinds: Collection[s
     shape = () if is_lazy(parameter) else tuple(parameter.shape)
     dtype = str(parameter.dtype).removeprefix("torch.")
     return [
-        TensorInfo(watched.name, kind, watched.owner, type_name, shape, dtype, "" if kind == WEIGHT else note)
+        TensorInfo(
+            watched.name,
+            kind,
+            watched.owner,
+            type_name,
+            shape,
+            dtype,
+            "" if kind == WEIGHT else note,
+            *watched.held(kind),
+        )
         for kind in PARAMETER_KINDS
         if kind in kinds
     ]

@@ -10,6 +10,7 @@ from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.rank_findings import rank_sentences
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
@@ -120,6 +121,7 @@ def document(
                 and not report.coverage.never_fired
                 and not session.info.max_overhead,
             ),
+            *section("Ranks", bullets(tuple(rank_sentences(session)))),
             *section("Notes", bullets(session.notes, NOTES)),
         ),
         verdict=verdict_blocks(report.verdict) if verdict else (),

@@ -87,10 +87,11 @@ def event_facts(event: Event) -> Iterator[str]:
 
 
 def event_line(event: Event) -> str:
-    """Return an event's step, place, value and tensor in words."""
+    """Return an event's rank, step, place, value and tensor in words."""
+    rank = "" if event.rank is None else f"rank {event.rank}, "
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
     tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
     if event.of_input:
         tensor = f" of an input of {event.tensor or 'the model'}"
     what = f"{'seen in ' if event.given else 'in '}the {event.what.replace('_', ' ')}"
-    return f"step {event.step}{batch}, {event.phase}, {event.place}: {event.value} {what}{tensor}"
+    return f"{rank}step {event.step}{batch}, {event.phase}, {event.place}: {event.value} {what}{tensor}"

@@ -6,7 +6,7 @@ which release the GIL. The objects are made on the first access to a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -136,9 +136,23 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         names = (*PER_BIN, "samples", "zeros", "infs", "nans")
         return replace(self, columns={**self.columns, **{n: self.columns[n].astype(np.int64) * weight for n in names}})
 
-    def only(self, kinds: Collection[str]) -> TensorColumns:
-        """Return the tensors of these kinds."""
-        kept = np.array([key.kind in kinds for key in self.order], dtype=bool)
+    def once(self, keys: Collection[TensorKey], parts: Sequence[TensorColumns]) -> TensorColumns:
+        """Return the same tensors, merged of these parts, with each sample of these keys counted once: see ``Window.once``."""
+        place = {key: number for number, key in enumerate(self.order)}
+        samples, numel = (np.zeros(len(self.order), dtype=np.int64) for _ in range(2))
+        for part in parts:
+            at = np.array([place[key] for key in part.order], dtype=np.intp)
+            samples[at] = np.maximum(samples[at], part.columns["samples"])
+            numel[at] += part.columns["numel_max"]
+        shared = np.array([key in keys for key in self.order], dtype=bool)
+        changed = {"samples": samples, "numel_max": numel}
+        return replace(
+            self, columns={**self.columns, **{n: np.where(shared, c, self.columns[n]) for n, c in changed.items()}}
+        )
+
+    def only(self, wanted: Callable[[TensorKey], bool]) -> TensorColumns:
+        """Return the tensors whose keys are wanted."""
+        kept = np.array([wanted(key) for key in self.order], dtype=bool)
         if kept.all():
             return self
         masks = dict.fromkeys((*PER_TENSOR, *SIGNIFICANDS), kept)

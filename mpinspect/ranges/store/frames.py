@@ -31,7 +31,7 @@ HEADER = MAGIC + struct.pack("<I", SCHEMA_VERSION)
 
 INFO, WATCHED, KEYS, WINDOW = b"INFO", b"WTCH", b"KEYS", b"WIND"
 EVENT, NOTE, PROGRESS, DROPPED = b"EVNT", b"NOTE", b"PROG", b"DROP"
-PRECISION, MEASUREMENT = b"PREC", b"MEAS"
+PRECISION, MEASUREMENT, RANK = b"PREC", b"MEAS", b"RANK"
 
 #: Length of the payload, CRC-32 of type and payload, type.
 _FRAME = struct.Struct("<II4s")

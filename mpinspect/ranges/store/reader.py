@@ -16,6 +16,7 @@ from mpinspect.ranges.session import (
     Measurement,
     Precision,
     Progress,
+    RankRecord,
     RunInfo,
     Session,
     TensorInfo,
@@ -71,6 +72,7 @@ class _Contents:
         self.progress = Progress()
         self.precision = Precision()
         self.measurements: list[Measurement] = []
+        self.ranks: list[RankRecord] = []
         self.dropped: Mapping[str, int] = {}
         self._decoder = windows.Decoder()
         self._take: dict[bytes, Callable[[Any], None]] = {
@@ -80,6 +82,7 @@ class _Contents:
             frames.EVENT: lambda value: self.events.append(typed(Event, value)),
             frames.NOTE: lambda value: self.notes.append(typed(str, value)),
             frames.MEASUREMENT: lambda value: self.measurements.append(typed(Measurement, value)),
+            frames.RANK: lambda value: self.ranks.append(typed(RankRecord, value)),
             frames.PRECISION: self._precision,
             frames.PROGRESS: self._progress,
             frames.DROPPED: self._dropped,
@@ -110,6 +113,7 @@ class _Contents:
             self.progress,
             self.precision,
             tuple(self.measurements),
+            tuple(self.ranks),
         )
 
     def _info(self, value: Any) -> None:

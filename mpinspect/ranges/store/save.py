@@ -29,6 +29,7 @@ def save_session(session: Session, path: str | PathLike[str]) -> Path:
         *(frame(frames.EVENT, frames.json_bytes(event)) for event in session.events),
         *(frame(frames.NOTE, frames.json_bytes(note)) for note in session.notes),
         *(frame(frames.MEASUREMENT, frames.json_bytes(each)) for each in session.measurements),
+        *(frame(frames.RANK, frames.json_bytes(rank)) for rank in session.ranks),
         frame(frames.PRECISION, frames.json_bytes(session.precision)),
         frame(frames.PROGRESS, frames.json_bytes(session.progress)),
     ]

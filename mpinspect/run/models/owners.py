@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from mpinspect.runtime.garbage_collection import living
+from mpinspect.runtime.garbage_collection import living, with_subclasses
 from mpinspect.runtime.wrappers import registered, unwrapped
 
 #: Modules alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
@@ -22,16 +22,12 @@ _frozen: list[weakref.ref[nn.Module]] = []
 
 def living_modules() -> list[nn.Module]:
     """Return every module alive in this process, in no particular order. Takes some 0.2 s for a million objects."""
-    found = {id(each): each for each in living(_with_subclasses(nn.Module))}
+    found = {id(each): each for each in living(with_subclasses(nn.Module))}
     for reference in _frozen:
         module = reference()
         if module is not None:
             found[id(module)] = module
     return list(found.values())
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def remember_before_freezing() -> None:

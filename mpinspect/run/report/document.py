@@ -23,7 +23,7 @@ from mpinspect.reporting.document import (
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES, in_counts
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
@@ -102,7 +102,8 @@ def _brief(report: RunReport) -> Iterator[Item]:
         # Repeated here, since the top of the report may have scrolled out of view.
         yield Item(report.first_line, "broke")
     for part in report.parts:
-        counted = steps_and_samples(part.ranges.session.progress)
+        ranks = len(part.ranges.session.ranks)
+        counted = steps_and_samples(part.ranges.session.progress, f" on {number_of(ranks, 'rank')}" if ranks else "")
         healthy = "Healthy. " if part.ranges.verdict.healthy else ""
         worst = () if healthy else part.ranges.verdict.sentences[:1]
         yield Item(f"{healthy}{counted[0].upper()}{counted[1:]}. {scale_in_brief(part.ranges)}", part.name, worst)

@@ -16,7 +16,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord
-from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
 
 #: Settings of an optimizer's group that are recorded, where they are numbers.
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
@@ -30,6 +30,7 @@ class Ledger(Observer):
         optimizers: those that step the parameters.
         clock: the run's.
         recording: receives the ledger.
+        modules: the model's.
     """
 
     def __init__(
@@ -38,7 +39,11 @@ class Ledger(Observer):
         optimizers: ModelOptimizers,
         clock: StepClock,
         recording: Recording,
+        modules: Sequence[torch.nn.Module] = (),
     ) -> None:
+        self._modules = modules
+        #: Found at the end of the first measured step, when the hooks that sum gradients are in place.
+        self._summed_in: tuple[str, ...] | None = None
         self._clock, self._optimizers, self._recording = clock, optimizers, recording
         self._parameters = parameters
         self._gradients: Counter[str] = Counter()
@@ -109,8 +114,17 @@ class Ledger(Observer):
                 tuple(self._losses),
                 tuple(self._stepped.values()),
                 tuple(self._scalers.values()),
+                self._reduced(),
             )
         )
+
+    def _reduced(self) -> tuple[str, ...]:
+        """Return the dtypes in which ranks sum their gradients, as far as their wrappers tell."""
+        if self._summed_in is None:
+            of_copies = (summed_in(each.parameter, each.parallel) for each in self._parameters)
+            dtypes = (*of_copies, *map(sharded_sum_in, self._modules))
+            self._summed_in = tuple({dtype_name(dtype): None for dtype in dtypes if dtype is not None})
+        return self._summed_in
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         stepped = list(_stepped_by(optimizer))

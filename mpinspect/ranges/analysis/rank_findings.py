@@ -1,0 +1,282 @@
+"""Says what a merged session adds up, and names the ranks that differ: missing, uneven, unlike, broken, elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
+
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16
+from mpinspect.ranges.analysis.comparison import scales_part
+from mpinspect.ranges.analysis.first_line import first_line
+from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
+from mpinspect.ranges.analysis.ranks import MISSING, ranks_named
+from mpinspect.ranges.analysis.scale_advice import Advised
+from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
+from mpinspect.ranges.session import RankRecord, RunInfo, Session
+from mpinspect.reporting.finding import INFERRED, Finding
+from mpinspect.reporting.words import format_name, number_of, upper_first, with_power
+
+Value = TypeVar("Value", bound=Hashable)
+#: Bits of the significand, the hidden one among them: a value added to 2^bits times as much is rounded away.
+_SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
+#: Ranks start within so many seconds of each other, or are of two runs, or one was started again.
+_SECONDS_APART = 600.0
+
+
+def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
+    """Yield a finding for each way in which ranks differ; none for a session of one process."""
+    if not session.ranks:
+        return
+    yield from _missing(session)
+    yield from _events(session)
+    yield from _unequal(session)
+    yield from _elsewhere(session)
+    yield from _scales(session)
+    yield from _steps(session)
+    yield from _settings(session)
+    yield from _summed(session, advised)
+
+
+def rank_sentences(session: Session) -> Iterator[str]:
+    """Yield sentences on what the sum of the ranks is of; none for a session of one process."""
+    if not session.ranks:
+        return
+    ranks, world = [rank.info.rank for rank in session.ranks], session.info.world_size
+    whose = f"all {world:,} ranks" if len(ranks) >= world > 1 else f"{ranks_named(ranks)} of {world:,}"
+    yield f"The counts of {whose} are added up; a step counts once."
+    yield from _of_what(session)
+    if session.precision.reduced:
+        dtypes = " and ".join(map(format_name, session.precision.reduced))
+        yield f"The ranks' gradients are summed in {dtypes}."
+    if world > 1 and _held(session, WEIGHT_GRADIENT) & {"own"}:
+        yield (
+            f"A sum over {world:,} ranks can be {with_power(2.0 ** math.ceil(math.log2(world)))} times as large as the largest "
+            "gradient of a rank: code that sums before it divides needs so much more headroom. DistributedDataParallel "
+            "divides first, which flushes as many powers of two more where the sum is in FP16."
+        )
+
+
+def _held(session: Session, kind: str) -> set[str]:
+    return {info.held for info in session.watched if info.kind == kind}
+
+
+def _of_what(session: Session) -> Iterator[str]:
+    gradients = _held(session, WEIGHT_GRADIENT)
+    if len(session.ranks) > 1 and sum(rank.tensors for rank in session.ranks) == len(session.watched):
+        yield "No two ranks watched one tensor: each counted layers of its own (stages of a pipeline)."
+        return
+    if "own" in gradients:
+        yield "Weight gradients are each rank's own, before they are averaged over the ranks."
+    if "shard" in gradients:
+        yield "Weight gradients of sharded parameters are the ranks' shards, which together are the tensor, as in .grad."
+    if any(info.replicas > 1 for info in session.watched):
+        yield "What several ranks hold copies of is counted on the first of them."
+    if any(info.kind in OUTPUT_KINDS for info in session.watched):
+        yield "Activations and their gradients are what passed on each rank; a copy on another rank is counted, too."
+
+
+# -- ranks that differ --------------------------------------------------------------------------------------------------
+
+
+def _missing(session: Session) -> Iterator[Finding]:
+    gone = [each.rank for each in session.measurements if each.what == MISSING and each.rank is not None]
+    if not gone:
+        return
+    world = session.info.world_size
+    yield Finding(
+        "rank-missing",
+        "warning",
+        "",
+        f"{upper_first(ranks_named(gone))} of {world:,} left nothing that can be added: what is said here is of the others.",
+        {"missing": gone[:100], "count": len(gone), "world_size": world},
+        "Look whether that process was killed at its start, or wrote to another machine's disk.",
+    )
+
+
+def _events(session: Session) -> Iterator[Finding]:
+    """Yield a finding if some ranks alone saw infinities or NaNs, or far more of them."""
+    counts = {rank.info.rank: rank.events for rank in session.ranks}
+    hit = {rank: count for rank, count in counts.items() if count}
+    if not hit or len(counts) < 2 or min(counts.values()) * 2 > max(counts.values()):
+        return
+    most = [rank for rank, count in counts.items() if count * 2 > max(counts.values())]
+    first = session.events[0] if session.events else None
+    begin = f", first at {first_line(first)}" if first is not None else ""
+    fewer = "the others saw none" if len(hit) == len(most) else "the others fewer"
+    yield Finding(
+        "rank-events-differ",
+        "warning",
+        first.module if first is not None else "",
+        f"Infinities or NaNs came on {ranks_named(most)} in {number_of(max(counts.values()), 'step')}, {fewer}{begin}.",
+        {"events": {str(rank): count for rank, count in list(hit.items())[:100]}},
+        "Look at that rank's data, and at its device if the data are as the others'.",
+        step=first.step if first is not None else None,
+    )
+
+
+def _unequal(session: Session) -> Iterator[Finding]:
+    for each in session.measurements:
+        if each.what == UNEQUAL and each.rank is not None:
+            yield Finding(
+                "rank-replicas-unequal",
+                "error",
+                each.name,
+                f"Rank {each.rank} does not hold the weights that rank {session.ranks[0].info.rank} holds: "
+                f"{each.figures['tensors']:.0f} of {each.figures['of']:.0f} differ, {phrase(each.name, each.text)} among them.",
+                {"rank": each.rank, **each.figures},
+                "Something changes weights on one rank alone: load and initialise before wrapping, and step on all ranks.",
+            )
+
+
+def _elsewhere(session: Session) -> Iterator[Finding]:
+    found = [each for each in session.measurements if each.what == DIFFERS and each.rank is not None]
+    if not found:
+        return
+    worst = max(found, key=lambda each: (each.figures["tensors"], each.figures["beyond"]))
+    powers = worst.figures["powers"]
+    others = (
+        f"; so do {ranks_named([each.rank for each in found if each is not worst and each.rank is not None])}"
+        if found[1:]
+        else ""
+    )
+    yield Finding(
+        "rank-ranges-differ",
+        "warning",
+        worst.name,
+        f"On rank {worst.rank} {worst.figures['tensors']:.0f} of {worst.figures['of']:.0f} tensors lie in other powers of two "
+        f"than on the other ranks, by more than they change by themselves: {phrase(worst.name, worst.text)} is "
+        f"{abs(powers):.1f} powers {'higher' if powers > 0 else 'lower'} on average{others}.",
+        {"ranks": [each.rank for each in found[:100]], **worst.figures},
+        "Look whether this rank gets other data, another batch size or another loss.",
+        certainty=INFERRED,
+    )
+
+
+def _scales(session: Session) -> Iterator[Finding]:
+    first, *others = session.ranks
+    parted = {rank.info.rank: found for rank in others if (found := scales_part(first.progress, rank.progress))}
+    if not parted:
+        return
+    rank, (step, one, other) = min(parted.items(), key=lambda pair: pair[1][0])
+    yield Finding(
+        "rank-scales-differ",
+        "warning",
+        "",
+        f"From step {step} on {ranks_named(list(parted))} did not have the loss scale of rank {first.info.rank}: "
+        f"{_scale(other)} on rank {rank}, {_scale(one)} on rank {first.info.rank}.",
+        {"step": step, "ranks": list(parted)[:100], "scales": [one, other]},
+        "Ranks that average their gradients need one scale: share found_inf over the ranks (torch.amp.GradScaler under "
+        "DistributedDataParallel does by itself; sharded gradients need their scaler's support).",
+        step=step,
+    )
+
+
+def _scale(scale: float | None) -> str:
+    return "an unknown one" if scale is None else with_power(scale)
+
+
+def _steps(session: Session) -> Iterator[Finding]:
+    common, odd = _odd_ones(session.ranks, lambda rank: rank.progress.steps)
+    if not odd:
+        return
+    named = "; ".join(
+        f"{_ranks_of(group)} left {_its(group)} last step at {steps:,}" for steps, group in list(odd.items())[:4]
+    )
+    unfinished = [rank.info.rank for rank in session.ranks if not rank.progress.ended]
+    still = f" {upper_first(ranks_named(unfinished))} had not ended: still running, or killed." if unfinished else ""
+    yield Finding(
+        "rank-steps-differ",
+        "info" if len(unfinished) == len(session.ranks) else "warning",
+        "",
+        f"{upper_first(named)}; the others at {common:,}.{still}",
+        {
+            "steps": {str(steps): [rank.info.rank for rank in group][:100] for steps, group in odd.items()},
+            "others": common,
+        },
+        step=min((*odd, common)),
+    )
+
+
+def _settings(session: Session) -> Iterator[Finding]:
+    """Yield one finding on ranks whose settings, versions or models are not those of most."""
+    parts: list[tuple[str, Callable[[RunInfo], str]]] = [
+        ("model", lambda info: info.model or "?"),
+        (
+            "versions",
+            lambda info: (
+                ", ".join(f"{name} {version}" for name, version in info.versions.items()) or "unknown versions"
+            ),
+        ),
+        ("patterns", lambda info: f"include={list(info.include)}, exclude={list(info.exclude)}"),
+        ("kinds", lambda info: ", ".join(info.kinds)),
+        ("sampling", lambda info: f"every={info.every}, watch={info.watch}, max_overhead={info.max_overhead}"),
+    ]
+    found: dict[str, list[str]] = {}
+    for name, words in parts:
+        common, odd = _odd_ones(session.ranks, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
+        found[name] = [f"{_ranks_of(group)}: {value} (the others: {common})" for value, group in odd.items()]
+    started = sorted(filter(None, (rank.info.started for rank in session.ranks)))
+    if started and (apart := _seconds(started[0], started[-1])) > _SECONDS_APART:
+        late = [rank.info.rank for rank in session.ranks if _seconds(started[0], rank.info.started) > _SECONDS_APART]
+        found["start"] = [f"{ranks_named(late)} began up to {apart / 60:.0f} minutes after the first"]
+    sentences = [sentence for each in found.values() for sentence in each]
+    if sentences:
+        yield Finding(
+            "rank-settings-differ",
+            "warning",
+            "",
+            f"The ranks are not alike: {'; '.join(sentences[:4])}{'; ...' if sentences[4:] else ''}.",
+            {name: each[:20] for name, each in found.items() if each},
+        )
+
+
+def _seconds(first: str, second: str) -> float:
+    import datetime
+
+    try:
+        one, other = map(datetime.datetime.fromisoformat, (first, second))
+        return (other - one).total_seconds()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _summed(session: Session, advised: Advised) -> Iterator[Finding]:
+    """Yield a finding if the ranks' gradients are summed in 16 bits."""
+    world = session.info.world_size
+    for dtype in session.precision.reduced:
+        bits = _SIGNIFICAND_BITS.get(dtype)
+        if bits is None or world < 2:
+            continue
+        name, many = format_name(dtype), world >= 2**bits
+        so = "one rank's share is rounded away beside the sum of the others" if many else "each addition rounds to it"
+        yield Finding(
+            "gradients-summed-in-16-bits",
+            "warning" if many else "info",
+            "",
+            f"The gradients of {world:,} ranks are summed in {name}: {so} ({name} has {bits} significant bits).",
+            {"dtype": dtype, "world_size": world, "headroom": advised.advice.headroom},
+            "Sum in FP32: MixedPrecisionPolicy(reduce_dtype=torch.float32) for fully_shard; under DistributedDataParallel no "
+            "compressing hook, and FP32 weights.",
+        )
+
+
+def _odd_ones(
+    ranks: Sequence[RankRecord], of: Callable[[RankRecord], Value]
+) -> tuple[Value, dict[Value, list[RankRecord]]]:
+    """Return the commonest value (in a tie the first rank's), and the ranks with any other, by value."""
+    common = Counter(map(of, ranks)).most_common(1)[0][0]
+    odd: dict[Value, list[RankRecord]] = {}
+    for rank in ranks:
+        if (value := of(rank)) != common:
+            odd.setdefault(value, []).append(rank)
+    return common, odd
+
+
+def _ranks_of(group: Sequence[RankRecord]) -> str:
+    return ranks_named([rank.info.rank for rank in group])
+
+
+def _its(group: Sequence[RankRecord]) -> str:
+    return "its" if len(group) == 1 else "their"

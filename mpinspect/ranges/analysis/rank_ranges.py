@@ -1,0 +1,147 @@
+"""Finds ranks whose ranges differ from the other ranks' by more than chance, from a few numbers for each rank and tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
+from mpinspect.ranges.session import Measurement, Session, TensorKey, Window, merge_windows
+
+Floats = npt.NDArray[np.float64]
+
+#: Names of the measurements made here: a rank whose ranges lie elsewhere, and one whose replicas are not the first rank's.
+DIFFERS, UNEQUAL = "rank-ranges-differ", "rank-replicas-unequal"
+#: A tensor lies elsewhere if the mean exponent of its elements differs by this many powers of two beyond what is allowed:
+#: ranks that draw their batches from one data set differ by tenths.
+LEAST_POWERS = 1.0
+#: Allowed is so many times the largest change between neighbouring windows of a rank: as in ``parting``.
+_OF_NEIGHBOURS = 2.0
+#: And so many standard deviations of the mean of as many independent elements, whose exponents scatter by about _SCATTER.
+_OF_CHANCE, _SCATTER = 3.0, 3.0
+#: Windows from which it can be said how much a tensor changes by itself.
+_LEAST_WINDOWS = 4
+#: Most windows of which means are taken: enough for a change between neighbours.
+_MOST_WINDOWS = 16
+
+
+class RankRanges:
+    """The mean exponents of each rank's tensors over the run. Memory: 24 bytes for each rank and tensor."""
+
+    def __init__(self) -> None:
+        self._keys: dict[TensorKey, int] = {}
+        #: By rank: each tensor's mean exponent, its largest change between neighbours, and its elements; NaN: not counted.
+        self._found: dict[int, npt.NDArray[np.float64]] = {}
+        self._shards: set[TensorKey] = set()
+        #: By rank: mean exponents of replicas, and the steps that were sampled.
+        self._replicas: dict[int, tuple[dict[TensorKey, float], tuple[int, int]]] = {}
+
+    def add(self, session: Session) -> None:
+        """Add a rank's session."""
+        windows = _some(session.windows)
+        if not windows:
+            return
+        for window in windows:
+            for key in window.tensors:
+                self._keys.setdefault(key, len(self._keys))
+        means = np.full((len(windows), len(self._keys)), np.nan)
+        elements = np.zeros_like(means)
+        for row, window in enumerate(windows):
+            places, found, counted = _means(window)
+            at = [self._keys[key] for key in places]
+            means[row, at], elements[row, at] = found, counted
+        self._shards.update(info.key for info in session.watched if info.held == "shard")
+        total = elements.sum(axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = np.nansum(means * elements, axis=0) / total
+        changes = np.abs(np.diff(means, axis=0))
+        by_itself = np.where(np.isnan(changes), 0, changes).max(axis=0, initial=0)
+        if len(windows) < _LEAST_WINDOWS:
+            by_itself[:] = np.inf
+        self._found[session.info.rank] = np.stack([mean, by_itself, total])
+        copies = [info.key for info in session.watched if info.held == "replica" and info.key in self._keys]
+        reached = session.reached()
+        self._replicas[session.info.rank] = (
+            {key: float(mean[self._keys[key]]) for key in copies},
+            (reached.steps, reached.sampled_steps),
+        )
+
+    def differing(self) -> Iterator[Measurement]:
+        """Yield a measurement for each rank whose gradients or activations lie elsewhere than most ranks'."""
+        yield from self._unequal()
+        ranks = sorted(self._found)
+        if len(ranks) < 2:
+            return
+        table = np.full((len(ranks), 3, len(self._keys)), np.nan)
+        for row, rank in enumerate(ranks):
+            table[row, :, : self._found[rank].shape[1]] = self._found[rank]
+        means, by_itself, elements = table[:, 0], table[:, 1], table[:, 2]
+        # Shards are different elements, replicas the same ones: neither tells of the rank's data.
+        own = np.array(
+            [key.kind in (*GRADIENT_KINDS, ACTIVATION) and key not in self._shards for key in self._keys], dtype=bool
+        )
+        # The middle of all ranks, which one that lies elsewhere does not move; of two ranks, the other one.
+        middle = _median(means), _median(by_itself), _median(elements)
+        for row, rank in enumerate(ranks):
+            mean, change, number = middle if len(ranks) > 2 else (means[1 - row], by_itself[1 - row], elements[1 - row])
+            with np.errstate(invalid="ignore", divide="ignore"):
+                apart = means[row] - mean
+                changes = np.fmin(by_itself[row], change)
+                chance = _SCATTER * np.sqrt(1 / elements[row] + 1 / number)
+                beyond = np.abs(apart) - np.fmax(_OF_NEIGHBOURS * changes, _OF_CHANCE * chance)
+            hit = own & (beyond > LEAST_POWERS)
+            # Of two ranks none is the odd one: the one whose values are the larger is named.
+            if not hit.any() or (len(ranks) == 2 and np.nanmedian(apart[hit]) < 0):
+                continue
+            worst = int(np.nanargmax(np.where(hit, beyond, -np.inf)))
+            key = list(self._keys)[worst]
+            figures = {"powers": float(apart[worst]), "beyond": float(beyond[worst]), "tensors": float(hit.sum())}
+            yield Measurement(DIFFERS, key.name, 0, figures | {"of": float(own.sum())}, text=key.kind, rank=rank)
+
+    def _unequal(self) -> Iterator[Measurement]:
+        """Yield a measurement for each rank whose replicas differ from the first rank's, where both sampled the same steps."""
+        ranks = sorted(self._replicas)
+        for rank in ranks[1:]:
+            (first, steps), (own, own_steps) = self._replicas[ranks[0]], self._replicas[rank]
+            other = [key for key, mean in own.items() if key in first and abs(mean - first[key]) > 1e-9]
+            if other and steps == own_steps:
+                yield Measurement(
+                    UNEQUAL,
+                    other[0].name,
+                    0,
+                    {"tensors": float(len(other)), "of": float(len(own))},
+                    text=other[0].kind,
+                    rank=rank,
+                )
+
+
+def _median(rows: Floats) -> Floats:
+    """Return the median over the ranks, NaN where none has a value, without numpy's warning about these."""
+    known = ~np.isnan(rows).all(axis=0)
+    found = np.full(rows.shape[1], np.nan)
+    found[known] = np.nanmedian(rows[:, known], axis=0)
+    return found
+
+
+def _some(windows: Sequence[Window]) -> list[Window]:
+    """Return the windows, neighbours merged until there are at most _MOST_WINDOWS."""
+    size = -(-len(windows) // _MOST_WINDOWS)
+    return [merge_windows(*windows[start : start + size]) for start in range(0, len(windows), max(size, 1))]
+
+
+def _means(window: Window) -> tuple[tuple[TensorKey, ...], Floats, Floats]:
+    """Return the window's tensors, the mean exponent of each one's finite non-zero elements (or NaN), and their number."""
+    columns = window.columns()
+    bins = columns.columns["bins"].astype(np.int64)
+    counts = columns.columns["counts"].astype(np.float64)
+    owners = np.repeat(np.arange(len(bins)), bins)
+    starts = np.cumsum(bins) - bins
+    exponents = np.arange(len(counts)) - np.repeat(starts - columns.columns["min_exponent"], bins)
+    elements, sums = (
+        np.bincount(owners, weights=weights, minlength=len(bins)).astype(np.float64)
+        for weights in (counts, counts * exponents)
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return columns.order, sums / elements, elements

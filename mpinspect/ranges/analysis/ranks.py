@@ -1,0 +1,295 @@
+"""Adds up the sessions of a job's ranks: one session, in which counts are sums and every element is counted once.
+
+What is summed is what each rank counted. Under DistributedDataParallel that is each rank's own gradient, before the
+all-reduce; under FSDP2 and DTensor the shards that together are the tensor; under a pipeline each stage's own layers.
+Elements that several ranks hold (replicas) are counted on the first of these. Sums of sums are sums: a merged session can
+be saved, and merged again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from mpinspect.ranges.analysis.parting import groups
+from mpinspect.ranges.analysis.rank_ranges import RankRanges
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import (
+    Event,
+    Measurement,
+    Precision,
+    Progress,
+    RankRecord,
+    Session,
+    TensorInfo,
+    TensorKey,
+    Window,
+    add_counts,
+    merge_windows,
+)
+
+#: Name of the measurement that a rank of the job left nothing.
+MISSING = "rank-missing"
+#: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
+MOST_EVENTS = 1000
+
+
+class NotOneModelError(ValueError):
+    """A rank's tensors do not fit those of the other ranks; the message is a phrase that says which."""
+
+
+def merge_ranks(sessions: Iterable[Session]) -> Session:
+    """Return the sum of the ranks' sessions, which may be sums themselves. Reads them one after the other.
+
+    Raises:
+        NotOneModelError: a session is of another model than those before it, or a rank comes twice.
+        ValueError: there is no session.
+    """
+    total = RankSum()
+    for session in sessions:
+        total.add(session)
+    return total.session()
+
+
+class RankSum:
+    """The sum of the ranks added so far. Memory: one rank's windows, and some bytes for each rank and tensor.
+
+    ``info.rank`` of each session tells its rank.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Session | None = None
+        self._ranges = RankRanges()
+        #: Each note's ranks, in the order in which the notes came.
+        self._notes: dict[str, list[int]] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks added so far, in order."""
+        return () if self._sum is None else tuple(rank.info.rank for rank in self._sum.ranks)
+
+    def add(self, session: Session) -> None:
+        """Add a rank's session, or the sum of several.
+
+        Raises:
+            NotOneModelError: the session does not fit; the sum is unchanged.
+        """
+        rank = session.info.rank
+        alone = not session.ranks
+        own = of_rank(session) if alone else session
+        total = own if self._sum is None else _added(self._sum, own)
+        if alone:
+            self._ranges.add(session)
+        for note in session.notes:
+            self._notes.setdefault(note, []).extend([rank] if alone else ())
+        self._sum = total
+
+    def session(self, absent: Iterable[int] | None = None) -> Session:
+        """Return the sum.
+
+        Args:
+            absent: ranks of the job that left nothing; None: all that were not added. A rank that recorded another model
+                only (a stage of a pipeline) is not absent.
+
+        Raises:
+            ValueError: nothing was added.
+        """
+        if self._sum is None:
+            raise ValueError("there is no rank to merge")
+        known = set(self.ranks)
+        if absent is None:
+            absent = (rank for rank in range(self._sum.info.world_size) if rank not in known)
+        found = (*(Measurement(MISSING, rank=rank) for rank in islice(absent, MOST_EVENTS)), *self._ranges.differing())
+        # What was found when fewer ranks were in is not repeated.
+        again = {(each.what, each.rank) for each in found}
+        kept = tuple(
+            each
+            for each in self._sum.measurements
+            if (each.what, each.rank) not in again and not (each.what == MISSING and each.rank in known)
+        )
+        return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found))
+
+    def _all_notes(self) -> Iterator[str]:
+        """Yield the notes; before those of some ranks alone stands which."""
+        for note, ranks in self._notes.items():
+            some = ranks and len(ranks) < len(self.ranks)
+            yield f"{ranks_named(ranks)}: {note}" if some else note
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 0-3", "ranks 1, 5 and 7", in at most five numbers or stretches."""
+    numbers, words, named = sorted(set(ranks)), [], 0
+    for place, number in enumerate(numbers):
+        if place < named:
+            continue
+        # Three neighbours or more are a stretch.
+        end = next((i for i in range(place, len(numbers)) if numbers[i] - number != i - place), len(numbers))
+        named = end if end - place > 2 else place + 1
+        words.append(f"{number}-{numbers[named - 1]}" if named - place > 2 else str(number))
+        if len(words) == 4 and len(numbers) - named > 1:
+            words.append(f"{len(numbers) - named:,} more")
+            break
+    listed = " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else "none"
+    return f"rank{'' if len(numbers) == 1 else 's'} {listed}"
+
+
+# -- one rank -----------------------------------------------------------------------------------------------------------
+
+
+def of_rank(session: Session) -> Session:
+    """Return a rank's session as a sum of one: without the replicas that another rank counts, with the rank in its events."""
+    rank = session.info.rank
+    elsewhere = frozenset(info.key for info in session.watched if not info.is_first)
+    progress = session.reached()
+    return replace(
+        session,
+        windows=tuple(window.without(elsewhere) for window in session.windows),
+        events=tuple(replace(event, rank=rank) for event in session.events),
+        measurements=tuple(replace(each, rank=rank) for each in session.measurements),
+        progress=progress,
+        ranks=(RankRecord(session.info, progress, len(session.events), len(session.watched)),),
+    )
+
+
+# -- the sum ------------------------------------------------------------------------------------------------------------
+
+
+def _added(first: Session, second: Session) -> Session:
+    """Return the sum of two sums; their notes are left to the caller."""
+    ranks = {rank.info.rank for rank in first.ranks}
+    if twice := [rank.info.rank for rank in second.ranks if rank.info.rank in ranks]:
+        raise NotOneModelError(f"{ranks_named(twice)} came twice")
+    low, high = (first, second) if first.ranks[0].info.rank < second.ranks[0].info.rank else (second, first)
+    watched = _watched(low.watched, high.watched)
+    shards = frozenset(info.key for info in watched if info.held == "shard")
+    return replace(
+        low,
+        info=replace(
+            low.info,
+            started=min(filter(None, (low.info.started, high.info.started)), default=""),
+            kinds=tuple(kind for kind in KINDS if kind in (*low.info.kinds, *high.info.kinds)),
+            world_size=max(low.info.world_size, high.info.world_size),
+        ),
+        watched=watched,
+        windows=tuple(_windows(first.windows, second.windows, shards)),
+        events=tuple(sorted((*low.events, *high.events), key=_event_order)[:MOST_EVENTS]),
+        progress=_progress(low.progress, high.progress),
+        precision=_precision(low, high),
+        measurements=_measurements(low.measurements, high.measurements),
+        ranks=tuple(sorted((*first.ranks, *second.ranks), key=lambda rank: rank.info.rank)),
+    )
+
+
+def _event_order(event: Event) -> tuple[int, int, bool, int]:
+    return event.step, event.micro_batch, event.phase != "forward", event.rank or 0
+
+
+def _watched(low: Sequence[TensorInfo], high: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:
+    found = {info.key: info for info in low}
+    for info in high:
+        known = found.get(info.key)
+        if known is None:
+            found[info.key] = info
+            continue
+        if known.shape and info.shape and known.shape != info.shape:
+            raise NotOneModelError(f"{info.name} has the shape {_shape(info)} there and {_shape(known)} here")
+        is_first = known.is_first or info.is_first
+        # A reason why a tensor can't be captured holds for the sum if it holds on every rank.
+        found[info.key] = replace(known, is_first=is_first, note=known.note if info.note else "")
+    return tuple(found.values())
+
+
+def _shape(info: TensorInfo) -> str:
+    return " x ".join(map(str, info.shape))
+
+
+def _windows(first: Sequence[Window], second: Sequence[Window], shards: frozenset[TensorKey]) -> Iterator[Window]:
+    """Yield the windows of both, merged where they overlap: the shortest stretches that no window of either crosses.
+
+    The steps are the same on all ranks, so each is counted once. How large a step's largest gradient was on any rank is
+    known as a bound: at most so many steps reached an exponent as all ranks' together.
+    """
+    for ours, theirs in groups(first, second):
+        parts = [merge_windows(*windows) for windows in (ours, theirs) if windows]
+        if len(parts) < 2:
+            yield parts[0]
+            continue
+        merged = merge_windows(*parts)
+        steps = max(part.sampled_steps for part in parts)
+        peaks = largest_of([part.gradient_peaks for part in parts])
+        yield replace(merged, sampled_steps=steps, gradient_peaks=peaks).once(shards, parts)
+
+
+def largest_of(peaks: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Return, from each rank's peak exponent -> number of steps, that of the largest peak of any rank, as an upper bound.
+
+    Of n steps, no more reach an exponent than all ranks' steps together, nor than n. Ranks that overflow in different
+    steps are taken as they are; ranks that do in the same steps as if they did in different ones.
+    """
+    steps = max((sum(each.values()) for each in peaks), default=0)
+    reached, found = 0, {}
+    for exponent, count in sorted(add_counts(peaks).items(), reverse=True):
+        if more := min(reached + count, steps) - reached:
+            found[exponent] = more
+        reached += more
+    return dict(sorted(found.items()))
+
+
+def _progress(low: Progress, high: Progress) -> Progress:
+    watched = [each.watched_steps for each in (low, high) if each.watched_steps is not None]
+    moved = (low.weights_moved, high.weights_moved)
+    return replace(
+        low,
+        steps=max(low.steps, high.steps),
+        sampled_steps=max(low.sampled_steps, high.sampled_steps),
+        skipped_steps=max(low.skipped_steps, high.skipped_steps),
+        backwards=max(low.backwards, high.backwards),
+        ended=low.ended and high.ended,
+        scale_known=low.scale_known and high.scale_known,
+        scale_unknown_reason=low.scale_unknown_reason or high.scale_unknown_reason,
+        watched_steps=min(watched, default=None),
+        measured_steps=max(low.measured_steps, high.measured_steps),
+        own_s=low.own_s + high.own_s,
+        bare_s=low.bare_s + high.bare_s,
+        weights_moved=True if True in moved else None if None in moved else False,
+    )
+
+
+def _precision(low: Session, high: Session) -> Precision:
+    one, other = low.precision, high.precision
+    names = {info.name for info in low.watched}
+    # Copies of a model have its elements once; shards and stages have some each.
+    is_parted = any(info.held == "shard" for info in high.watched) or not any(i.name in names for i in high.watched)
+    join = _sums if is_parted else _maxima
+    return Precision(
+        join(one.weights, other.weights),
+        join(one.gradients, other.gradients),
+        tuple(dict.fromkeys((*one.autocast, *other.autocast))),
+        tuple(dict.fromkeys((*one.outputs, *other.outputs))),
+        tuple(dict.fromkeys((*one.losses, *other.losses))),
+        tuple(
+            {
+                (each.type, str(each.states), each.masters > 0): each for each in (*other.optimizers, *one.optimizers)
+            }.values()
+        ),
+        tuple({(each.type, each.enabled): each for each in (*other.scalers, *one.scalers)}.values()),
+        tuple(dict.fromkeys((*one.reduced, *other.reduced))),
+    )
+
+
+def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {dtype: one.get(dtype, 0) + other.get(dtype, 0) for dtype in dict.fromkeys((*one, *other))}
+
+
+def _maxima(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {dtype: max(one.get(dtype, 0), other.get(dtype, 0)) for dtype in dict.fromkeys((*one, *other))}
+
+
+def _measurements(low: Sequence[Measurement], high: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """Return the measurements of both; what several ranks measured of one thing is said once, by the first of them.
+
+    So that every diagnosis finds one record of a fault, as it would of one process.
+    """
+    known = {(each.what, each.name) for each in low}
+    return (*low, *(each for each in high if (each.what, each.name) not in known))

@@ -1,0 +1,76 @@
+"""Adds up what the processes of a job recorded of each model: one session a model, however many ranks. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mpinspect.ranges.analysis.ranks import NotOneModelError, RankSum, ranks_named
+from mpinspect.ranges.session import Session
+
+_RANK = re.compile(r"rank(\d+)")
+
+
+class ModelsOfRanks:
+    """The models of a run, with the sessions of ranks added up as they come: one is in memory at a time, and the sums.
+
+    Args:
+        each: whether every rank's models stay by themselves.
+    """
+
+    def __init__(self, *, each: bool = False) -> None:
+        self._each = each
+        #: Sums, and the sessions that stay by themselves, by the name of the model, in the order in which they came.
+        self._models: dict[str, RankSum | Session] = {}
+        self._jobs: dict[str, str] = {}
+        self._present: set[int] = set()
+        self._world = 0
+        #: Sentences on what was not added up, and why.
+        self.notes: list[str] = []
+
+    def add(self, process: str, name: str, session: Session, *, world_size: int = 1, job: str = "") -> None:
+        """Add what a process recorded of a model.
+
+        Args:
+            process: the process's directory in the run directory: "rank1", "rank0/process-0"; "" for the run itself.
+            name: the model's.
+            session: the record; its rank is the process's if it has none.
+            world_size, job: as the process was started with.
+        """
+        alone = f"{process}/{name}" if process else name
+        found = _with_rank(session, process, world_size)
+        if found.info.world_size < 2 or self._each:
+            self._models[alone] = session
+            return
+        # Inspectors of a script's own, each with a log_dir for its rank, are told apart by their directories.
+        name = name if process else found.info.model or name
+        total = self._models.setdefault(name, RankSum())
+        try:
+            if job != self._jobs.setdefault(name, job):
+                raise NotOneModelError("it is of another run: two runs are in one folder")
+            if not isinstance(total, RankSum):
+                raise NotOneModelError("another model has its name")
+            total.add(found)
+        except NotOneModelError as error:
+            self.notes.append(f"{alone} is shown by itself: {error}")
+            self._models[alone] = session
+        self._present.add(found.info.rank)
+        self._world = max(self._world, found.info.world_size)
+
+    def models(self) -> Iterator[tuple[str, Session]]:
+        """Yield each model's name and session, which of several ranks is their sum."""
+        absent = [rank for rank in range(self._world) if rank not in self._present]
+        if absent:
+            self.notes.insert(0, f"{ranks_named(absent)} of {self._world:,} left nothing that can be added")
+        for name, found in self._models.items():
+            yield name, found.session(absent) if isinstance(found, RankSum) else found
+
+
+def _with_rank(session: Session, process: str, world_size: int) -> Session:
+    """Return the session with its rank; a session written by an older version has that of its process."""
+    match = _RANK.match(process)
+    if session.info.world_size > 1 or match is None:
+        return session
+    rank = int(match[1])
+    return replace(session, info=replace(session.info, rank=rank, world_size=max(world_size, rank + 1, 2)))

@@ -1,0 +1,327 @@
+"""Sessions of several ranks added up, and the ranks that differ: pure, with made sessions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import made_sessions as made
+import numpy as np
+import pytest
+from analysis_sessions import session_of, spread, weight, window_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import kinds
+from mpinspect.ranges import session as s
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.rank_findings import rank_sentences
+from mpinspect.ranges.analysis.ranks import NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
+from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.session import TensorKey
+
+quick = settings(
+    deadline=None,
+    max_examples=12,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def ranked(session, rank, of=4, **info):
+    return dataclasses.replace(session, info=dataclasses.replace(session.info, rank=rank, world_size=of, **info))
+
+
+def of_rank(rank, centre=-10, of=4, blocks=8, held="own", progress=None, **others):
+    """A rank of eight stretches of ten steps, its one gradient around 2^centre, moving by a tenth from stretch to stretch."""
+    key = weight("fc.weight")
+    parts = [{key: spread({centre: 1000 + 100 * (i % 2), centre + 1: 1000, centre + 2: 500})} for i in range(blocks)]
+    infos = [s.TensorInfo(*key, "fc", "Linear", (50, 50), "float32", held=held, **others)]
+    return ranked(session_of(*parts, infos=infos, progress=progress), rank, of)
+
+
+def ids(report):
+    return [finding.id for finding in report.findings if finding.id.startswith(("rank-", "gradients-summed"))]
+
+
+def finding(report, id):
+    (found,) = [each for each in report.findings if each.id == id]
+    return found
+
+
+# -- the sum ------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def several_ranks(draw):
+    """Ranks of one run: windows of the same steps, where each rank may have merged neighbours."""
+    keys = [TensorKey(name, kind) for name in "ab" for kind in GRADIENT_KINDS]
+    ranks = []
+    for rank in range(3):
+        windows = []
+        for step in range(4):
+            chosen = draw(st.lists(st.sampled_from(keys), unique=True, max_size=3))
+            windows.append(s.Window(step, step, 1, {key: draw(made.tensor_windows) for key in chosen}, {-step: 1}))
+        if draw(st.booleans()):
+            windows = s.coarsen(windows, 2)
+        infos = tuple(s.TensorInfo(*key, key.name, "Linear") for key in keys)
+        progress = s.Progress(4, 4)
+        ranks.append(s.Session(s.RunInfo("Net", rank=rank, world_size=3), infos, tuple(windows), progress=progress))
+    return ranks
+
+
+def counts(session):
+    """Every tensor's integers over the run."""
+    return {
+        key: (t.histogram, t.samples, t.peaks, {name: (u.lost, u.nonzero) for name, u in t.lost_updates.items()})
+        for key, t in session.totals().items()
+    }
+
+
+@quick
+@given(several_ranks())
+def test_the_order_of_the_ranks_does_not_matter_and_sums_can_be_summed(ranks):
+    one, two, three = ranks
+    whole = merge_ranks(ranks)
+    shuffled = merge_ranks([three, one, two])
+    # Estimates differ in their last bits.
+    estimated = [[(each.what, each.name, each.rank) for each in found.measurements] for found in (shuffled, whole)]
+    assert estimated[0] == estimated[1]
+    for field in dataclasses.fields(whole):
+        if field.name != "measurements":
+            assert getattr(shuffled, field.name) == getattr(whole, field.name), field.name
+    for parts in ([merge_ranks([one, two]), three], [one, merge_ranks([three, two])]):
+        again = merge_ranks(parts)
+        assert counts(again) == counts(whole)
+        assert (again.windows, again.ranks, again.progress) == (whole.windows, whole.ranks, whole.progress)
+
+
+@quick
+@given(several_ranks())
+def test_the_sum_is_the_count_of_all_ranks_samples(ranks):
+    windows = [window for rank in ranks for window in rank.windows]
+    expected = s.Session(watched=ranks[0].watched, windows=tuple(windows))
+    assert counts(merge_ranks(ranks)) == counts(expected)
+
+
+def test_windows_that_overlap_are_one_and_steps_count_once():
+    key = made.KEY
+    one = s.Session(s.RunInfo(world_size=2), windows=tuple(made.step_window(step) for step in range(4)))
+    other = s.Session(s.RunInfo(rank=1, world_size=2), windows=s.coarsen(one.windows[:3], 2))
+    merged = merge_ranks([one, other])
+    assert [(w.first_step, w.last_step, w.sampled_steps) for w in merged.windows] == [(0, 1, 2), (2, 2, 1), (3, 3, 1)]
+    assert [w.tensors[key].samples for w in merged.windows] == [4, 2, 1]
+    assert merged.windows[0].gradient_peaks == {0: 2}
+
+
+def test_the_largest_of_the_ranks_is_a_bound_that_no_count_of_steps_exceeds():
+    assert largest_of([{0: 3, 5: 1}, {0: 4}]) == {0: 3, 5: 1}
+    # In different steps, or in the same: at most both.
+    assert largest_of([{0: 3, 5: 1}, {0: 3, 5: 1}]) == {0: 2, 5: 2}
+    assert largest_of([{7: 4}, {0: 4}]) == {7: 4}
+    assert largest_of([{}, {}]) == {}
+
+
+def test_replicas_are_counted_on_the_first_rank_and_shards_are_one_sample():
+    copy = [of_rank(rank, held="replica", replicas=2, is_first=rank == 0, of=2) for rank in range(2)]
+    key = weight("fc.weight")
+    assert merge_ranks(copy).totals()[key].histogram == copy[0].totals()[key].histogram
+    shards = merge_ranks([of_rank(rank, held="shard", of=2) for rank in range(2)])
+    alone = of_rank(0).totals()[key]
+    assert shards.totals()[key].histogram.total == 2 * alone.histogram.total
+    assert shards.totals()[key].samples == alone.samples
+
+
+def test_tensors_of_some_ranks_alone_stay():
+    stages = [
+        ranked(session_of({weight(f"layers.{rank}.weight"): spread({-5: 10 + rank})}), rank, 2) for rank in range(2)
+    ]
+    merged = merge_ranks(stages)
+    assert {key.name: window.histogram.total for key, window in merged.totals().items()} == {
+        "layers.0.weight": 10,
+        "layers.1.weight": 11,
+    }
+    assert any("stages of a pipeline" in sentence for sentence in rank_sentences(merged))
+    assert ids(analyse(merged)) == []
+
+
+def test_events_keep_their_rank_and_come_in_their_order():
+    event = s.Event(4, 0, "backward", "fc", kinds.WEIGHT_GRADIENT, "fc.weight", "inf")
+    ranks = [
+        dataclasses.replace(of_rank(0, of=2), events=(dataclasses.replace(event, step=6),)),
+        dataclasses.replace(of_rank(1, of=2), events=(event,)),
+    ]
+    assert [(each.step, each.rank) for each in merge_ranks(ranks).events] == [(4, 1), (6, 0)]
+
+
+def test_a_merged_session_is_saved_loaded_and_merged_again(tmp_path):
+    ranks = [dataclasses.replace(of_rank(rank), notes=("on all", f"on {rank}")) for rank in range(4)]
+    for name, pair in (("low", ranks[:2]), ("high", ranks[2:])):
+        merge_ranks(pair).save(tmp_path / name)
+    again = merge_ranks(s.Session.load(tmp_path / name) for name in ("low", "high"))
+    whole = merge_ranks(ranks)
+    assert counts(again) == counts(whole)
+    assert again.ranks == whole.ranks
+    # Those of the halves that the other half has.
+    assert not [each for each in again.measurements if each.what == "rank-missing"]
+    assert whole.notes == ("on all", "rank 0: on 0", "rank 1: on 1", "rank 2: on 2", "rank 3: on 3")
+
+
+def test_what_does_not_fit_is_refused_and_leaves_the_sum_as_it_was():
+    total = RankSum()
+    total.add(of_rank(0))
+    other = of_rank(1)
+    for wrong, why in (
+        (of_rank(0), "rank 0 came twice"),
+        (
+            dataclasses.replace(other, watched=(dataclasses.replace(other.watched[0], shape=(7, 50)),)),
+            r"fc.weight has the shape 7 x 50 there and 50 x 50 here",
+        ),
+    ):
+        with pytest.raises(NotOneModelError, match=why):
+            total.add(wrong)
+    assert total.ranks == (0,)
+    with pytest.raises(ValueError, match="no rank to merge"):
+        merge_ranks([])
+
+
+def test_a_world_of_one_adds_up_to_itself():
+    alone = of_rank(0, of=1)
+    merged = merge_ranks([alone])
+    assert merged.windows == alone.windows
+    assert ids(analyse(merged)) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((3,), "rank 3"), ((1, 0), "ranks 0 and 1"), (range(4), "ranks 0-3"), ((1, 5, 7), "ranks 1, 5 and 7")],
+)
+def test_ranks_are_named_in_words(ranks, words):
+    assert ranks_named(list(ranks)) == words
+    assert ranks_named(list(range(0, 40, 2))) == "ranks 0, 2, 4, 6 and 16 more"
+
+
+# -- ranks that differ ----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_alike_have_no_finding_and_one_advice():
+    report = analyse(merge_ranks(of_rank(rank) for rank in range(4)))
+    assert ids(report) == []
+    assert report.loss_scale.recommended == analyse(of_rank(0)).loss_scale.recommended
+    assert report.verdict.healthy
+
+
+def test_a_rank_whose_gradients_lie_elsewhere_is_named():
+    report = analyse(merge_ranks(of_rank(rank, centre=-4 if rank == 2 else -10) for rank in range(4)))
+    found = finding(report, "rank-ranges-differ")
+    assert "On rank 2 1 of 1 tensors" in found.message
+    assert "6.0 powers higher" in found.message
+    assert found.evidence["ranks"] == [2]
+    # By less than one power of two: no more than other data do.
+    nearly = [of_rank(rank) for rank in range(3)] + [of_rank(3, centre=-9)]
+    assert ids(analyse(merge_ranks(nearly))) == []
+
+
+def test_a_short_run_does_not_tell_whether_ranks_lie_apart():
+    report = analyse(merge_ranks(of_rank(rank, centre=-4 * rank, blocks=2) for rank in range(4)))
+    assert ids(report) == []
+
+
+def test_copies_of_weights_that_differ_are_an_error():
+    key = TensorKey("fc.weight", kinds.WEIGHT)
+
+    def copy(rank, top):
+        info = s.TensorInfo(*key, "fc", "Linear", (5, 5), "float32", "", "replica", 3, rank == 0)
+        return ranked(session_of({key: spread({-3: 20, top: 5})}, infos=[info]), rank, 3)
+
+    report = analyse(merge_ranks([copy(0, 0), copy(1, 0), copy(2, 1)]))
+    assert finding(report, "rank-replicas-unequal").evidence["rank"] == 2
+    assert ids(analyse(merge_ranks([copy(0, 0), copy(1, 0), copy(2, 0)]))) == []
+
+
+def ending_at(rank, steps, ended=True):
+    return of_rank(rank, progress=s.Progress(steps, 80, 0, steps, ended))
+
+
+def test_uneven_steps_and_missing_ranks_are_named():
+    report = analyse(merge_ranks([ending_at(0, 600), ending_at(1, 600), ending_at(3, 412, ended=False)]))
+    said = finding(report, "rank-steps-differ").message
+    assert (
+        said == "Rank 3 left its last step at 412; the others at 600. Rank 3 had not ended: still running, or killed."
+    )
+    assert finding(report, "rank-missing").message.startswith("Rank 2 of 4 left nothing")
+
+
+def test_another_loss_scale_is_named_with_its_first_step():
+    def scaled(rank, *scales):
+        changes = tuple(s.ScaleChange(step, scale) for step, scale in scales)
+        return of_rank(rank, progress=s.Progress(80, 80, 0, 80, True, scales=changes), of=3)
+
+    ranks = [scaled(0, (0, 1024.0)), scaled(1, (0, 1024.0), (30, 512.0)), scaled(2, (0, 1024.0))]
+    said = finding(analyse(merge_ranks(ranks)), "rank-scales-differ")
+    assert said.step == 30
+    assert "rank 1 did not have the loss scale of rank 0" in said.message
+
+
+def test_infinities_on_one_rank_alone_name_it():
+    event = s.Event(4, 0, "backward", "fc", kinds.WEIGHT_GRADIENT, "fc.weight", "inf", skipped=False)
+    ranks = [of_rank(rank) for rank in range(4)]
+    ranks[2] = dataclasses.replace(ranks[2], events=(event,))
+    report = analyse(merge_ranks(ranks))
+    said = finding(report, "rank-events-differ").message
+    assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
+    assert "rank 2, step 4, backward, fc, first inf" in str(report)
+    everywhere = [dataclasses.replace(rank, events=(event,)) for rank in ranks]
+    assert ids(analyse(merge_ranks(everywhere))) == []
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"versions": {"torch": "2.6"}}, "rank 1: torch 2.6"),
+        ({"model": "Other"}, "rank 1: Other"),
+        ({"include": ("head.*",)}, r"rank 1: include=['head.*'], exclude=[]"),
+        ({"started": "2026-01-01T12:00:00+00:00"}, "rank 1 began up to 720 minutes after the first"),
+    ],
+)
+def test_ranks_that_are_not_alike_are_named(info, said):
+    started = {"started": "2026-01-01T00:00:00+00:00"}
+    ranks = [ranked(of_rank(rank), rank, 4, **(started | (info if rank == 1 else {}))) for rank in range(4)]
+    found = finding(analyse(merge_ranks(ranks)), "rank-settings-differ")
+    assert said in found.message
+
+
+@pytest.mark.parametrize(("dtype", "world", "severity"), [("bfloat16", 8, "info"), ("bfloat16", 256, "warning")])
+def test_a_sum_in_16_bits_is_a_finding(dtype, world, severity):
+    reduced = s.Precision({"float32": 2500}, reduced=(dtype,))
+    session = dataclasses.replace(of_rank(0, of=world), precision=reduced)
+    assert finding(analyse(merge_ranks([session])), "gradients-summed-in-16-bits").severity == severity
+
+
+def test_measurements_of_one_thing_on_several_ranks_are_said_once():
+    measured = s.Measurement("gradients-replaced", "fc.weight", 3)
+    ranks = [dataclasses.replace(of_rank(rank, of=2), measurements=(measured,)) for rank in range(2)]
+    ranks[1] = dataclasses.replace(ranks[1], measurements=(measured, s.Measurement("average", "ema")))
+    assert [(each.what, each.rank) for each in merge_ranks(ranks).measurements] == [
+        ("gradients-replaced", 0),
+        ("average", 1),
+    ]
+
+
+def test_a_thousand_small_tensors_add_up_as_columns():
+    """The columns' way of counting shards once is that of the objects."""
+    tensors = {
+        TensorKey(f"{n}", kinds.WEIGHT_GRADIENT): window_of(ExponentHistogram.from_counts([n + 1], -n), n + 1)
+        for n in range(50)
+    }
+    infos = tuple(
+        s.TensorInfo(*key, key.name, "Linear", held="shard" if int(key.name) % 2 else "own") for key in tensors
+    )
+    ranks = [
+        ranked(s.Session(watched=infos, windows=(s.Window(0, 0, 1, dict(tensors)),)), rank, 3) for rank in range(3)
+    ]
+    totals = functools.reduce(lambda total, rank: merge_ranks([total, rank]), ranks[1:], ranks[0]).totals()
+    samples = np.array([totals[key].samples for key in tensors])
+    assert (samples == np.array([(n + 1) * (1 if n % 2 else 3) for n in range(50)])).all()
+    assert all(totals[key].histogram.total == 3 * (int(key.name) + 1) for key in tensors)
