@@ -9,7 +9,6 @@ from typing import Any
 
 from mpinspect.kernels.analysis import KernelReport
 from mpinspect.kernels.profile import read_trace
-from mpinspect.kernels.trace import TraceError
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.run.directory import in_order, process_name
@@ -17,6 +16,8 @@ from mpinspect.run.record import FILE_NAME as RECORD
 from mpinspect.run.record import REPORTS, TRACE, ProcessRecord, read_record
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime.decoding import DecodingError, json_of
+from mpinspect.shapes.analysis import ShapeReport
+from mpinspect.shapes.report.json import from_plain
 
 #: Most bytes of a report.json that is read, enough for 20,000 layers.
 _LARGEST_REPORT = 64 << 20
@@ -31,8 +32,8 @@ def is_run_directory(path: str | PathLike[str]) -> bool:
 def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
     """Return the report of a run directory, even if the run is still going on or was killed.
 
-    The report names what is damaged or missing, and contains the rest. Shapes are not read back: the report refers to
-    the ``report.md`` that the run wrote at its end.
+    The report names what is damaged or missing, and contains the rest. Of several processes it has the shapes of the first
+    that recorded them.
 
     Args:
         path: the directory.
@@ -50,6 +51,7 @@ def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
     saw: list[str] = []
     records = {name: read_record(place) for name, place in processes.items()}
     first = next(iter(records.values()))
+    shapes: ShapeReport | None = None
     for name, record in records.items():
         lead = f"{name}: " if name else ""
         if record is not first and record.outcome not in ("ended", first.outcome):
@@ -57,18 +59,20 @@ def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
         for found in _found(processes[name], name, record, format):
             if isinstance(found, ModelPart):
                 parts.append(found)
+            elif isinstance(found, ShapeReport):
+                shapes = shapes or found
             else:
                 saw.append(lead + found)
-    kernels = _kernels(processes.values(), saw)
-    return RunReport(first.command or folder.name, first.outcome, tuple(parts), None, kernels, tuple(saw), str(folder))
-
-
-def recorded_shapes(path: str | PathLike[str]) -> dict[str, Any] | None:
-    """Return the shapes in the report that a run's first process wrote at its end, as plain data; None if it has none."""
-    for place in _processes(Path(path)).values():
-        shapes = _report(place).get("shapes")
-        return shapes if isinstance(shapes, dict) else None
-    return None
+    return RunReport(
+        command=first.command or folder.name,
+        outcome=first.outcome,
+        parts=tuple(parts),
+        shapes=shapes,
+        kernels=_kernels(processes.values(), first.gpu, shapes, saw),
+        saw=tuple(saw),
+        log_dir=str(folder),
+        is_shape_detail=not first.lint,
+    )
 
 
 # -- which processes ------------------------------------------------------------------------------------------------------
@@ -101,9 +105,13 @@ def _nothing_in(folder: Path) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path, process: str, record: ProcessRecord, format: str | None) -> Iterator[ModelPart | str]:
-    """Yield a process's models, and sentences on what can't be read and on what the process saw."""
-    report = _report(place)
+def _found(
+    place: Path, process: str, record: ProcessRecord, format: str | None
+) -> Iterator[ModelPart | ShapeReport | str]:
+    """Yield a process's models, its shapes, and sentences on what can't be read and on what the process saw."""
+    report, trouble = _report(place)
+    if trouble:
+        yield trouble
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
     for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
@@ -125,8 +133,8 @@ def _found(place: Path, process: str, record: ProcessRecord, format: str | None)
     yield from _seen(place, record, report, names)
 
 
-def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[str]:
-    """Yield sentences on what the process saw, from its record or else its report, and on what is not shown."""
+def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[ShapeReport | str]:
+    """Yield the shapes, and sentences on what the process saw, from its record or else its report, and on what is missing."""
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
@@ -137,7 +145,10 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
     elif not record.ended and not report:
         yield "no report was written so far: what was seen besides the models' sessions is not known"
     if report.get("shapes") is not None:
-        yield f"shapes were recorded too: their report is in {place / REPORTS[0]}"
+        try:
+            yield from_plain(report["shapes"])
+        except DecodingError as error:
+            yield f"the shapes can't be read: {REPORTS[1]} is damaged (shapes.{error}); {REPORTS[0]} may hold them"
 
 
 def _made(path: Path) -> float:
@@ -147,22 +158,28 @@ def _made(path: Path) -> float:
         return 0.0
 
 
-def _report(place: Path) -> dict[str, Any]:
-    """Return the fields of the report.json that the run wrote at its end; {} if the file can't be read."""
+def _report(place: Path) -> tuple[dict[str, Any], str]:
+    """Return the fields of the report.json that the run wrote at its end, {} without one, and what is wrong with it."""
     try:
         report = json_of(place / REPORTS[1], _LARGEST_REPORT)
-    except (OSError, DecodingError):
-        return {}
-    return report if isinstance(report, dict) else {}
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"{REPORTS[1]} can't be read: {error.strerror or error}"
+    except DecodingError as error:
+        return {}, f"{REPORTS[1]} is damaged and says nothing: it {error}"
+    return (report, "") if isinstance(report, dict) else ({}, f"{REPORTS[1]} is damaged: it holds no report")
 
 
-def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
+def _kernels(
+    places: Iterable[Path], gpu: str | None, shapes: ShapeReport | None, saw: list[str]
+) -> KernelReport | None:
     traces = [place / TRACE for place in places if (place / TRACE).exists()]
     if not traces:
         return None
     try:
-        report = read_trace(traces)
-    except (TraceError, OSError) as error:
+        report = read_trace(traces, gpu=gpu, shapes=shapes)
+    except (ValueError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
     # Without GPU work there are no kernels to judge, and the run's record says so.

@@ -26,6 +26,9 @@ _KILLED = "ended without a report (killed, or it crashed)"
 STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
+#: Options that need not be given.
+_Flag: Any = bool | None
+_Text: Any = str | None
 
 # -- writing -------------------------------------------------------------------------------------------------------------
 
@@ -39,6 +42,8 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
         "target": options.target,
         "is_module": options.is_module,
         "arguments": list(options.arguments),
+        "lint": options.lint,
+        "gpu": options.gpu,
         "working_directory": _working_directory(),
         "started": now(),
         "ended": None,
@@ -130,6 +135,8 @@ class ProcessRecord:
         saw: sentences on what was seen; empty until the process has ended.
         models: names of the recorded models' directories; empty until the process has ended.
         trouble: what is wrong with run.json, as a sentence; "" if nothing is.
+        lint: whether the shapes were asked for with --lint; None if they were left to mpinspect, or unknown.
+        gpu: the GPU of --gpu; None without it, or unknown.
     """
 
     command: str = ""
@@ -138,6 +145,8 @@ class ProcessRecord:
     saw: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     trouble: str = ""
+    lint: bool | None = None
+    gpu: str | None = None
 
 
 def read_record(directory: Path) -> ProcessRecord:
@@ -159,12 +168,13 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     has_ended = outcome not in ("running", "unknown")
     saw = _field(record, "saw", tuple[str, ...], damaged, needed=has_ended) or ()
     models = _field(record, "models", tuple[_Model, ...], damaged, needed=has_ended) or ()
+    lint, gpu = _field(record, "lint", _Flag, damaged), _field(record, "gpu", _Text, damaged)
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
         outcome = _KILLED if _is_gone(record) else STILL_RUNNING
     # A model has no directory if none of its files could be written.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
-    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble)
+    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, lint, gpu)
 
 
 @dataclass(frozen=True)
