@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from mpinspect.reporting.streams import printable
 
 #: The session file's name: ``ranges.store.FILE_NAME``, which imports NumPy.
 FILE_NAME = "session.mpinspect"
+#: The files of a run directory that say what shapes and kernels its models have: the names in ``run.record``.
+BESIDE = ("run.json", "report.json", "trace.json.gz")
 #: Most runs that are listed: a page with more of them is slow, and nobody finds one on it.
 MOST_RUNS = 2_000
 #: Seconds that a listing is used for, and how much longer than it took it is used at least.
@@ -36,8 +39,9 @@ class Found:
         name: its directory relative to the log directory, as TensorBoard names the run.
         root: the log directory.
         path: the file.
-        version: changes with the file.
+        version: changes with the file, and with those beside it.
         written: when it was last written to, in seconds since 1970.
+        has_beside: whether its run directory may be read: it lies in the log directory, and none of it leads out.
     """
 
     id: str
@@ -46,6 +50,7 @@ class Found:
     path: Path
     version: str
     written: float
+    has_beside: bool = False
 
 
 @dataclass
@@ -187,8 +192,24 @@ def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:
     below = path.parent.relative_to(root).as_posix()
     name = below if not label else label if below == "." else f"{label}/{below}"
     id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    version = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-    return Found(id, name, root, path, version, status.st_mtime)
+    beside = _beside(root, path)
+    version = "-".join(f"{each.st_mtime_ns}-{each.st_size}-{each.st_ino}" for each in (status, *beside))
+    return Found(id, name, root, path, version, status.st_mtime, bool(beside))
+
+
+def _beside(root: Path, path: Path) -> list[os.stat_result]:
+    """Return the status of each file of the session's run directory; none if it lies outside, or something leads out."""
+    place = path.parent.parent
+    if not place.is_relative_to(root):
+        return []
+    found = []
+    for name in BESIDE:
+        # A loop of links is a RuntimeError before Python 3.13.
+        with suppress(OSError, RuntimeError):
+            if not (place / name).resolve(strict=True).is_relative_to(root):
+                return []
+            found.append((place / name).stat())
+    return found
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
@@ -203,9 +224,14 @@ def _read(run: Found) -> dict[str, Any]:
     """Return a run's verdict, findings and map, or the sentence that says why it can't be read. Never raises."""
     from mpinspect.ranges.analysis import analyse
     from mpinspect.ranges.store import SessionError, read_session
+    from mpinspect.run.reading import run_of_model
+    from mpinspect.run.report import ModelPart, RunReport
 
     try:
-        return _shown(analyse(read_session(run.path)))
+        report = analyse(read_session(run.path))
+        part = ModelPart(run.path.parent.name, report)
+        whole = run_of_model(run.path, part) if run.has_beside else RunReport("", "", (part,))
+        return _shown(whole, whole.parts.index(part))
     except (SessionError, OSError) as error:
         return {"error": printable(str(error))}
     except Exception as error:
@@ -214,7 +240,8 @@ def _read(run: Found) -> dict[str, Any]:
         }
 
 
-def _shown(report: Any) -> dict[str, Any]:
+def _shown(run: Any, place: int) -> dict[str, Any]:
+    """Return what the page shows of one model of a run."""
     from mpinspect.ranges.kinds import UPDATE
     from mpinspect.ranges.report.document import title, verdict_blocks
     from mpinspect.ranges.report.explorer import packed
@@ -223,8 +250,10 @@ def _shown(report: Any) -> dict[str, Any]:
     from mpinspect.reporting.document import Code, Line
     from mpinspect.reporting.escaping import escaped
     from mpinspect.reporting.finding import gravest_first, inferred
+    from mpinspect.run.report.module_notes import module_notes
 
-    report = escaped(report)
+    run = escaped(run)
+    name, report = run.parts[place].name, run.parts[place].ranges
     progress = report.session.progress
     blocks = verdict_blocks(report.verdict)
     lines = {block.text: block.tone for block in blocks if isinstance(block, Line)}
@@ -247,8 +276,8 @@ def _shown(report: Any) -> dict[str, Any]:
         "steps": steps_and_samples(progress, "" if progress.ended else " so far"),
         "verdict": verdict,
         "findings": findings,
-        "notes": list(report.session.notes),
-        "map": packed(report) if has_map else None,
+        "notes": [*run.saw, *report.session.notes],
+        "map": packed(report, module_notes(run)[name]) if has_map else None,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mpinspect.kernels.analysis import KernelReport
 from mpinspect.kernels.profile import read_trace
 from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.run.directory import in_order, process_name
 from mpinspect.run.record import FILE_NAME as RECORD
@@ -73,6 +74,29 @@ def read_run(path: str | PathLike[str], format: str | None = None) -> RunReport:
         log_dir=str(folder),
         is_shape_detail=not first.lint,
     )
+
+
+def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
+    """Return the run in which a model was recorded, with the shapes and kernels of its process; its other models are empty.
+
+    Where the session lies in no run directory the run has this part alone. What can't be read is left out and named in
+    ``saw``.
+    """
+    place = session_file.parent.parent
+    if not (place / RECORD).exists():
+        return RunReport("", "", (part,))
+    record, saw = read_record(place), list[str]()
+    shapes: ShapeReport | None = None
+    for found in _shapes(_report(place)[0]):
+        if isinstance(found, ShapeReport):
+            shapes = found
+        else:
+            saw.append(found)
+    names = [file.parent.name for file in sorted(place.glob(f"*/{FILE_NAME}"))]
+    nothing = analyse(Session())
+    parts = tuple(part if name == part.name else ModelPart(name, nothing) for name in names)
+    kernels = _kernels([place], record.gpu, shapes, saw)
+    return RunReport(record.command, record.outcome, parts, shapes, kernels, tuple(saw))
 
 
 # -- which processes ------------------------------------------------------------------------------------------------------
@@ -144,11 +168,17 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
             yield f"runs of their own in there are left out: {', '.join(others)}"
     elif not record.ended and not report:
         yield "no report was written so far: what was seen besides the models' sessions is not known"
-    if report.get("shapes") is not None:
-        try:
-            yield from_plain(report["shapes"])
-        except DecodingError as error:
-            yield f"the shapes can't be read: {REPORTS[1]} is damaged (shapes.{error}); {REPORTS[0]} may hold them"
+    yield from _shapes(report)
+
+
+def _shapes(report: dict[str, Any]) -> Iterator[ShapeReport | str]:
+    """Yield the shapes in a run's report, or a sentence on why they can't be read; nothing if it has none."""
+    if report.get("shapes") is None:
+        return
+    try:
+        yield from_plain(report["shapes"])
+    except DecodingError as error:
+        yield f"the shapes can't be read: {REPORTS[1]} is damaged (shapes.{error}); {REPORTS[0]} may hold them"
 
 
 def _made(path: Path) -> float:

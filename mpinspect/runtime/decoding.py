@@ -173,8 +173,8 @@ def each(kind: type[Kind], values: list[Any]) -> list[Kind]:
     Args:
         kind: a dataclass or NamedTuple, or an annotation that their fields may have: str, int, float, bool, Any,
             tuple[X, ...], Mapping[str, X], dict[str, X], X | None, and Annotated with Between or OneOf. Dataclasses
-            and NamedTuples are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples also from
-            arrays. A float may also be one of the strings "inf", "-inf" and "nan".
+            and NamedTuples are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples
+            also from arrays. A float may also be one of the strings "inf", "-inf" and "nan".
         values: as returned by ``parsed``.
 
     Raises:

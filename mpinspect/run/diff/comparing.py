@@ -91,7 +91,8 @@ def _read(run: Run, format: str | None) -> _Read:
         return _Read(path, (ModelPart(session.info.model, analyse(session, format)),))
     report = read_run(path, format)
     command = f"{report.command} ({report.outcome})"
-    return _Read(path, report.parts, command, report.shapes and products(report.shapes), report.kernels, report.saw)
+    shapes = None if report.shapes is None else products(report.shapes)
+    return _Read(path, report.parts, command, shapes, report.kernels, report.saw)
 
 
 def _require_counts(run: _Read) -> None:
