@@ -106,7 +106,10 @@ def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
 
 def test_the_shapes_of_a_run_directory_are_beside_the_layers_of_their_modules(tmp_path: Path) -> None:
     session = sessions.session({TensorKey("hidden.weight", WEIGHT_GRADIENT): sessions.bell(-26)})
-    products = (*shape_records.linear(64, 1023, 4096, name="Net.hidden"), *shape_records.linear(64, 64, 64, name="Critic.head"))
+    products = (
+        *shape_records.linear(64, 1023, 4096, name="Net.hidden"),
+        *shape_records.linear(64, 64, 64, name="Critic.head"),
+    )
     shapes = analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net")
     for name in ("Net", "Critic"):
         written(tmp_path / "run" / name, session)
