@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
-from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes, widget
+from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -87,14 +87,14 @@ def title(report: RangeReport) -> str:
 
 
 def document(
-    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes = NO_NOTES
+    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes | None = NO_NOTES
 ) -> Document:
     """Return the report as a document.
 
     Args:
         everything: whether every layer has its own row; if not, repeated blocks share one and the worst rows are shown.
         verdict: whether the document begins with its title and the verdict.
-        notes: what else is known about the modules, shown in the interactive map.
+        notes: what else is known about the modules, shown in the interactive map; None to leave the map out.
     """
     session = report.session
     # For a healthy run, the verdict is all that most readers want to know.
@@ -103,7 +103,7 @@ def document(
         title(report) if verdict else "",
         (
             *section("Findings", Findings(report.findings)),
-            *widget(report, notes),
+            *(() if notes is None else widget(Mapped("", report, notes))),
             *section("Infinite or NaN", *_events(report.events)),
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),

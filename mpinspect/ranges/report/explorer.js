@@ -208,9 +208,17 @@ const DECADES = 5;
 
 /** Of each element that shows a map: what the reader chose in it. @type {WeakMap<HTMLElement, any>} */
 const drawn = new WeakMap();
+/** The choice of all models of a page, in its switch and its address. */
+const ALL = "all";
 
 /** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
 export const follow = (root, choice) => drawn.get(root)?.follow(choice);
+
+/** Ends a map that is taken out of the page. @param {HTMLElement} root */
+export function forget(root) {
+  drawn.get(root)?.gone.abort();
+  drawn.delete(root);
+}
 
 /** The figures that a map shows, by layer. @param {HTMLElement} root @returns {Map<string, any>} */
 export const figuresIn = (root) => drawn.get(root)?.figures() ?? new Map();
@@ -236,7 +244,7 @@ export function render(root, data) {
   const storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
   const kinds = data.kinds.filter((/** @type {any} */ kind) => layers.some((/** @type {any} */ layer) => layer.kind === kind.name));
   const asked = new URLSearchParams(location.hash.slice(1));
-  const isMine = !asked.has("model") || asked.get("model") === data.model;
+  const isMine = !asked.has("model") || asked.get("model") === data.model || data.view === ALL;
   const wanted = (/** @type {string} */ name) => (isMine ? asked.get(name) : null);
   const sameFormat = (/** @type {Format} */ other) => data.formats.find((/** @type {Format} */ each) => each.name === other.name) ?? data.formats[0];
   const state = {
@@ -749,6 +757,7 @@ export function render(root, data) {
     const told = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
     if (state.block >= 0) told.set("block", String(state.block));
     if (state.layer !== null) told.set("layer", state.layer);
+    if (data.view) told.set("view", data.view);
     try {
       history.replaceState(null, "", `#${told}`);
     } catch {
@@ -805,6 +814,7 @@ export function render(root, data) {
   drawn.set(root, {
     state,
     gone,
+    tell,
     /** The block that was looked at, among those of newer data: they grow together, and the last goes on. @param {any[]} blocks */
     blockNow(blocks) {
       if (state.block < 0) return -1;
@@ -829,11 +839,59 @@ export function render(root, data) {
 /** @param {number} value @param {number} low @param {number} high */
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
+/**
+ * Draws the map of an element; of several models the one that the address names or the first, with a switch of the model,
+ * or those of all models, which move together. What the reader chose in one holds for the next.
+ * @param {HTMLElement} root
+ */
+async function begin(root) {
+  const packed = (root.dataset.widget ?? "").split(" ");
+  /** @type {string[]} */
+  const names = JSON.parse(root.dataset.names ?? "[]");
+  if (packed.length === 1) {
+    render(root, await decode(packed[0]));
+    return;
+  }
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const first = String(Math.max(names.indexOf(asked.get("model") ?? ""), 0));
+  const opens = asked.get("view") === ALL || (!asked.has("model") && root.dataset.together !== undefined) ? ALL : first;
+  const model = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
+  const maps = element("div", {});
+  /** Of each model decoded so far. @type {Promise<any>[]} */
+  const known = [];
+  /** @type {HTMLElement[]} */
+  let shown = [];
+  const choice = {};
+  async function show() {
+    const view = model.value;
+    const places = view === ALL ? names.map((_, place) => place) : [Number(view)];
+    const data = await Promise.all(places.map((place) => (known[place] ??= decode(packed[place]))));
+    // Another was chosen meanwhile.
+    if (model.value !== view) return;
+    for (const map of shown) forget(map);
+    if (!maps.isConnected) root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, "Model"), model)), maps);
+    shown = places.map(() => element("div", {}));
+    maps.replaceChildren(...shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, names[places[place]])), map] : [map])));
+    shown.forEach((map, place) => {
+      render(map, { ...data[place], view: view === ALL ? ALL : "" });
+      follow(map, choice);
+      map.addEventListener("chosen", (/** @type {any} */ event) => {
+        Object.assign(choice, event.detail);
+        for (const other of shown) if (other !== map) follow(other, event.detail);
+      });
+    });
+  }
+  model.value = opens;
+  model.addEventListener("change", () => show().then(() => drawn.get(shown[0])?.tell()));
+  root.classList.add("explorer");
+  await show();
+}
+
 /** Draws every map of the page; where one can't be, what stands there stays and says why. */
 export async function start() {
   for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-widget]"))) {
     try {
-      render(root, await decode(root.dataset.widget ?? ""));
+      await begin(root);
     } catch (error) {
       root.append(element("p", { className: "error" }, `The map could not be drawn: ${error}`));
     }
