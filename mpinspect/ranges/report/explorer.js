@@ -285,7 +285,7 @@ export function render(root, data) {
   overSteps.append(legends[1]);
   const charts = element("div", { className: "charts" }, ofScale, overSteps);
   const axis = element("canvas", { "aria-hidden": "true" });
-  const headings = [["model", "layer", ""], ["", "map", ""], ["flushed", "flushed", "not zero, but rounds to zero in this format"],
+  const headings = [["model", "layer", ""], ["", "map", ""], ["flushed", "flushed", "share of the non-zero elements that round to zero in this format"],
     ["subnormal", "subnormal", "survives with fewer bits"], ["overflow", "overflow", "beyond the format's largest value"],
     ["broken", "inf, NaN", "infinities and NaNs counted"], ["largest", "largest", "magnitude, rounded down to a power of two"],
     ...(storages.length ? [["lost", `update lost in ${storages[0].label}`, "share of the updates that rounding undoes where the weights are stored so"]] : []),
@@ -612,7 +612,7 @@ export function render(root, data) {
     shares.replaceChildren(picture);
     align(scale);
     legends[0].replaceChildren(key("flushes", `flushed, ${of}`), key("overflows", "overflowed"),
-      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: every layer is served (at most 1% of the sum of its magnitudes is flushed), none overflows`)
+      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: no layer overflows, and of none is L1 lost, the share of its sum of magnitudes that is flushed, more than 1%`)
         : element("span", { className: "entry" }, `no safe window is known for ${state.format.label}`),
       key("own", `the run's own scale, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
   }
@@ -723,7 +723,7 @@ export function render(root, data) {
     const losing = found.filter((/** @type {any} */ each) => share(each.flushed, each.all) > 0.01).length;
     const over = found.filter((/** @type {any} */ each) => each.high > 0).length;
     const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
-    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "flushes" : "flush"} more than 1% of their elements, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
     measure();
     drawShares();
     drawHistory();
