@@ -322,6 +322,9 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     here.locator(".explorer input[type=range]").first.fill("12")
     here.locator(".explorer input[type=search]").first.fill("hidden")
     here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
+    # A map that is out of sight follows once it is seen.
+    here.locator(".explorer .legend").last.scroll_into_view_if_needed()
+    here.wait_for_selector(".explorer .detail h4 >> nth=1")
     assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
     assert "2^12" in here.locator(".explorer .said").nth(1).text_content()
     assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]

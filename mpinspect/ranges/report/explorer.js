@@ -425,19 +425,8 @@ export function render(root, data) {
     for (const [from, to, name, slope] of /** @type {[number, number, string, number][]} */ (zones)) {
       const [left, right] = [Math.max(place(from), 0), Math.min(place(to), width)];
       if (right <= left) continue;
-      context.save();
-      context.beginPath();
-      context.rect(left, 0, right - left, height);
-      context.clip();
-      context.strokeStyle = colour(name);
-      context.globalAlpha = 0.35;
-      context.beginPath();
-      for (let x = left - height; x < right + height; x += 6) {
-        context.moveTo(x, slope > 0 ? height : 0);
-        context.lineTo(x + height, slope > 0 ? 0 : height);
-      }
-      context.stroke();
-      context.restore();
+      context.fillStyle = hatching(context, colour(name), slope);
+      context.fillRect(left, 0, right - left, height);
     }
     context.strokeStyle = colour("soft");
     for (const exponent of [flushEdge() - k, f.normal - k, f.top + 1 - k]) {
@@ -449,6 +438,32 @@ export function render(root, data) {
       context.stroke();
     }
     context.setLineDash([]);
+  }
+  /** @type {Map<string, CanvasPattern>} */
+  const hatchings = new Map();
+  /** Diagonal lines, as a pattern: to fill with it takes a tenth of drawing the lines. @param {CanvasRenderingContext2D} context @param {string} colour @param {number} slope */
+  function hatching(context, colour, slope) {
+    const ratio = window.devicePixelRatio || 1;
+    const key = [colour, slope, ratio].join();
+    const known = hatchings.get(key);
+    if (known) return known;
+    const side = Math.round(6 * ratio);
+    const tile = element("canvas", { width: side, height: side });
+    const pen = tile.getContext("2d");
+    pen.strokeStyle = colour;
+    pen.globalAlpha = 0.35;
+    pen.lineWidth = ratio;
+    pen.beginPath();
+    // The lines of the neighbouring tiles reach into the corners.
+    for (const shift of [-side, 0, side]) {
+      pen.moveTo(shift - side, slope > 0 ? 2 * side : -side);
+      pen.lineTo(shift + 2 * side, slope > 0 ? -side : 2 * side);
+    }
+    pen.stroke();
+    const made = /** @type {CanvasPattern} */ (context.createPattern(tile, "repeat"));
+    made.setTransform(new DOMMatrix().scale(1 / ratio));
+    hatchings.set(key, made);
+    return made;
   }
   /** @param {HTMLCanvasElement} canvas @param {any} layer @param {(name: string) => string} colour */
   function strip(canvas, layer, colour) {
@@ -484,16 +499,37 @@ export function render(root, data) {
     const last = isPrinted ? Math.min(shown.length, PRINTED) : Math.min(shown.length, first + SHOWN + 12);
     const spacer = (/** @type {number} */ number) => element("tr", { "aria-hidden": "true" },
       element("td", { colSpan: headings.length, style: `height:${number * ROW}px;padding:0;border:0` }));
-    const made = shown.slice(first, last).map((/** @type {any} */ row, /** @type {number} */ offset) => drawnRow(row, first + offset, colour));
-    body.replaceChildren(...(first ? [spacer(first)] : []), ...made, ...(last < shown.length ? [spacer(shown.length - last)] : []));
+    // What a strip shows besides its layer: one that shows it already is not drawn again.
+    const look = [state.block, state.format.name, log2Scale(), ends, width, window.devicePixelRatio, colour("fill"), colour("soft"), isNarrow()].join();
+    const middle = scroll.scrollTop / ROW + SHOWN / 2;
+    const before = rowElements;
+    rowElements = new Map();
+    const made = shown.slice(first, last).map((/** @type {any} */ row, /** @type {number} */ offset) => {
+      const key = [layers.indexOf(row.layer), row.inside ?? "", row.members ? state.open.has(row.group) : "", isNarrow()].join();
+      const kept = before.get(key) ?? rowOf(row);
+      rowElements.set(key, kept);
+      // Rows above and below what is seen are there to be scrolled to, and are drawn then.
+      const isSeen = isPrinted || Math.abs(first + offset - middle) <= SHOWN / 2 + 1;
+      if (isSeen && kept.look !== look) strip(kept.canvas, row.layer, colour);
+      if (isSeen) kept.look = look;
+      fill(kept, row.layer, first + offset);
+      return kept.row;
+    });
+    const all = [...(first ? [spacer(first)] : []), ...made, ...(last < shown.length ? [spacer(shown.length - last)] : [])];
+    // Moving rows about costs a layout of the page.
+    if (first !== drawnFrom || shown.length !== drawnOf || made.length !== standing.length || made.some((row, index) => row !== standing[index])) body.replaceChildren(...all);
+    [drawnFrom, drawnOf, standing] = [first, shown.length, made];
     body.parentElement?.setAttribute("aria-rowcount", String(shown.length));
   }
-  /** @param {any} row @param {number} index @param {(name: string) => string} colour */
-  function drawnRow(row, index, colour) {
+  /** The rows that stand in the table, by what they are made of: creating a canvas takes longer than drawing on it. @type {Map<string, any>} */
+  let rowElements = new Map();
+  let [drawnFrom, drawnOf] = [-1, -1];
+  /** @type {HTMLElement[]} */
+  let standing = [];
+  /** A row with its name and empty cells. @param {any} row */
+  function rowOf(row) {
     const { layer } = row;
-    const found = figures(layer);
-    const canvas = element("canvas", { "aria-hidden": "true" });
-    strip(/** @type {HTMLCanvasElement} */ (canvas), layer, colour);
+    const canvas = element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${width}px;height:${ROW - 2}px` });
     const name = row.members ? row.name : layer.name || "(the model itself)";
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title: row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name });
     if (row.members) {
@@ -509,19 +545,30 @@ export function render(root, data) {
     } else {
       head.append(element("bdi", {}, shortened(name)));
     }
+    const cells = headings.slice(2).map(() => element("td", {}));
+    const made = element("tr", {}, head, element("td", { className: "map" }, canvas), ...cells);
+    made.addEventListener("click", () => choose(layer));
+    return { row: made, canvas, cells, look: "" };
+  }
+  /** Writes a layer's figures into its row. @param {any} kept @param {any} layer @param {number} index */
+  function fill(kept, layer, index) {
+    const found = figures(layer);
     const words = found ? cellWords(layer, found) : ["-", "-", "-", "-", "-"];
     const lost = storages.length ? lostOf(storages[0], layer) : null;
     /** @type {[string, string][]} */
     const more = (data.notes.cells[layer.module] ?? data.notes.columns.map(() => ["-", ""])).map((/** @type {[string, string]} */ [text, tone]) => [text, tone]);
     if (storages.length) more.unshift([lost === null ? "-" : percent(lost), lost !== null && lost > 0.5 ? "warning" : ""]);
     const tones = found ? [tone(found.flushed, found.all, 0.01), "", found.high ? "error" : "", found.h.infs || found.h.nans ? "error" : "", ""] : [];
-    const made = element("tr", { "aria-rowindex": index + 1, className: row.layer.name === state.layer ? "chosen" : "" },
-      head, element("td", { className: "map" }, canvas),
-      ...words.map((text, column) => element("td", { className: tones[column] ?? "" }, text)),
-      ...more.map(([text, tone]) => element("td", { className: tone }, text)));
-    if (found) Object.assign(made.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });
-    made.addEventListener("click", () => choose(layer));
-    return made;
+    const { row } = kept;
+    row.setAttribute("aria-rowindex", index + 1);
+    row.className = layer.name === state.layer ? "chosen" : "";
+    [...words.map((text, column) => [text, tones[column] ?? ""]), ...more].forEach(([text, tone], column) => {
+      const cell = kept.cells[column];
+      if (cell.textContent !== text) cell.textContent = text;
+      if (cell.className !== tone) cell.className = tone;
+    });
+    if (found) Object.assign(row.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });
+    else for (const key of Object.keys(row.dataset)) delete row.dataset[key];
   }
   /** The end of a long name: it tells layers apart. The whole stands in the title, and below once the layer is chosen. */
   const shortened = (/** @type {string} */ name) => {
@@ -612,7 +659,7 @@ export function render(root, data) {
     shares.replaceChildren(picture);
     align(scale);
     legends[0].replaceChildren(key("flushes", `flushed, ${of}`), key("overflows", "overflowed"),
-      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: no layer overflows, and of none is L1 lost, the share of its sum of magnitudes that is flushed, more than 1%`)
+      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: nothing overflows, and L1 lost (the flushed share of the sum of magnitudes) is at most 1% in every layer`)
         : element("span", { className: "entry" }, `no safe window is known for ${state.format.label}`),
       key("own", `the run's own scale, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
   }
@@ -702,6 +749,7 @@ export function render(root, data) {
     return first === last ? `step ${first}` : `steps ${first} to ${last}`;
   };
   function draw() {
+    isBehind = false;
     width = isNarrow() ? NARROW : WIDE - 36 * (headings.length - 7);
     shown = rows();
     ends = span();
@@ -798,9 +846,26 @@ export function render(root, data) {
   for (const moment of ["beforeprint", "afterprint"]) {
     addEventListener(moment, () => {
       isPrinted = moment === "beforeprint";
-      drawRows();
+      draw();
     }, { signal: gone.signal });
   }
+  /** Whether the map shows less than what is chosen: it follows another map at the next frame, or once it is seen. */
+  let isBehind = false;
+  let isInView = true;
+  function soon() {
+    if (isBehind) return;
+    isBehind = true;
+    requestAnimationFrame(catchUp);
+  }
+  function catchUp() {
+    if (isBehind && isInView && !gone.signal.aborted) draw();
+  }
+  const viewed = new IntersectionObserver((entries) => {
+    isInView = entries[entries.length - 1].isIntersecting;
+    catchUp();
+  });
+  viewed.observe(root);
+  gone.signal.addEventListener("abort", () => viewed.disconnect());
   let seenWidth = root.clientWidth;
   const resized = new ResizeObserver(() => {
     if (root.clientWidth === seenWidth) return;
@@ -829,7 +894,7 @@ export function render(root, data) {
       if (kinds.some((/** @type {any} */ each) => each.name === name)) choice.kind = name;
       Object.assign(state, choice);
       search.value = state.search;
-      draw();
+      soon();
     },
   });
   draw();
