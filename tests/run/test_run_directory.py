@@ -200,6 +200,7 @@ def test_every_form_of_a_run_that_is_read_back_says_what_the_runs_own_did(suffix
         (("findings", 0, "evidence"), []),
         (("flops_by_verdict",), []),
         (("notes",), "text"),
+        (("schema_version",), 2),
     ],
 )
 def test_shapes_of_a_damaged_report_are_left_out_and_it_is_said(names, value, tmp_path):

@@ -13,6 +13,8 @@ from mpinspect.shapes.analysis.report import CallTime, Padding, ShapeReport, Sha
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import Matmul, Size, Work
 
+#: The schema's version, which rises when an older reader would misread the file.
+_VERSION = 1
 #: Each product, finding and padding has its own line.
 LAYOUT = Layout(2)
 
@@ -41,7 +43,7 @@ def to_plain(report: ShapeReport) -> dict[str, Any]:
         "matmuls": [_row(row) for row in report.matmuls],
         "notes": report.notes,
     }
-    return headed("mpinspect.shapes", 1, plain(body, digits=6))
+    return headed("mpinspect.shapes", _VERSION, plain(body, digits=6))
 
 
 def _row(row: ShapeRow) -> dict[str, Any]:
@@ -105,12 +107,14 @@ def from_plain(value: Any) -> ShapeReport:
         DecodingError: a field is missing or is not what it should be.
     """
     stored = typed(_Stored, value)
+    if stored.schema_version > _VERSION:
+        raise DecodingError(f"is {stored.schema_version}, of a newer mpinspect: upgrade it", "schema_version")
     try:
         rows = _rows(list(stored.matmuls))
     except DecodingError as error:
         raise error.below("matmuls") from None
     kept, broken = stored.calls_multiples_of_8, stored.calls_not_multiples_of_8
-    differing = ("matmuls", "padding", "calls_multiples_of_8", "calls_not_multiples_of_8")
+    differing = ("schema_version", "matmuls", "padding", "calls_multiples_of_8", "calls_not_multiples_of_8")
     return ShapeReport(
         **fields(stored, but=differing),
         matmuls=rows,
@@ -146,6 +150,7 @@ class _Stored:
     dtype_copy_bytes: Work
     notes: tuple[str, ...]
     complete: bool
+    schema_version: Size = 1
 
 
 @dataclass(frozen=True)
