@@ -58,10 +58,11 @@ test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older proces
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
 
-# mypy takes one core; what counts is compiled beside it.
+# mypy takes one core, and so does Sphinx, some ten seconds; what counts is compiled beside them. dist is for a release: it builds in
+# environments of its own and trains the demo again, which the tests do too.
 .PHONY: check
-check: $(VENV)/.dev ## all that CI runs: lint, test-processors, test
-	$(MAKE) --jobs=2 --output-sync=target lint test-processors
+check: $(VENV)/.docs ## all that CI runs: lint, docs, test-processors, test
+	$(MAKE) --jobs=2 --output-sync=target lint docs test-processors
 	$(MAKE) test
 
 .PHONY: lint

@@ -2,7 +2,7 @@
 // TensorBoard imports this module into a frame of its own and calls render().
 // @ts-check
 
-import { decode, figuresIn, follow, nonzero, percent, render as draw } from "./explorer.js";
+import { decode, figuresIn, follow, forget, nonzero, percent, render as draw } from "./explorer.js";
 
 /** Milliseconds between two looks at the runs, and how much longer than an answer took they are at least. */
 const [PAUSE, PAUSES] = [4000, 10];
@@ -218,6 +218,7 @@ export function render() {
       await refreshList();
       for (const [id, each] of shown) {
         if (chosen.has(id)) continue;
+        forget(each.map);
         each.element.remove();
         shown.delete(id);
       }

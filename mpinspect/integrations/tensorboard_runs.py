@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from mpinspect.reporting.streams import printable
 
 #: The session file's name: ``ranges.store.FILE_NAME``, which imports NumPy.
 FILE_NAME = "session.mpinspect"
+#: The files of a run directory that say what shapes and kernels its models have: the names in ``run.record``.
+BESIDE = ("run.json", "report.json", "trace.json.gz")
 #: Most runs that are listed: a page with more of them is slow, and nobody finds one on it.
 MOST_RUNS = 2_000
 #: Seconds that a listing is used for, and how much longer than it took it is used at least.
@@ -38,9 +41,10 @@ class Found:
         name: its directory relative to the log directory, as TensorBoard names the run.
         root: the log directory.
         path: the file.
-        version: changes with the file.
+        version: changes with the file, and with those beside it.
         written: when it was last written to, in seconds since 1970.
         ranks: the files of all ranks, if this is a model of several, to be added up; ``path`` is the first of them.
+        has_beside: whether its run directory may be read: it lies in the log directory, and none of it leads out.
     """
 
     id: str
@@ -50,6 +54,7 @@ class Found:
     version: str
     written: float
     ranks: tuple[Path, ...] = ()
+    has_beside: bool = False
 
 
 @dataclass
@@ -170,7 +175,8 @@ def _together(group: list[Found], name: str) -> Found:
     paths = tuple(run.path for run in group)
     id = hashlib.sha256(b"\0".join(map(os.fsencode, paths))).hexdigest()[:16]
     version = hashlib.sha256(" ".join(run.version for run in group).encode()).hexdigest()[:16]
-    return Found(id, name, group[0].root, paths[0], version, max(run.written for run in group), paths)
+    first, written = group[0], max(run.written for run in group)
+    return Found(id, name, first.root, paths[0], version, written, paths, first.has_beside)
 
 
 def _as_it_is(found: Found) -> Found | None:
@@ -220,8 +226,24 @@ def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:
     below = path.parent.relative_to(root).as_posix()
     name = below if not label else label if below == "." else f"{label}/{below}"
     id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    version = f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-    return Found(id, name, root, path, version, status.st_mtime)
+    beside = _beside(root, path)
+    version = "-".join(f"{each.st_mtime_ns}-{each.st_size}-{each.st_ino}" for each in (status, *beside))
+    return Found(id, name, root, path, version, status.st_mtime, has_beside=bool(beside))
+
+
+def _beside(root: Path, path: Path) -> list[os.stat_result]:
+    """Return the status of each file of the session's run directory; none if it lies outside, or something leads out."""
+    place = path.parent.parent
+    if not place.is_relative_to(root):
+        return []
+    found = []
+    for name in BESIDE:
+        # A loop of links is a RuntimeError before Python 3.13.
+        with suppress(OSError, RuntimeError):
+            if not (place / name).resolve(strict=True).is_relative_to(root):
+                return []
+            found.append((place / name).stat())
+    return found
 
 
 def _by_number(name: str) -> list[tuple[int, int, str]]:
@@ -237,9 +259,14 @@ def _read(run: Found) -> dict[str, Any]:
     from mpinspect.ranges.analysis import analyse
     from mpinspect.ranges.analysis.ranks import NotOneModelError, merge_ranks
     from mpinspect.ranges.store import SessionError, read_session
+    from mpinspect.run.reading import run_of_model
+    from mpinspect.run.report import ModelPart, RunReport
 
     try:
-        return _shown(analyse(merge_ranks(map(read_session, run.ranks)) if run.ranks else read_session(run.path)))
+        report = analyse(merge_ranks(map(read_session, run.ranks)) if run.ranks else read_session(run.path))
+        part = ModelPart(run.path.parent.name, report)
+        whole = run_of_model(run.path, part) if run.has_beside else RunReport("", "", (part,))
+        return _shown(whole, whole.parts.index(part))
     except NotOneModelError as error:
         return {"error": printable(f"The ranks can't be added up ({error}): look at each by itself.")}
     except (SessionError, OSError) as error:
@@ -250,7 +277,8 @@ def _read(run: Found) -> dict[str, Any]:
         }
 
 
-def _shown(report: Any) -> dict[str, Any]:
+def _shown(run: Any, place: int) -> dict[str, Any]:
+    """Return what the page shows of one model of a run."""
     from mpinspect.ranges.kinds import UPDATE
     from mpinspect.ranges.report.document import title, verdict_blocks
     from mpinspect.ranges.report.explorer import packed
@@ -259,8 +287,10 @@ def _shown(report: Any) -> dict[str, Any]:
     from mpinspect.reporting.document import Code, Line
     from mpinspect.reporting.escaping import escaped
     from mpinspect.reporting.finding import gravest_first, inferred
+    from mpinspect.run.report.module_notes import module_notes
 
-    report = escaped(report)
+    run = escaped(run)
+    name, report = run.parts[place].name, run.parts[place].ranges
     progress = report.session.progress
     blocks = verdict_blocks(report.verdict)
     lines = {block.text: block.tone for block in blocks if isinstance(block, Line)}
@@ -283,8 +313,8 @@ def _shown(report: Any) -> dict[str, Any]:
         "steps": steps_and_samples(progress, "" if progress.ended else " so far"),
         "verdict": verdict,
         "findings": findings,
-        "notes": list(report.session.notes),
-        "map": packed(report) if has_map else None,
+        "notes": [*run.saw, *report.session.notes],
+        "map": packed(report, module_notes(run)[name]) if has_map else None,
     }
 
 

@@ -210,15 +210,17 @@ class Widget:
         title: shown above the widget.
         package: the package with the widget's script, an ES module with ``start()``, and its style sheet.
         name: name of these two files, without suffix.
-        data: returns the script's input data, in base64.
+        data: for each thing that the widget shows, its name and a function that returns the script's input data, in base64.
         without: text shown instead if scripts do not run.
+        together: whether the widget opens with all of several things, not with the first.
     """
 
     title: str
     package: str
     name: str
-    data: Callable[[], str]
+    data: tuple[tuple[str, Callable[[], str]], ...]
     without: str
+    together: bool = False
 
 
 Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from mpinspect.reporting.words import number_of
+from mpinspect.runtime.decoding import OneOf
 
 #: Text of several lines, such as code: escaping keeps its line ends.
 Lines: TypeAlias = str
@@ -35,7 +36,7 @@ class Finding:
     """
 
     id: str
-    severity: str
+    severity: Annotated[str, OneOf(SEVERITIES)]
     layer: str
     message: str
     evidence: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 from collections.abc import Iterable, Iterator
 from importlib import resources
 
@@ -193,7 +194,10 @@ def _block(block: Block, level: int) -> Iterator[str]:
         yield from _tables(block, level)
     elif isinstance(block, Widget):
         yield _heading(block.title, level + 1)
-        yield f'<div data-widget="{block.data()}">{_tagged("p", block.without, "dim")}</div>'
+        packed = " ".join(make() for _, make in block.data)
+        names = html.escape(json.dumps([name for name, _ in block.data]))
+        together = " data-together" if block.together else ""
+        yield f'<div data-widget="{packed}" data-names="{names}"{together}>{_tagged("p", block.without, "dim")}</div>'
     else:
         yield from _parts(block, level)
 

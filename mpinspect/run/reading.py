@@ -9,7 +9,6 @@ from typing import Any
 
 from mpinspect.kernels.analysis import KernelReport
 from mpinspect.kernels.profile import read_trace
-from mpinspect.kernels.trace import TraceError
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.session import Session
@@ -20,6 +19,8 @@ from mpinspect.run.record import FILE_NAME as RECORD
 from mpinspect.run.record import REPORTS, TRACE, ProcessRecord, read_record
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime.decoding import DecodingError, json_of
+from mpinspect.shapes.analysis import ShapeReport
+from mpinspect.shapes.report.json import from_plain
 
 #: Most bytes of a report.json that is read, enough for 20,000 layers.
 _LARGEST_REPORT = 64 << 20
@@ -34,8 +35,8 @@ def is_run_directory(path: str | PathLike[str]) -> bool:
 def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank: bool = False) -> RunReport:
     """Return the report of a run directory, even if the run is still going on or was killed.
 
-    The counts of a job's ranks are added up: one report for each model. The report names what is damaged or missing, and
-    contains the rest. Shapes are not read back: the report refers to the ``report.md`` that the run wrote at its end.
+    The counts of a job's ranks are added up: one report for each model, with the shapes of the first process that
+    recorded them. The report names what is damaged or missing, and contains the rest.
 
     Args:
         path: the directory.
@@ -54,18 +55,28 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
     saw: dict[str, list[str]] = {}
     records = {name: read_record(place) for name, place in processes.items()}
     first = next(iter(records.values()))
+    shapes: ShapeReport | None = None
     for name, record in records.items():
         if record is not first and record.outcome not in ("ended", first.outcome):
             saw.setdefault(record.outcome, []).append(name)
         for found in _found(processes[name], record):
-            if isinstance(found, str):
+            if isinstance(found, ShapeReport):
+                shapes = shapes or found
+            elif isinstance(found, str):
                 saw.setdefault(found, []).append(name)
             else:
                 models.add(name, *found, world_size=record.world_size, job=record.job)
-    parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
     notes = [*models.notes, *_said(saw, len(processes))]
-    kernels = _kernels(processes.values(), notes)
-    return RunReport(first.command or folder.name, first.outcome, parts, None, kernels, tuple(notes), str(folder))
+    return RunReport(
+        command=first.command or folder.name,
+        outcome=first.outcome,
+        parts=tuple(ModelPart(name, analyse(session, format)) for name, session in models.models()),
+        shapes=shapes,
+        kernels=_kernels(processes.values(), first.gpu, shapes, notes),
+        saw=tuple(notes),
+        log_dir=str(folder),
+        is_shape_detail=not first.lint,
+    )
 
 
 def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
@@ -77,12 +88,27 @@ def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
         yield sentence if len(names) == processes or not named else f"{named}: {sentence}"
 
 
-def recorded_shapes(path: str | PathLike[str]) -> dict[str, Any] | None:
-    """Return the shapes in the report that a run's first process wrote at its end, as plain data; None if it has none."""
-    for place in _processes(Path(path)).values():
-        shapes = _report(place).get("shapes")
-        return shapes if isinstance(shapes, dict) else None
-    return None
+def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
+    """Return the run in which a model was recorded, with the shapes and kernels of its process; its other models are empty.
+
+    Where the session lies in no run directory the run has this part alone. What can't be read is left out and named in
+    ``saw``.
+    """
+    place = session_file.parent.parent
+    if not (place / RECORD).exists():
+        return RunReport("", "", (part,))
+    record, saw = read_record(place), list[str]()
+    shapes: ShapeReport | None = None
+    for found in _shapes(_report(place)[0]):
+        if isinstance(found, ShapeReport):
+            shapes = found
+        else:
+            saw.append(found)
+    names = [file.parent.name for file in sorted(place.glob(f"*/{FILE_NAME}"))]
+    nothing = analyse(Session())
+    parts = tuple(part if name == part.name else ModelPart(name, nothing) for name in names)
+    kernels = _kernels([place], record.gpu, shapes, saw)
+    return RunReport(record.command, record.outcome, parts, shapes, kernels, tuple(saw))
 
 
 # -- which processes ------------------------------------------------------------------------------------------------------
@@ -115,9 +141,11 @@ def _nothing_in(folder: Path) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | str]:
-    """Yield a process's models, by name, and sentences on what can't be read and on what the process saw."""
-    report = _report(place)
+def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | ShapeReport | str]:
+    """Yield a process's models, by name, its shapes, and sentences on what can't be read and on what the process saw."""
+    report, trouble = _report(place)
+    if trouble:
+        yield trouble
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
     for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
@@ -139,8 +167,8 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
     yield from _seen(place, record, report, names)
 
 
-def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[str]:
-    """Yield sentences on what the process saw, from its record or else its report, and on what is not shown."""
+def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[ShapeReport | str]:
+    """Yield the shapes, and sentences on what the process saw, from its record or else its report, and on what is missing."""
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
@@ -150,8 +178,17 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
             yield f"runs of their own in there are left out: {', '.join(others)}"
     elif not record.ended and not report:
         yield "no report was written so far: what was seen besides the models' sessions is not known"
-    if report.get("shapes") is not None:
-        yield f"shapes were recorded too: their report is in {place / REPORTS[0]}"
+    yield from _shapes(report)
+
+
+def _shapes(report: dict[str, Any]) -> Iterator[ShapeReport | str]:
+    """Yield the shapes in a run's report, or a sentence on why they can't be read; nothing if it has none."""
+    if report.get("shapes") is None:
+        return
+    try:
+        yield from_plain(report["shapes"])
+    except DecodingError as error:
+        yield f"the shapes can't be read: {REPORTS[1]} is damaged (shapes.{error}); {REPORTS[0]} may hold them"
 
 
 def _made(path: Path) -> float:
@@ -161,22 +198,28 @@ def _made(path: Path) -> float:
         return 0.0
 
 
-def _report(place: Path) -> dict[str, Any]:
-    """Return the fields of the report.json that the run wrote at its end; {} if the file can't be read."""
+def _report(place: Path) -> tuple[dict[str, Any], str]:
+    """Return the fields of the report.json that the run wrote at its end, {} without one, and what is wrong with it."""
     try:
         report = json_of(place / REPORTS[1], _LARGEST_REPORT)
-    except (OSError, DecodingError):
-        return {}
-    return report if isinstance(report, dict) else {}
+    except FileNotFoundError:
+        return {}, ""
+    except OSError as error:
+        return {}, f"{REPORTS[1]} can't be read: {error.strerror or error}"
+    except DecodingError as error:
+        return {}, f"{REPORTS[1]} is damaged and says nothing: it {error}"
+    return (report, "") if isinstance(report, dict) else ({}, f"{REPORTS[1]} is damaged: it holds no report")
 
 
-def _kernels(places: Iterable[Path], saw: list[str]) -> KernelReport | None:
+def _kernels(
+    places: Iterable[Path], gpu: str | None, shapes: ShapeReport | None, saw: list[str]
+) -> KernelReport | None:
     traces = [place / TRACE for place in places if (place / TRACE).exists()]
     if not traces:
         return None
     try:
-        report = read_trace(traces)
-    except (TraceError, OSError) as error:
+        report = read_trace(traces, gpu=gpu, shapes=shapes)
+    except (ValueError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
     # Without GPU work there are no kernels to judge, and the run's record says so.

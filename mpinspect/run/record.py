@@ -28,6 +28,9 @@ STILL_RUNNING = "still running, or killed"
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
 #: More processes than any job has.
 _WorldSize: Any = Annotated[int, Between(1, 1 << 20)]
+#: Options that need not be given.
+_Flag: Any = bool | None
+_Text: Any = str | None
 
 # -- writing -------------------------------------------------------------------------------------------------------------
 
@@ -41,6 +44,8 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
         "target": options.target,
         "is_module": options.is_module,
         "arguments": list(options.arguments),
+        "lint": options.lint,
+        "gpu": options.gpu,
         "working_directory": _working_directory(),
         "started": now(),
         "ended": None,
@@ -134,6 +139,8 @@ class ProcessRecord:
         trouble: what is wrong with run.json, as a sentence; "" if nothing is.
         world_size: number of processes that the launcher started; 1 if unknown.
         job: identifies the launch, the same in all its processes; "" if unknown.
+        lint: whether the shapes were asked for with --lint; None if they were left to mpinspect, or unknown.
+        gpu: the GPU of --gpu; None without it, or unknown.
     """
 
     command: str = ""
@@ -144,6 +151,8 @@ class ProcessRecord:
     trouble: str = ""
     world_size: int = 1
     job: str = ""
+    lint: bool | None = None
+    gpu: str | None = None
 
 
 def read_record(directory: Path) -> ProcessRecord:
@@ -165,6 +174,7 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     has_ended = outcome not in ("running", "unknown")
     saw = _field(record, "saw", tuple[str, ...], damaged, needed=has_ended) or ()
     models = _field(record, "models", tuple[_Model, ...], damaged, needed=has_ended) or ()
+    lint, gpu = _field(record, "lint", _Flag, damaged), _field(record, "gpu", _Text, damaged)
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
         outcome = _KILLED if _is_gone(record) else STILL_RUNNING
@@ -172,7 +182,7 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
     world_size = _field(record, "world_size", _WorldSize, [], needed=False) or 1
     job = _field(record, "job", str, [], needed=False) or ""
-    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, world_size, job)
+    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, world_size, job, lint, gpu)
 
 
 @dataclass(frozen=True)

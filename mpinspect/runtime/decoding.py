@@ -171,10 +171,10 @@ def each(kind: type[Kind], values: list[Any]) -> list[Kind]:
     """Return parsed JSON values, each as an instance of ``kind``.
 
     Args:
-        kind: a dataclass or NamedTuple, or an annotation that their fields may have: str, int, float, bool,
-            tuple[X, ...], Mapping[str, X], X | None, and Annotated with Between or OneOf. Dataclasses and NamedTuples
-            are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples also from
-            arrays. A float may also be one of the strings "inf", "-inf" and "nan".
+        kind: a dataclass or NamedTuple, or an annotation that their fields may have: str, int, float, bool, Any,
+            tuple[X, ...], Mapping[str, X], dict[str, X], X | None, and Annotated with Between or OneOf. Dataclasses
+            and NamedTuples are made from objects, ignoring unknown fields and using defaults for missing ones; NamedTuples
+            also from arrays. A float may also be one of the strings "inf", "-inf" and "nan".
         values: as returned by ``parsed``.
 
     Raises:
@@ -195,8 +195,10 @@ def _reader(kind: Hashable) -> _Reader:
         return _optional(_reader(inner))
     if origin is tuple:
         return _several(_reader(typing.get_args(kind)[0]))
-    if origin is Mapping:
-        return _mapping(_reader(typing.get_args(kind)[1]))
+    if origin in (Mapping, dict):
+        return _mapping(_reader(typing.get_args(kind)[1]), types.MappingProxyType if origin is Mapping else dict)
+    if kind is Any:
+        return _unchecked
     if kind is float:
         return _floats
     if kind in _NAMES:
@@ -217,6 +219,10 @@ def _plain(kind: type) -> _Reader:
         return values
 
     return read
+
+
+def _unchecked(values: list[Any]) -> list[Any]:
+    return values
 
 
 def _require(kind: type, values: list[Any]) -> None:
@@ -288,11 +294,11 @@ def _several(read: _Reader) -> _Reader:
     return read_several
 
 
-def _mapping(read: _Reader) -> _Reader:
+def _mapping(read: _Reader, made: Callable[[dict[str, Any]], Any]) -> _Reader:
     def read_mapping(values: list[Any]) -> list[Any]:
         _require(dict, values)
         found = iter(read([item for value in values for item in value.values()]))
-        return [types.MappingProxyType({key: next(found) for key in value}) for value in values]
+        return [made({key: next(found) for key in value}) for value in values]
 
     return read_mapping
 

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from mpinspect.runtime.decoding import Between, OneOf
+
+#: A size or a number of things, in records that are read from files.
+Size = Annotated[int, Between(0, (1 << 63) - 1)]
+#: A number of operations or bytes, whose sums over a step are divided by each other.
+Work = Annotated[int, Between(0, 1 << 100)]
 
 #: The purpose of a product; "backward" if one kernel computes all gradients (attention, recurrent networks).
 ROLES = ("forward", "dgrad", "wgrad", "backward")
@@ -77,16 +85,16 @@ class Convolution:
         channels_last: whether the input is stored NHWC (NDHWC); None if unknown.
     """
 
-    batch: int
-    in_channels: int
-    out_channels: int
-    groups: int
-    input_size: tuple[int, ...]
-    output_size: tuple[int, ...]
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
+    batch: Size
+    in_channels: Size
+    out_channels: Size
+    groups: Size
+    input_size: tuple[Size, ...]
+    output_size: tuple[Size, ...]
+    kernel_size: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    padding: tuple[Size, ...]
+    dilation: tuple[Size, ...]
     transposed: bool = False
     channels_last: bool | None = None
 
@@ -115,13 +123,13 @@ class Attention:
         bias: the additive mask, or None.
     """
 
-    batch: int
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    head_dim: int
-    value_dim: int
+    batch: Size
+    heads: Size
+    kv_heads: Size
+    queries: Size
+    keys: Size
+    head_dim: Size
+    value_dim: Size
     backend: str = ""
     is_causal: bool = False
     bias: Operand | None = None
@@ -159,14 +167,14 @@ class Matmul:
 
     op: str
     kind: str
-    role: str
-    m: int
-    n: int
-    k: int
-    batch: int
+    role: Annotated[str, OneOf(ROLES)]
+    m: Size
+    n: Size
+    k: Size
+    batch: Size
     dtype: str
-    flops: int
-    bytes: int
+    flops: Work
+    bytes: Work
     a: Operand | None = None
     b: Operand | None = None
     out: Operand | None = None
@@ -175,7 +183,7 @@ class Matmul:
     parameter: str = ""
     convolution: Convolution | None = None
     attention: Attention | None = None
-    calls: int = 1
+    calls: Size = 1
     autocast: bool | None = None
     recomputed: bool = False
     raises: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import shutil
@@ -16,17 +18,23 @@ from typing import Any
 
 import pytest
 import sessions
+import shape_records
 from werkzeug.test import Client
 
 import mpinspect
 from mpinspect.integrations.tensorboard import RangesPlugin
-from mpinspect.integrations.tensorboard_runs import FILE_NAME, Runs, roots_of
+from mpinspect.integrations.tensorboard_runs import BESIDE, FILE_NAME, Runs, roots_of
 from mpinspect.ranges import store
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import packed
-from mpinspect.ranges.session import Session
+from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.ranges.store import save_session
+from mpinspect.run import record
+from mpinspect.run.report import ModelPart, RunReport
+from mpinspect.runtime import gpus
+from mpinspect.shapes.analysis import analyse_shapes
 
 with warnings.catch_warnings():
     # TensorBoard's copy of html5lib.
@@ -56,6 +64,10 @@ def client(logdir: Path | str, spec: str = "") -> Client:
 
 def told(client: Client, path: str, **query: str) -> Any:
     return json.loads(client.get(f"{HERE}/{path}", query_string=query).data)
+
+
+def unpacked(map: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(map)))
 
 
 def runs(client: Client) -> dict[str, str]:
@@ -93,7 +105,40 @@ def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
     assert ended.stdout == "False\n"
 
 
-def test_the_name_of_the_session_file_is_the_stores() -> None:
+def test_the_shapes_of_a_run_directory_are_beside_the_layers_of_their_modules(tmp_path: Path) -> None:
+    session = sessions.session({TensorKey("hidden.weight", WEIGHT_GRADIENT): sessions.bell(-26)})
+    products = (
+        *shape_records.linear(64, 1023, 4096, name="Net.hidden"),
+        *shape_records.linear(64, 64, 64, name="Critic.head"),
+    )
+    shapes = analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net")
+    for name in ("Net", "Critic"):
+        written(tmp_path / "run" / name, session)
+    board = client(tmp_path)
+    before = told(board, "run", id=runs(board)["run/Net"])
+    assert unpacked(before["map"])["notes"]["columns"] == []
+    (tmp_path / "run" / "run.json").write_text("{}")
+    own = RunReport("train.py", "ended", tuple(ModelPart(name, analyse(session)) for name in ("Net", "Critic")), shapes)
+    own.save(tmp_path / "run" / "report.json")
+    after = told(board, "run", id=runs(board)["run/Net"], version=before["version"])
+    notes = unpacked(after["map"])["notes"]
+    assert notes["columns"][0][0] == "shapes"
+    assert notes["cells"] == {"hidden": [["degraded", "warning", 3]]}
+    assert any("64 x 1023 x 4096 in FP16: degraded on H100" in line for line in notes["lines"]["hidden"])
+    # A report that leads out of the log directory is not read, one that is damaged is named.
+    elsewhere = tmp_path.parent / f"{tmp_path.name}.json"
+    (tmp_path / "run" / "report.json").rename(elsewhere)
+    (tmp_path / "run" / "report.json").symlink_to(elsewhere)
+    linked = told(board, "run", id=runs(board)["run/Net"])
+    assert unpacked(linked["map"])["notes"]["columns"] == []
+    (tmp_path / "run" / "report.json").unlink()
+    (tmp_path / "run" / "report.json").write_text(json.dumps({"shapes": {"model": 3}}))
+    assert any("the shapes can't be read" in note for note in told(board, "run", id=runs(board)["run/Net"])["notes"])
+
+
+def test_the_names_of_files_are_those_of_their_writers() -> None:
+    assert BESIDE == (record.FILE_NAME, "report.json", record.TRACE)
+    assert record.REPORTS[1] == "report.json"
     assert FILE_NAME == store.FILE_NAME
 
 
@@ -299,6 +344,9 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     here.locator(".explorer input[type=range]").first.fill("12")
     here.locator(".explorer input[type=search]").first.fill("hidden")
     here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
+    # A map that is out of sight follows once it is seen.
+    here.locator(".explorer .legend").last.scroll_into_view_if_needed()
+    here.wait_for_selector(".explorer .detail h4 >> nth=1")
     assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
     assert "2^12" in here.locator(".explorer .said").nth(1).text_content()
     assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]

@@ -30,7 +30,7 @@ LAWS = {
     "kernels": {*GROUND, "shapes"},
     "training": {*GROUND, "ranges"},
     "run": {*GROUND, "ranges", "shapes", "kernels"},
-    "integrations": {*GROUND, "ranges"},
+    "integrations": {*GROUND, "ranges", "run"},
     "demo": {*GROUND, "ranges", "training"},
     "commands": {*GROUND, "ranges", "shapes", "kernels", "run", "demo"},
 }

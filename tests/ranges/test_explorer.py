@@ -26,6 +26,7 @@ from mpinspect.ranges.session import Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
+from mpinspect.run.report import ModelPart, RunReport
 
 SCRIPT = resources.files("mpinspect.ranges.report").joinpath("explorer.js").read_text("utf-8")
 NODE = shutil.which("node")
@@ -139,7 +140,7 @@ def test_a_page_allows_its_own_script_and_no_other() -> None:
     assert not re.search(r"""(src|href)=|@import|url\(|fetch\(""", page)
     assert page.count("data-widget=") == 1
     # Where scripts do not run the tables say it.
-    assert "needs JavaScript; the tables below say the same" in page
+    assert "needs JavaScript; the tables say the same" in page
 
 
 def test_other_forms_have_no_script() -> None:
@@ -383,6 +384,48 @@ def test_what_is_known_of_modules_stands_beside_their_layers(browser: Any, tmp_p
     assert page.troubles == []
 
 
+def two_models(tmp_path: Path) -> tuple[dict[str, Session], Path]:
+    sessions_by_name = {"rank0/Net": sessions.word_model(), "<b>Critic": SESSIONS["right_to_left"]}
+    parts = tuple(ModelPart(name, analyse(session)) for name, session in sessions_by_name.items())
+    return sessions_by_name, RunReport("gan.py", "ended", parts).save(tmp_path / "a.html")
+
+
+def test_of_several_models_one_map_has_a_switch(browser: Any, tmp_path: Path) -> None:
+    by_name, path = two_models(tmp_path)
+    page = opened(browser, path)
+    assert page.locator("[data-widget]").count() == 1
+    assert page.locator(".explorer .rows").count() == 1
+    names = page.locator("[data-widget] select").first.locator("option").all_text_contents()
+    assert names == [*by_name, "all, which move together"]
+    page.locator(".explorer input[type=range]").first.fill("12")
+    page.select_option("[data-widget] select >> nth=0", label="<b>Critic")
+    page.wait_for_selector("tr[data-name='שכבה.1.weight']")
+    # What was chosen in one model holds for the other, and the address leads to this one.
+    session = by_name["<b>Critic"]
+    assert shown(page)["שכבה.1.weight"] == expected(session, "weight_gradient", "שכבה.1.weight", "float16", 12)
+    address = page.evaluate("location.hash")
+    assert "model=%3Cb%3ECritic" in address
+    again = opened(browser, path, address)
+    assert shown(again) == shown(page)
+    assert page.troubles == again.troubles == []
+
+
+def test_the_maps_of_all_models_move_together(browser: Any, tmp_path: Path) -> None:
+    by_name, path = two_models(tmp_path)
+    page = opened(browser, path)
+    page.select_option("[data-widget] select >> nth=0", "all")
+    page.wait_for_selector(".explorer .rows >> nth=1")
+    page.locator(".explorer input[type=range]").first.fill("9")
+    page.wait_for_selector(".explorer output:text('2^9') >> nth=1")
+    page.locator(".explorer .rows").last.scroll_into_view_if_needed()
+    page.wait_for_selector("tr[data-name='שכבה.1.weight']")
+    rows = shown(page)
+    assert rows["שכבה.1.weight"] == expected(by_name["<b>Critic"], "weight_gradient", "שכבה.1.weight", "float16", 9)
+    again = opened(browser, path, page.evaluate("location.hash"))
+    again.wait_for_selector(".explorer .rows >> nth=1")
+    assert page.troubles == again.troubles == []
+
+
 @pytest.fixture(scope="module")
 def axe() -> str:
     """The source of axe-core, which checks a page for what keeps people from reading it."""
@@ -410,7 +453,7 @@ def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, t
 def test_without_scripts_the_tables_stand(browser: Any, tmp_path: Path) -> None:
     page = browser.new_context(java_script_enabled=False, offline=True).new_page()
     page.goto(f"file://{analyse(sessions.word_model()).save(tmp_path / 'a.html')}")
-    assert "the tables below say the same" in page.text_content("[data-widget]")
+    assert "the tables say the same" in page.text_content("[data-widget]")
     assert page.is_visible("table")
 
 

@@ -305,6 +305,47 @@ def test_a_run_ends_with_its_verdict_and_its_maps(tmp_path):
     assert len(drawn.getcolors(1 << 16)) > 10
 
 
+def test_verdict_and_maps_are_there_before_the_run_ends_and_not_at_every_write(tmp_path):
+    made, now = sessions.word_model(), [0.0]
+    asked = []
+
+    def written():
+        asked.append(now[0])
+        return made
+
+    sink = TensorBoardSink(tmp_path, written, lambda: now[0])
+    for seconds in (1, 9, 11, 12, 60, 72, 73, 1000, 1001, 1090, 1105, 1106):
+        now[0] = seconds
+        sink.progress(made.progress)
+        sink._aside.wait()
+    # After 10 s, a minute later, and then at a tenth of the run's age.
+    assert asked == [11, 72, 1000, 1105]
+    found = read(tmp_path)
+    assert len(found.Images(f"map/{WEIGHT_GRADIENT}")) == 4
+    texts = [each.tensor_proto.string_val[0].decode() for each in found.Tensors("verdict/text_summary")]
+    assert len(texts) == 4
+    assert analyse(made).verdict.sentences[0] in " ".join(texts[0].split())
+    sink.close()
+    assert asked == [11, 72, 1000, 1105, 1106]
+
+
+def test_a_session_that_can_not_be_judged_yet_is_tried_again(tmp_path):
+    now = [0.0]
+
+    def damaged():
+        raise ValueError("half a record")
+
+    sink = TensorBoardSink(tmp_path, damaged, lambda: now[0])
+    for seconds in (11, 12):
+        now[0] = seconds
+        sink.progress(Progress())
+        sink._aside.wait()
+    assert "images" not in read(tmp_path).Tags() or not read(tmp_path).Tags()["images"]
+    assert sink._concludes_at == 71
+    with pytest.raises(ValueError, match="half a record"):
+        sink.close()
+
+
 @pytest.mark.parametrize("name", sessions.all_sessions())
 def test_every_session_has_its_maps(name):
     report = analyse(sessions.all_sessions()[name])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
+import sessions
 import torch
 from torch import nn
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
-from mpinspect.ranges.session import Session
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.verdict import verdict
+from mpinspect.ranges.report.scale_line import reserve_line
+from mpinspect.ranges.session import ScaleChange, Session
 
 
 def train(
@@ -110,11 +115,12 @@ def test_masters_are_told_apart_from_the_weights_they_stand_for():
     ],
     ids=["fp32", "bf16", "fp16", "no watch", "every third step"],
 )
-def test_a_healthy_run_is_told_so_in_three_lines(how):
+def test_a_healthy_run_is_told_so_in_four_lines_the_last_of_which_is_what_to_do(how):
     verdict = train(**how).report().verdict
     assert verdict.healthy is True
     assert verdict.sentences[0].startswith("Healthy: nothing wrong was found in 8 steps")
-    assert len(verdict.lines) <= 3
+    assert len(verdict.lines) <= 4
+    assert verdict.lines[-1].startswith("Nothing to do")
     assert not verdict.code
     assert not verdict.change
 
@@ -128,6 +134,39 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     )
     assert report.verdict.sentences[1].endswith("and round 8 times finer.")
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
+
+
+@pytest.mark.parametrize(
+    ("used", "told"),
+    [
+        (2.0**13, "Nothing to do: keep FP16 with the loss scale 8192 (2^13)."),
+        (2.0**24, "Nothing to do with a dynamic scaler; a static one is safer at 32768 (2^15)."),
+        (None, "Nothing to do in what was seen."),
+    ],
+)
+def test_what_to_do_after_a_healthy_run_in_float16_fits_its_scale(used, told):
+    recorded = sessions.word_model()
+    scales = () if used is None else (ScaleChange(0, used),)
+    session = replace(
+        recorded,
+        precision=replace(recorded.precision, autocast=("float16",), weights={"float32": 1}),
+        progress=replace(recorded.progress, scales=scales),
+    )
+    report = analyse(session)
+    healthy = verdict(session, (), report.loss_scale, None)
+    assert healthy.healthy is True
+    assert healthy.sentences[-1] == told
+
+
+def test_the_reserve_of_the_window_is_named_in_powers_of_two():
+    advice = analyse(sessions.word_model()).loss_scale
+    assert (advice.lowest, advice.highest, advice.recommended) == (2.0**4, 2.0**19, 2.0**15)
+    suggested = "Reserve in the window, in powers of two: 2^15 (suggested) has 11 below and 4 above"
+    assert reserve_line(advice) == reserve_line(advice, 2.0**15) == f"{suggested}."
+    assert reserve_line(advice, 2.0**18) == f"{suggested}; 2^18 (the run's own) has 14 below and 1 above."
+    assert reserve_line(advice, 2.0**3) == f"{suggested}; 2^3 (the run's own) lies 1 below it."
+    assert reserve_line(advice, 2.0**22).endswith("2^22 (the run's own) lies 3 above it.")
+    assert reserve_line(replace(advice, needed=None)) == reserve_line(replace(advice, lowest=2.0**20)) == ""
 
 
 def test_a_run_is_judged_in_the_format_that_is_asked_for():

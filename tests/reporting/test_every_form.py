@@ -251,7 +251,7 @@ def test_html_is_well_formed_and_static_and_names_are_text_in_it(name, reports):
     assert has_map == has_widget(document(reports[name]).blocks)
     assert not {"img", "link"} & page.tags
     assert ("script" in page.tags) == has_map
-    of_map = {"type", "data-widget"} if has_map else set()
+    of_map = {"type", "data-widget", "data-names", "data-together"} if has_map else set()
     assert (
         page.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "title", "tabindex"} | of_map
     )

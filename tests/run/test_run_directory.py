@@ -13,6 +13,7 @@ import sys
 import made_sessions as made
 import pytest
 import sessions
+import shape_records
 
 from mpinspect.commands.cli import main
 from mpinspect.ranges import session as s
@@ -21,6 +22,9 @@ from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.forms import render
 from mpinspect.run.reading import is_run_directory, read_run
+from mpinspect.run.report import ModelPart, RunReport
+from mpinspect.runtime import gpus
+from mpinspect.shapes.analysis import analyse_shapes
 
 
 def make_run(place, *models: str, **record):
@@ -207,10 +211,72 @@ def test_a_damaged_part_is_named_and_the_rest_is_read(tmp_path):
     assert any(sentence.startswith("the trace can't be read") for sentence in report.saw)
 
 
-def test_shapes_are_where_the_run_wrote_them(tmp_path):
+def shapes_of(*products):
+    return analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net", notes=("a note",))
+
+
+SHAPES = (
+    *shape_records.linear(64, 1023, 4096, name="hidden"),
+    *shape_records.linear(64, 4096, 512, name="head", dtype="float32"),
+    shape_records.convolution(),
+    shape_records.attention(60),
+    *shape_records.eager_attention(8, 33, 65, 60),
+)
+
+
+@pytest.mark.parametrize("lint", [True, None])
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])
+def test_every_form_of_a_run_that_is_read_back_says_what_the_runs_own_did(suffix, lint, tmp_path):
+    run = make_run(tmp_path / "run", "Net", saw=["1 model"], lint=lint)
+    part = ModelPart("Net", analyse(Session.load(run / "Net")))
+    own = RunReport("train.py -x", "ended", (part,), shapes_of(*SHAPES), None, ("1 model",), str(run), not lint)
+    own.save(run / "report.json")
+    read = read_run(run)
+    assert read.shapes.flops_by_verdict == own.shapes.flops_by_verdict
+    assert render(read, suffix) == render(own, suffix)
+
+
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [
+        (("gpu",), "hopper"),
+        (("matmuls", 0, "verdict"), "fine"),
+        (("matmuls", 0, "m"), -1),
+        (("matmuls", 0, "flops"), 10**40),
+        (("matmuls", 2, "roofline_us"), "soon"),
+        (("findings", 0, "severity"), "fatal"),
+        (("findings", 0, "evidence"), []),
+        (("flops_by_verdict",), []),
+        (("notes",), "text"),
+        (("schema_version",), 2),
+    ],
+)
+def test_shapes_of_a_damaged_report_are_left_out_and_it_is_said(names, value, tmp_path):
     run = make_run(tmp_path / "run", "Net")
-    (run / "report.json").write_text(json.dumps({"shapes": {"model": "Net"}}))
-    assert any("shapes were recorded too" in sentence for sentence in read_run(run).saw)
+    report = json.loads(shapes_of(*SHAPES).to_json())
+    place = report
+    for name in names[:-1]:
+        place = place[name]
+    place[names[-1]] = value
+    (run / "report.json").write_text(json.dumps({"shapes": report}))
+    read = read_run(run)
+    assert read.shapes is None
+    assert [part.name for part in read.parts] == ["Net"]
+    (said,) = [
+        sentence for sentence in read.saw if "the shapes can't be read: report.json is damaged (shapes." in sentence
+    ]
+    assert str(names[-1]) in said
+    (run / "report.json").write_text("{")
+    assert any(sentence.startswith("report.json is damaged") for sentence in read_run(run).saw)
+
+
+def test_evidence_of_any_kind_is_no_fault(tmp_path):
+    run = make_run(tmp_path / "run", "Net")
+    report = json.loads(shapes_of(*SHAPES).to_json())
+    for finding in report["findings"]:
+        finding["evidence"] = {"parameters": 3}
+    (run / "report.json").write_text(json.dumps({"shapes": report}))
+    assert "Products, worst first" in render(read_run(run), ".md")
 
 
 def test_what_is_no_run_directory(tmp_path):

@@ -247,7 +247,8 @@ class Verdict:
     Args:
         healthy: whether the run is healthy; None if too little was seen to say.
         precision: the dtypes in which the run stores and computes, in one line; "" if unknown.
-        sentences: for a healthy run a sentence saying so and one on the loss scale; otherwise the gravest problem.
+        sentences: for a healthy run a sentence saying so, one on the loss scale and one on what to do; otherwise the gravest
+            problem.
         change: the one thing to change; "" if nothing.
         code: that change as code; "" if there is none.
         more: a pointer to further findings; "" if there are none.

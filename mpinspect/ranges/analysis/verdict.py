@@ -33,7 +33,9 @@ def verdict(
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
         if not session.progress.backwards or not seen:
             return Verdict(None, precision, (_nothing_seen(session),))
-        return Verdict(True, precision, (_healthy(session), *_scale(session, format, advice, in_float16)))
+        told = in_float16 or advice
+        sentences = (_healthy(session), *_scale(session, format, advice, told), _next(session, format, told))
+        return Verdict(True, precision, sentences)
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
     others = in_counts(finding for finding in findings if finding is not worst)
@@ -77,16 +79,15 @@ def _healthy(session: Session) -> str:
 
 
 def _scale(
-    session: Session, format: FloatFormat | None, advice: LossScaleAdvice, in_float16: LossScaleAdvice | None
+    session: Session, format: FloatFormat | None, advice: LossScaleAdvice, told: LossScaleAdvice
 ) -> Iterator[str]:
-    """Yield a sentence on the run's own loss scale (FP16), or on what FP16 would need (BF16 and FP32 runs)."""
+    """Yield a sentence on the run's own loss scale (FP16), or on what FP16 would need, ``told`` (BF16 and FP32 runs)."""
     if format == FLOAT16:
         yield from _own_scale(session, advice)
         return
-    told = in_float16 or advice
     if not told.available:
         return
-    if told.lowest is not None and told.highest is not None and told.lowest > told.highest:
+    if _is_at_odds(told):
         fits = "the gradients would not fit FP16: no one loss scale serves every layer"
     elif told.needed:
         fits = f"the gradients would need a loss scale in FP16: {with_power(told.recommended)} ({_window(told)})"
@@ -118,6 +119,40 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
         yield (
             f"{scale} lies above {highest}, the largest with a margin for larger gradients; a dynamic scaler may stand there."
         )
+
+
+def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> str:
+    """Return what to do after a healthy run, in one line; ``told`` is what FP16 needs."""
+    if format == BFLOAT16:
+        return "Nothing to do: keep BF16."
+    if format == FLOAT16:
+        return _next_in_float16(session, told)
+    if format != FLOAT32:
+        return "Nothing to do."
+    if not told.available or told.needed is None or _is_at_odds(told):
+        return "Nothing to do; to train in 16 bits take BF16 autocast."
+    scale = f"with the loss scale {with_power(told.recommended)}" if told.needed else "without a loss scale"
+    return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast {scale}."
+
+
+def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
+    scales = session.progress.scales
+    used = scales[-1].scale if scales else None
+    if not advice.available or used is None:
+        return "Nothing to do in what was seen."
+    if advice.needed is None or advice.lowest is None or advice.highest is None:
+        return "Nothing to do; to know what FP16 flushed, count the gradients of a few batches in FP32 (autocast off)."
+    if used > advice.highest:
+        return f"Nothing to do with a dynamic scaler; a static one is safer at {with_power(advice.recommended)}."
+    if used < advice.lowest:
+        return f"Take the loss scale {with_power(advice.recommended)} at the next start."
+    scaled = f"with the loss scale {with_power(used)}" if used != 1 else "without a loss scale"
+    return f"Nothing to do: keep FP16 {scaled}."
+
+
+def _is_at_odds(advice: LossScaleAdvice) -> bool:
+    """Return whether no one loss scale serves every layer."""
+    return advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest
 
 
 def _window(advice: LossScaleAdvice) -> str:

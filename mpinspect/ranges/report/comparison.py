@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.kinds import kind_named, phrase
-from mpinspect.ranges.report.explorer import widget
+from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.document import (
     Block,
@@ -21,7 +20,6 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
-    Widget,
     bullets,
     section,
     table,
@@ -151,15 +149,8 @@ def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
         *section("Loss scale", *_scales(diff)),
         *section("Counted in one run alone", Items(tuple(_alone(diff)))),
         *section("What was compared", *map(Line, _compared(diff))),
-        *_maps(diff),
+        *widget(Mapped("A", diff.first), Mapped("B", diff.second), together=True),
     )
-
-
-def _maps(diff: RangeDiff) -> Iterator[Widget]:
-    """Yield both runs' maps, below each other."""
-    for name, report in (("A", diff.first), ("B", diff.second)):
-        for each in widget(report):
-            yield replace(each, title=f"The map of {name}", without="The interactive map needs JavaScript.")
 
 
 def _layers(diff: RangeDiff, everything: bool) -> Iterator[Block]:

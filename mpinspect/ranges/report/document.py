@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.rank_findings import rank_sentences
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
-from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes, widget
+from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -29,6 +29,7 @@ from mpinspect.ranges.report.scale_line import (
     event_facts,
     event_line,
     event_maxima,
+    reserve_line,
     scale_in_brief,
     scale_line,
     steps_and_samples,
@@ -70,13 +71,23 @@ TERMS = (
         r"\b[Ll]oss scale",
         "the factor by which the loss is multiplied before the backward, so that small gradients survive in 16 bits",
     ),
-    Term("flushed", r"\bflush", "not zero, but rounds to zero in the format"),
+    Term(
+        "flushed",
+        r"\bflush",
+        "not zero, but rounds to zero in the format; shares flushed are shares of the non-zero elements",
+    ),
+    Term(
+        "L1 lost",
+        r"\bL1 lost|\bsum of magnitudes|\bserve|\bwindow",
+        "the share of the sum of magnitudes that is flushed, which decides whether a layer is served, since small elements are "
+        "many and weigh little",
+    ),
     Term("subnormal", r"\bsubnormal", "survives, with fewer bits"),
-    Term("served", r"\bserve", "at most 1% of the sum of the gradient's magnitudes is flushed"),
+    Term("served", r"\bserve", "L1 lost is at most 1%"),
     Term(
         "window",
         r"\bwindow",
-        "the loss scales at which nothing overflows and no layer loses over 1% of the sum of its magnitudes",
+        "the loss scales at which nothing overflows and L1 lost is at most 1% in every layer",
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
@@ -89,14 +100,14 @@ def title(report: RangeReport) -> str:
 
 
 def document(
-    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes = NO_NOTES
+    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes | None = NO_NOTES
 ) -> Document:
     """Return the report as a document.
 
     Args:
         everything: whether every layer has its own row; if not, repeated blocks share one and the worst rows are shown.
         verdict: whether the document begins with its title and the verdict.
-        notes: what else is known about the modules, shown in the interactive map.
+        notes: what else is known about the modules, shown in the interactive map; None to leave the map out.
     """
     session = report.session
     # For a healthy run, the verdict is all that most readers want to know.
@@ -105,7 +116,7 @@ def document(
         title(report) if verdict else "",
         (
             *section("Findings", Findings(report.findings)),
-            *widget(report, notes),
+            *(() if notes is None else widget(Mapped("", report, notes))),
             *section("Infinite or NaN", *_events(report.events)),
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
@@ -173,9 +184,12 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
 
 
 def _scale_title(report: RangeReport) -> str:
-    """Return the title of the section on the loss scale, which a run in FP32 would need for a change to FP16 only."""
-    would_change = report.format == FLOAT16.name and run_format(report.session) == FLOAT32
-    return "Loss scale, for a change to FP16" if would_change else "Loss scale"
+    return "Loss scale, for a change to FP16" if _would_change(report) else "Loss scale"
+
+
+def _would_change(report: RangeReport) -> bool:
+    """Return whether the run computes in FP32, so that it would need a loss scale for a change to FP16 only."""
+    return report.format == FLOAT16.name and run_format(report.session) == FLOAT32
 
 
 def _loss_scale(report: RangeReport) -> Iterator[Line]:
@@ -184,6 +198,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(scale_in_brief(report), "strong")
         if report.in_float16.needed is not False:
             yield Line(f"In FP16: {report.in_float16.reason}")
+        yield Line(reserve_line(report.in_float16))
         return
     if not advice.available:
         yield Line("No loss scale can be suggested.", "strong")
@@ -191,6 +206,8 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         return
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
+    scales = report.session.progress.scales
+    yield Line(reserve_line(advice, scales[-1].scale if scales and not _would_change(report) else None))
     # Where layers are at odds, no scale is worth beginning with.
     fits = advice.highest is None or advice.lowest is None or advice.lowest <= advice.highest
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale

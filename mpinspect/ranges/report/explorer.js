@@ -208,9 +208,17 @@ const DECADES = 5;
 
 /** Of each element that shows a map: what the reader chose in it. @type {WeakMap<HTMLElement, any>} */
 const drawn = new WeakMap();
+/** The choice of all models of a page, in its switch and its address. */
+const ALL = "all";
 
 /** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
 export const follow = (root, choice) => drawn.get(root)?.follow(choice);
+
+/** Ends a map that is taken out of the page. @param {HTMLElement} root */
+export function forget(root) {
+  drawn.get(root)?.gone.abort();
+  drawn.delete(root);
+}
 
 /** The figures that a map shows, by layer. @param {HTMLElement} root @returns {Map<string, any>} */
 export const figuresIn = (root) => drawn.get(root)?.figures() ?? new Map();
@@ -236,7 +244,7 @@ export function render(root, data) {
   const storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
   const kinds = data.kinds.filter((/** @type {any} */ kind) => layers.some((/** @type {any} */ layer) => layer.kind === kind.name));
   const asked = new URLSearchParams(location.hash.slice(1));
-  const isMine = !asked.has("model") || asked.get("model") === data.model;
+  const isMine = !asked.has("model") || asked.get("model") === data.model || data.view === ALL;
   const wanted = (/** @type {string} */ name) => (isMine ? asked.get(name) : null);
   const sameFormat = (/** @type {Format} */ other) => data.formats.find((/** @type {Format} */ each) => each.name === other.name) ?? data.formats[0];
   const state = {
@@ -277,7 +285,7 @@ export function render(root, data) {
   overSteps.append(legends[1]);
   const charts = element("div", { className: "charts" }, ofScale, overSteps);
   const axis = element("canvas", { "aria-hidden": "true" });
-  const headings = [["model", "layer", ""], ["", "map", ""], ["flushed", "flushed", "not zero, but rounds to zero in this format"],
+  const headings = [["model", "layer", ""], ["", "map", ""], ["flushed", "flushed", "share of the non-zero elements that round to zero in this format"],
     ["subnormal", "subnormal", "survives with fewer bits"], ["overflow", "overflow", "beyond the format's largest value"],
     ["broken", "inf, NaN", "infinities and NaNs counted"], ["largest", "largest", "magnitude, rounded down to a power of two"],
     ...(storages.length ? [["lost", `update lost in ${storages[0].label}`, "share of the updates that rounding undoes where the weights are stored so"]] : []),
@@ -417,19 +425,8 @@ export function render(root, data) {
     for (const [from, to, name, slope] of /** @type {[number, number, string, number][]} */ (zones)) {
       const [left, right] = [Math.max(place(from), 0), Math.min(place(to), width)];
       if (right <= left) continue;
-      context.save();
-      context.beginPath();
-      context.rect(left, 0, right - left, height);
-      context.clip();
-      context.strokeStyle = colour(name);
-      context.globalAlpha = 0.35;
-      context.beginPath();
-      for (let x = left - height; x < right + height; x += 6) {
-        context.moveTo(x, slope > 0 ? height : 0);
-        context.lineTo(x + height, slope > 0 ? 0 : height);
-      }
-      context.stroke();
-      context.restore();
+      context.fillStyle = hatching(context, colour(name), slope);
+      context.fillRect(left, 0, right - left, height);
     }
     context.strokeStyle = colour("soft");
     for (const exponent of [flushEdge() - k, f.normal - k, f.top + 1 - k]) {
@@ -441,6 +438,32 @@ export function render(root, data) {
       context.stroke();
     }
     context.setLineDash([]);
+  }
+  /** @type {Map<string, CanvasPattern>} */
+  const hatchings = new Map();
+  /** Diagonal lines, as a pattern: to fill with it takes a tenth of drawing the lines. @param {CanvasRenderingContext2D} context @param {string} colour @param {number} slope */
+  function hatching(context, colour, slope) {
+    const ratio = window.devicePixelRatio || 1;
+    const key = [colour, slope, ratio].join();
+    const known = hatchings.get(key);
+    if (known) return known;
+    const side = Math.round(6 * ratio);
+    const tile = element("canvas", { width: side, height: side });
+    const pen = tile.getContext("2d");
+    pen.strokeStyle = colour;
+    pen.globalAlpha = 0.35;
+    pen.lineWidth = ratio;
+    pen.beginPath();
+    // The lines of the neighbouring tiles reach into the corners.
+    for (const shift of [-side, 0, side]) {
+      pen.moveTo(shift - side, slope > 0 ? 2 * side : -side);
+      pen.lineTo(shift + 2 * side, slope > 0 ? -side : 2 * side);
+    }
+    pen.stroke();
+    const made = /** @type {CanvasPattern} */ (context.createPattern(tile, "repeat"));
+    made.setTransform(new DOMMatrix().scale(1 / ratio));
+    hatchings.set(key, made);
+    return made;
   }
   /** @param {HTMLCanvasElement} canvas @param {any} layer @param {(name: string) => string} colour */
   function strip(canvas, layer, colour) {
@@ -476,16 +499,37 @@ export function render(root, data) {
     const last = isPrinted ? Math.min(shown.length, PRINTED) : Math.min(shown.length, first + SHOWN + 12);
     const spacer = (/** @type {number} */ number) => element("tr", { "aria-hidden": "true" },
       element("td", { colSpan: headings.length, style: `height:${number * ROW}px;padding:0;border:0` }));
-    const made = shown.slice(first, last).map((/** @type {any} */ row, /** @type {number} */ offset) => drawnRow(row, first + offset, colour));
-    body.replaceChildren(...(first ? [spacer(first)] : []), ...made, ...(last < shown.length ? [spacer(shown.length - last)] : []));
+    // What a strip shows besides its layer: one that shows it already is not drawn again.
+    const look = [state.block, state.format.name, log2Scale(), ends, width, window.devicePixelRatio, colour("fill"), colour("soft"), isNarrow()].join();
+    const middle = scroll.scrollTop / ROW + SHOWN / 2;
+    const before = rowElements;
+    rowElements = new Map();
+    const made = shown.slice(first, last).map((/** @type {any} */ row, /** @type {number} */ offset) => {
+      const key = [layers.indexOf(row.layer), row.inside ?? "", row.members ? state.open.has(row.group) : "", isNarrow()].join();
+      const kept = before.get(key) ?? rowOf(row);
+      rowElements.set(key, kept);
+      // Rows above and below what is seen are there to be scrolled to, and are drawn then.
+      const isSeen = isPrinted || Math.abs(first + offset - middle) <= SHOWN / 2 + 1;
+      if (isSeen && kept.look !== look) strip(kept.canvas, row.layer, colour);
+      if (isSeen) kept.look = look;
+      fill(kept, row.layer, first + offset);
+      return kept.row;
+    });
+    const all = [...(first ? [spacer(first)] : []), ...made, ...(last < shown.length ? [spacer(shown.length - last)] : [])];
+    // Moving rows about costs a layout of the page.
+    if (first !== drawnFrom || shown.length !== drawnOf || made.length !== standing.length || made.some((row, index) => row !== standing[index])) body.replaceChildren(...all);
+    [drawnFrom, drawnOf, standing] = [first, shown.length, made];
     body.parentElement?.setAttribute("aria-rowcount", String(shown.length));
   }
-  /** @param {any} row @param {number} index @param {(name: string) => string} colour */
-  function drawnRow(row, index, colour) {
+  /** The rows that stand in the table, by what they are made of: creating a canvas takes longer than drawing on it. @type {Map<string, any>} */
+  let rowElements = new Map();
+  let [drawnFrom, drawnOf] = [-1, -1];
+  /** @type {HTMLElement[]} */
+  let standing = [];
+  /** A row with its name and empty cells. @param {any} row */
+  function rowOf(row) {
     const { layer } = row;
-    const found = figures(layer);
-    const canvas = element("canvas", { "aria-hidden": "true" });
-    strip(/** @type {HTMLCanvasElement} */ (canvas), layer, colour);
+    const canvas = element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${width}px;height:${ROW - 2}px` });
     const name = row.members ? row.name : layer.name || "(the model itself)";
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title: row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name });
     if (row.members) {
@@ -501,19 +545,30 @@ export function render(root, data) {
     } else {
       head.append(element("bdi", {}, shortened(name)));
     }
+    const cells = headings.slice(2).map(() => element("td", {}));
+    const made = element("tr", {}, head, element("td", { className: "map" }, canvas), ...cells);
+    made.addEventListener("click", () => choose(layer));
+    return { row: made, canvas, cells, look: "" };
+  }
+  /** Writes a layer's figures into its row. @param {any} kept @param {any} layer @param {number} index */
+  function fill(kept, layer, index) {
+    const found = figures(layer);
     const words = found ? cellWords(layer, found) : ["-", "-", "-", "-", "-"];
     const lost = storages.length ? lostOf(storages[0], layer) : null;
     /** @type {[string, string][]} */
     const more = (data.notes.cells[layer.module] ?? data.notes.columns.map(() => ["-", ""])).map((/** @type {[string, string]} */ [text, tone]) => [text, tone]);
     if (storages.length) more.unshift([lost === null ? "-" : percent(lost), lost !== null && lost > 0.5 ? "warning" : ""]);
     const tones = found ? [tone(found.flushed, found.all, 0.01), "", found.high ? "error" : "", found.h.infs || found.h.nans ? "error" : "", ""] : [];
-    const made = element("tr", { "aria-rowindex": index + 1, className: row.layer.name === state.layer ? "chosen" : "" },
-      head, element("td", { className: "map" }, canvas),
-      ...words.map((text, column) => element("td", { className: tones[column] ?? "" }, text)),
-      ...more.map(([text, tone]) => element("td", { className: tone }, text)));
-    if (found) Object.assign(made.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });
-    made.addEventListener("click", () => choose(layer));
-    return made;
+    const { row } = kept;
+    row.setAttribute("aria-rowindex", index + 1);
+    row.className = layer.name === state.layer ? "chosen" : "";
+    [...words.map((text, column) => [text, tones[column] ?? ""]), ...more].forEach(([text, tone], column) => {
+      const cell = kept.cells[column];
+      if (cell.textContent !== text) cell.textContent = text;
+      if (cell.className !== tone) cell.className = tone;
+    });
+    if (found) Object.assign(row.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });
+    else for (const key of Object.keys(row.dataset)) delete row.dataset[key];
   }
   /** The end of a long name: it tells layers apart. The whole stands in the title, and below once the layer is chosen. */
   const shortened = (/** @type {string} */ name) => {
@@ -604,7 +659,7 @@ export function render(root, data) {
     shares.replaceChildren(picture);
     align(scale);
     legends[0].replaceChildren(key("flushes", `flushed, ${of}`), key("overflows", "overflowed"),
-      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: every layer is served (at most 1% of the sum of its magnitudes is flushed), none overflows`)
+      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: nothing overflows, and L1 lost (the flushed share of the sum of magnitudes) is at most 1% in every layer`)
         : element("span", { className: "entry" }, `no safe window is known for ${state.format.label}`),
       key("own", `the run's own scale, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
   }
@@ -694,6 +749,7 @@ export function render(root, data) {
     return first === last ? `step ${first}` : `steps ${first} to ${last}`;
   };
   function draw() {
+    isBehind = false;
     width = isNarrow() ? NARROW : WIDE - 36 * (headings.length - 7);
     shown = rows();
     ends = span();
@@ -715,7 +771,7 @@ export function render(root, data) {
     const losing = found.filter((/** @type {any} */ each) => share(each.flushed, each.all) > 0.01).length;
     const over = found.filter((/** @type {any} */ each) => each.high > 0).length;
     const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
-    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "loses" : "lose"} more than 1% of their elements to zero, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "flushes" : "flush"} more than 1% of their elements, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
     measure();
     drawShares();
     drawHistory();
@@ -749,6 +805,7 @@ export function render(root, data) {
     const told = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
     if (state.block >= 0) told.set("block", String(state.block));
     if (state.layer !== null) told.set("layer", state.layer);
+    if (data.view) told.set("view", data.view);
     try {
       history.replaceState(null, "", `#${told}`);
     } catch {
@@ -789,9 +846,26 @@ export function render(root, data) {
   for (const moment of ["beforeprint", "afterprint"]) {
     addEventListener(moment, () => {
       isPrinted = moment === "beforeprint";
-      drawRows();
+      draw();
     }, { signal: gone.signal });
   }
+  /** Whether the map shows less than what is chosen: it follows another map at the next frame, or once it is seen. */
+  let isBehind = false;
+  let isInView = true;
+  function soon() {
+    if (isBehind) return;
+    isBehind = true;
+    requestAnimationFrame(catchUp);
+  }
+  function catchUp() {
+    if (isBehind && isInView && !gone.signal.aborted) draw();
+  }
+  const viewed = new IntersectionObserver((entries) => {
+    isInView = entries[entries.length - 1].isIntersecting;
+    catchUp();
+  });
+  viewed.observe(root);
+  gone.signal.addEventListener("abort", () => viewed.disconnect());
   let seenWidth = root.clientWidth;
   const resized = new ResizeObserver(() => {
     if (root.clientWidth === seenWidth) return;
@@ -805,6 +879,7 @@ export function render(root, data) {
   drawn.set(root, {
     state,
     gone,
+    tell,
     /** The block that was looked at, among those of newer data: they grow together, and the last goes on. @param {any[]} blocks */
     blockNow(blocks) {
       if (state.block < 0) return -1;
@@ -819,7 +894,7 @@ export function render(root, data) {
       if (kinds.some((/** @type {any} */ each) => each.name === name)) choice.kind = name;
       Object.assign(state, choice);
       search.value = state.search;
-      draw();
+      soon();
     },
   });
   draw();
@@ -829,11 +904,59 @@ export function render(root, data) {
 /** @param {number} value @param {number} low @param {number} high */
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
+/**
+ * Draws the map of an element; of several models the one that the address names or the first, with a switch of the model,
+ * or those of all models, which move together. What the reader chose in one holds for the next.
+ * @param {HTMLElement} root
+ */
+async function begin(root) {
+  const packed = (root.dataset.widget ?? "").split(" ");
+  /** @type {string[]} */
+  const names = JSON.parse(root.dataset.names ?? "[]");
+  if (packed.length === 1) {
+    render(root, await decode(packed[0]));
+    return;
+  }
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const first = String(Math.max(names.indexOf(asked.get("model") ?? ""), 0));
+  const opens = asked.get("view") === ALL || (!asked.has("model") && root.dataset.together !== undefined) ? ALL : first;
+  const model = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
+  const maps = element("div", {});
+  /** Of each model decoded so far. @type {Promise<any>[]} */
+  const known = [];
+  /** @type {HTMLElement[]} */
+  let shown = [];
+  const choice = {};
+  async function show() {
+    const view = model.value;
+    const places = view === ALL ? names.map((_, place) => place) : [Number(view)];
+    const data = await Promise.all(places.map((place) => (known[place] ??= decode(packed[place]))));
+    // Another was chosen meanwhile.
+    if (model.value !== view) return;
+    for (const map of shown) forget(map);
+    if (!maps.isConnected) root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, "Model"), model)), maps);
+    shown = places.map(() => element("div", {}));
+    maps.replaceChildren(...shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, names[places[place]])), map] : [map])));
+    shown.forEach((map, place) => {
+      render(map, { ...data[place], view: view === ALL ? ALL : "" });
+      follow(map, choice);
+      map.addEventListener("chosen", (/** @type {any} */ event) => {
+        Object.assign(choice, event.detail);
+        for (const other of shown) if (other !== map) follow(other, event.detail);
+      });
+    });
+  }
+  model.value = opens;
+  model.addEventListener("change", () => show().then(() => drawn.get(shown[0])?.tell()));
+  root.classList.add("explorer");
+  await show();
+}
+
 /** Draws every map of the page; where one can't be, what stands there stays and says why. */
 export async function start() {
   for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-widget]"))) {
     try {
-      render(root, await decode(root.dataset.widget ?? ""));
+      await begin(root);
     } catch (error) {
       root.append(element("p", { className: "error" }, `The map could not be drawn: ${error}`));
     }

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -56,27 +57,44 @@ class ModuleNotes:
 NO_NOTES = ModuleNotes()
 
 
-def widget(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> Iterator[Widget]:
-    """Yield the report's map, or nothing if no tensor was counted."""
-    if not _shown(report):
+class Mapped(NamedTuple):
+    """A model to show on a map: its name among those of the page, its report, and what is known of its modules."""
+
+    name: str
+    report: RangeReport
+    notes: ModuleNotes = NO_NOTES
+
+
+def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
+    """Yield the map of one or several models, of which a reader chooses one; nothing if no tensor was counted.
+
+    Args:
+        together: whether the page opens with the maps of all models, which move together.
+    """
+    shown = [model for model in models if _shown(model.report)]
+    if not shown:
         return
     yield Widget(
-        "The map",
+        "The maps" if together and len(shown) > 1 else "The map",
         "mpinspect.ranges.report",
         "explorer",
-        lambda: packed(report, notes),
-        "The interactive map needs JavaScript; the tables below say the same.",
+        tuple((model.name, partial(packed, model.report, model.notes, model.name)) for model in shown),
+        "The interactive map needs JavaScript; the tables say the same.",
+        together,
     )
 
 
-def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> str:
-    """Return ``data(report, notes)`` as gzipped JSON in base64."""
-    text = json.dumps(data(report, notes), separators=(",", ":"), allow_nan=False)
+def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> str:
+    """Return ``data(report, notes, name)`` as gzipped JSON in base64."""
+    text = json.dumps(data(report, notes, name), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode("ascii")
 
 
-def data(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> dict[str, Any]:
-    """Return all that the script needs: formats, every tensor's counts in each block of the run, and the run's history."""
+def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> dict[str, Any]:
+    """Return all that the script needs: formats, every tensor's counts in each block of the run, and the run's history.
+
+    ``name`` tells the model from the others of its page; "" for its class.
+    """
     layers = _shown(report)
     windows = coarsen(report.session.windows, max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers))))
     groups, group_of = [], {}
@@ -85,7 +103,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES) -> dict[str, Any]:
         group_of.update(dict.fromkeys((layer.key for layer in group.members), place))
     progress = report.session.progress
     return {
-        "model": printable(report.session.info.model),
+        "model": printable(name or report.session.info.model),
         "format": report.format,
         "recommended": log2_recommended(report.loss_scale),
         "own": _own_scale(report),

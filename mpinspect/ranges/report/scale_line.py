@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
@@ -59,6 +60,32 @@ def scale_in_brief(report: RangeReport) -> str:
     if report.in_float16 is None or report.loss_scale.needed is not False:
         return scale_line(report.loss_scale)
     return f"{format_name(report.format)} needs no loss scale. In FP16: {lower_first(scale_line(report.in_float16))}"
+
+
+def reserve_line(advice: LossScaleAdvice, used: float | None = None) -> str:
+    """Return how many powers of two lie between the ends of the window and the suggested scale, and the scale in use if known.
+
+    Return "" if the window is empty or its lower end is not known.
+    """
+    if advice.needed is None or not advice.available or advice.recommended is None:
+        return ""
+    if advice.lowest is None or advice.highest is None or advice.lowest > advice.highest:
+        return ""
+    ends = math.log2(advice.lowest), math.log2(advice.highest)
+    words = [_reserve("suggested", advice.recommended, ends)]
+    if used is not None and 0 < used < math.inf and used != advice.recommended:
+        words.append(_reserve("the run's own", used, ends))
+    return f"Reserve in the window, in powers of two: {'; '.join(words)}."
+
+
+def _reserve(what: str, scale: float, ends: tuple[float, float]) -> str:
+    below, above = math.log2(scale) - ends[0], ends[1] - math.log2(scale)
+    named = f"{as_power(scale)} ({what})"
+    if below < 0:
+        return f"{named} lies {-below:.3g} below it"
+    if above < 0:
+        return f"{named} lies {-above:.3g} above it"
+    return f"{named} has {below:.3g} below and {above:.3g} above"
 
 
 def scale_window(advice: LossScaleAdvice) -> str:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +28,17 @@ from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
 from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorInfo, TensorKey, Window
 from mpinspect.reporting.words import format_name
-from mpinspect.runtime.background import give_way
+from mpinspect.runtime.background import Background, give_way
 
 #: TensorBoard draws 30 bars over the range of all steps. With a range of a multiple of 30 powers of two, each bar holds
 #: whole exponents and no count is split. In 2^-43 .. 2^17, FP16's flush edge 2^-25 lies between two bars.
 _BARS = 30
 _LOWEST, _HIGHEST = -43, 17
+
+#: Seconds until a running run's first verdict and maps, and least seconds between two of them; as a multiple of what they cost,
+#: a quarter of the 2% that writing may take; and as a share of the run's time, so that a long run has some hundred of them.
+_FIRST_CONCLUSION_S, _CONCLUSION_INTERVAL_S = 10.0, 60.0
+_CONCLUSION_COST_FACTOR, _CONCLUSION_GROWTH = 200, 0.1
 
 #: Characters replaced in tags, since they make TensorBoard's URLs or tag tree ambiguous.
 _UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
@@ -192,13 +198,25 @@ class TensorBoardSink(ScalarSink):
 
     Args:
         log_dir: directory of the events file.
-        session: returns the whole run's session at its end, for the verdict and the maps; None to write neither.
+        session: returns the run's session as far as it is written, for the verdict and the maps; None to write neither.
+        clock: returns monotonic seconds.
     """
 
-    def __init__(self, log_dir: str | PathLike[str], session: Callable[[], Session | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        log_dir: str | PathLike[str],
+        session: Callable[[], Session | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__()
         self._log = TensorBoardLog(log_dir)
         self._session = session
+        self._clock = clock
+        self._begun = clock()
+        self._concludes_at = self._begun + _FIRST_CONCLUSION_S
+        #: Makes verdict and maps while the run goes on. The log is written by this sink's own caller alone.
+        self._aside = Background()
+        self._concluded: _Conclusion | None = None
         #: Whether the page's charts are those of tensors no longer all that are watched.
         self._charts_are_old = False
         self._scales: tuple[ScaleChange, ...] = ()
@@ -234,28 +252,64 @@ class TensorBoardSink(ScalarSink):
             if change not in known:
                 self._log.scales(change.step, {"used": change.scale})
         self._scales = progress.scales
+        self._write_conclusion()
+        if self._clock() >= self._concludes_at and not self._aside.busy:
+            self._concludes_at = math.inf
+            self._aside.call(self._conclude_so_far)
 
     def close(self) -> None:
         """Write the run's verdict to the text page and its maps to the images page, and close the log."""
         try:
+            self._aside.wait()
             if (session := self._session()) is not None:
-                self._conclude(session)
+                self._concluded = _conclude(session)
+                self._write_conclusion()
         finally:
             self._log.close()
 
-    def _conclude(self, session: Session) -> None:
-        from mpinspect.ranges.analysis import analyse
-        from mpinspect.ranges.report import tensorboard_map
-        from mpinspect.ranges.report.document import title, verdict_blocks
-        from mpinspect.reporting import markdown
-        from mpinspect.reporting.document import Document, Findings
+    def _conclude_so_far(self) -> None:
+        begun = time.thread_time()
+        try:
+            session = self._session()
+            self._concluded = None if session is None else _conclude(session)
+        except Exception:
+            # What can't be judged so far is tried again; the last one, at the run's end, tells its error.
+            self._concluded = None
+        cost = time.thread_time() - begun
+        now = self._clock()
+        pause = max(_CONCLUSION_INTERVAL_S, _CONCLUSION_COST_FACTOR * cost, _CONCLUSION_GROWTH * (now - self._begun))
+        self._concludes_at = now + pause
 
-        report = analyse(session)
-        step = max(session.progress.steps - 1, 0)
-        said = Document(title(report), (Findings(report.findings),), verdict=verdict_blocks(report.verdict))
-        self._log.text("verdict", markdown.render(said), step)
-        for kind, layers in tensorboard_map.layers_by_kind(report).items():
-            self._log.image(f"map/{kind}", *tensorboard_map.draw(layers, FORMATS[report.format]), step)
+    def _write_conclusion(self) -> None:
+        concluded, self._concluded = self._concluded, None
+        if concluded is not None:
+            self._log.text("verdict", concluded.text, concluded.step)
+            for tag, image in concluded.images.items():
+                self._log.image(tag, *image, concluded.step)
+
+
+class _Conclusion(NamedTuple):
+    """What the text and images pages show of a run: the verdict in Markdown, and PNGs with width and height by tag."""
+
+    step: int
+    text: str
+    images: dict[str, tuple[bytes, int, int]]
+
+
+def _conclude(session: Session) -> _Conclusion:
+    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.report import tensorboard_map
+    from mpinspect.ranges.report.document import title, verdict_blocks
+    from mpinspect.reporting import markdown
+    from mpinspect.reporting.document import Document, Findings
+
+    report = analyse(session)
+    said = Document(title(report), (Findings(report.findings),), verdict=verdict_blocks(report.verdict))
+    images = {
+        f"map/{kind}": tensorboard_map.draw(layers, FORMATS[report.format])
+        for kind, layers in tensorboard_map.layers_by_kind(report).items()
+    }
+    return _Conclusion(max(session.progress.steps - 1, 0), markdown.render(said), images)
 
 
 def _limits(format: FloatFormat) -> str:

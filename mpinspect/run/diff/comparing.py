@@ -14,11 +14,10 @@ from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.precision import ledger_line
 from mpinspect.ranges.session import Session, narrowest
 from mpinspect.ranges.store import SessionError, read_session
-from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes
+from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes, products
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
-from mpinspect.run.reading import is_run_directory, read_run, recorded_shapes
+from mpinspect.run.reading import is_run_directory, read_run
 from mpinspect.run.report import ModelPart
-from mpinspect.runtime.decoding import DecodingError, typed
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -91,21 +90,9 @@ def _read(run: Run, format: str | None) -> _Read:
         session = read_session(path)
         return _Read(path, (ModelPart(session.info.model, analyse(session, format)),))
     report = read_run(path, format)
-    notes = list(report.saw)
     command = f"{report.command} ({report.outcome})"
-    return _Read(path, report.parts, command, _shapes(path, notes), report.kernels, tuple(notes))
-
-
-def _shapes(path: str, notes: list[str]) -> tuple[Product, ...] | None:
-    """Return the products of one step; add a note if they can't be read."""
-    shapes = recorded_shapes(path)
-    if shapes is None:
-        return None
-    try:
-        return typed(tuple[Product, ...], shapes.get("matmuls"))
-    except DecodingError as error:
-        notes.append(f"the shapes can't be read: report.json is damaged ({error})")
-        return None
+    shapes = None if report.shapes is None else products(report.shapes)
+    return _Read(path, report.parts, command, shapes, report.kernels, report.saw)
 
 
 def _require_counts(run: _Read) -> None:

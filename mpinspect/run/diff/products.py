@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import duration, percent
-from mpinspect.runtime.decoding import Between
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
+    from mpinspect.shapes.analysis import ShapeReport
 
 #: The ids of the findings on shapes and kernels that differ.
 PRODUCT_DIFF_IDS = ("kernels-differ", "shapes-differ")
@@ -23,22 +23,20 @@ LEAST_RATIO = 1.25
 #: Least share of a run's kernel time that a module's change of time must come to.
 _LEAST_TIME = 0.01
 
-_Size = Annotated[int, Between(0, (1 << 63) - 1)]
-
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of one step, as in a report's JSON (docs/shape-lint.md)."""
+    """A matrix product of one step: what of its row is compared (docs/shape-lint.md)."""
 
     module: str
     role: str
     op: str
-    m: _Size
-    n: _Size
-    k: _Size
-    batch: _Size
+    m: int
+    n: int
+    k: int
+    batch: int
     dtype: str
-    calls: _Size
+    calls: int
     verdict: str
 
     @property
@@ -112,6 +110,11 @@ class KernelsDiff:
         )
         evidence = {"time_us": self.time_us, "tensor_core_fraction": self.tensor_core_fraction}
         return (Finding("kernels-differ", "info", self.changes[0].module, message, evidence), *self.new)
+
+
+def products(report: ShapeReport) -> tuple[Product, ...]:
+    """Return the matrix products of a step."""
+    return tuple(Product(*(getattr(row, field.name) for field in fields(Product))) for row in report.matmuls)
 
 
 def compare_shapes(first: Sequence[Product], second: Sequence[Product]) -> ShapesDiff:

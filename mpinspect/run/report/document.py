@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
+from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
@@ -18,6 +19,7 @@ from mpinspect.reporting.document import (
     Part,
     Parts,
     Tables,
+    Widget,
     bullets,
     section,
     table,
@@ -39,7 +41,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
     """Return the report as a document that contains each part's document; ``everything`` shows all layers."""
     return Document(
         f"mpinspect run {report.command}",
-        (_models(report, everything), Parts(tuple(_wholes(report)))),
+        (*_maps(report), _models(report, everything), Parts(tuple(_wholes(report)))),
         alarm=report.first_line,
         verdict=_verdict(report),
         summary=(
@@ -66,18 +68,25 @@ def _models(report: RunReport, everything: bool) -> Parts:
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
     is_only = len(parts) == 1
-    notes = module_notes(report)
+    notes = module_notes(report) if is_only else {}
     return Parts(
         tuple(
             Part(
                 f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(part.ranges, everything=everything, verdict=not is_only, notes=notes[part.name]),
+                forms.document(part.ranges, everything=everything, verdict=not is_only, notes=notes.get(part.name)),
             )
             for part in parts
         ),
         None if everything else Limit(MAX_MODELS, len(parts), rest),
         tuple(gravest.index(place) for place in range(len(parts))),
     )
+
+
+def _maps(report: RunReport) -> Iterator[Widget]:
+    """Yield one map with a switch between the models, if there are several: a single model's stands in its own report."""
+    if len(report.parts) > 1:
+        notes = module_notes(report)
+        yield from widget(*(Mapped(part.name, part.ranges, notes[part.name]) for part in report.parts))
 
 
 def _gravity(part: ModelPart) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell
@@ -90,7 +90,13 @@ def _shapes(report: RunReport) -> Iterator[tuple[str, str]]:
 def _findings_of(row: ShapeRow, shapes: ShapeReport) -> list[Finding]:
     """Return the findings about a product. If several have its id, each about other sizes, only those about its parameter."""
     found = [finding for finding in shapes.findings if finding.id == row.finding]
-    return found if len(found) < 2 else [each for each in found if row.parameter in each.evidence.get("parameters", ())]
+    return found if len(found) < 2 else [each for each in found if row.parameter in _parameters(each)]
+
+
+def _parameters(finding: Finding) -> Sequence[str]:
+    found = finding.evidence.get("parameters")
+    # The evidence of a report that was read from a file may be anything.
+    return found if isinstance(found, (list, tuple)) else ()
 
 
 def _kernels(report: RunReport) -> Iterator[tuple[str, str]]:

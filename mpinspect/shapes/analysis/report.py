@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
+from mpinspect.runtime.decoding import Between
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
-from mpinspect.shapes.records import Matmul
+from mpinspect.shapes.records import Matmul, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +152,11 @@ class Padding:
     finding: str
     what: str
     names: tuple[str, ...]
-    size: int
-    to: int
-    to_preferred: int
+    size: Size
+    to: Size
+    to_preferred: Size
     modules: tuple[str, ...]
-    share: float
+    share: Annotated[float, Between(0, 1e6)]
     is_worth_it: bool = True
 
     @property

@@ -7,7 +7,9 @@ Matrix Multiplication Background guide, table 1). Later versions can always use 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from mpinspect.runtime.decoding import OneOf
 from mpinspect.shapes.analysis.alignment import Layout
 from mpinspect.shapes.records import Matmul
 
@@ -33,7 +35,7 @@ class ShapeVerdict:
         layouts: the layouts of the operands in ``stride_bytes``.
     """
 
-    verdict: str
+    verdict: Annotated[str, OneOf(VERDICTS)]
     reason: str
     multiples_of_8: bool | None = None
     stride_bytes: dict[str, int | None] = field(default_factory=dict, hash=False)

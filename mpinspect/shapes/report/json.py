@@ -1,12 +1,20 @@
-"""Convert the lint's report to JSON. The schema is in docs/shape-lint.md."""
+"""Convert the lint's report to JSON and back. The schema is in docs/shape-lint.md."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from mpinspect.reporting.json_text import Layout, headed, plain
-from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.json_text import Layout, fields, headed, plain
+from mpinspect.runtime.decoding import Between, DecodingError, each, typed
+from mpinspect.runtime.gpus import Gpu
+from mpinspect.shapes.analysis.report import CallTime, Padding, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.verdict import ShapeVerdict
+from mpinspect.shapes.records import Matmul, Size, Work
 
+#: The schema's version, which rises when an older reader would misread the file.
+_VERSION = 1
 #: Each product, finding and padding has its own line.
 LAYOUT = Layout(2)
 
@@ -35,7 +43,7 @@ def to_plain(report: ShapeReport) -> dict[str, Any]:
         "matmuls": [_row(row) for row in report.matmuls],
         "notes": report.notes,
     }
-    return headed("mpinspect.shapes", 1, plain(body, digits=6))
+    return headed("mpinspect.shapes", _VERSION, plain(body, digits=6))
 
 
 def _row(row: ShapeRow) -> dict[str, Any]:
@@ -59,12 +67,16 @@ def _row(row: ShapeRow) -> dict[str, Any]:
         "multiples_of_8": row.multiples_of_8,
         "verdict": row.verdict,
         "reason": row.reason,
+        "cause": row.judged.cause,
         "remarks": row.remarks,
         "stride_bytes": row.stride_bytes,
         "alignment_bytes": row.alignment_bytes,
         "estimated_us": None if time is None else [time.low_us, time.high_us],
         "roofline_us": None if time is None else time.best_us,
+        "roofline_bound": None if time is None else time.bound,
         "finding": row.finding,
+        "convolution": row.matmul.convolution,
+        "attention": row.matmul.attention,
     }
 
 
@@ -81,3 +93,96 @@ def _padding(padding: Padding) -> dict[str, Any]:
         "flops_fraction": padding.share,
         "worth_it": padding.is_worth_it,
     }
+
+
+# -- back ---------------------------------------------------------------------------------------------------------------
+
+
+def from_plain(value: Any) -> ShapeReport:
+    """Return the report of which ``value``, decoded from JSON, is the ``to_plain``; its forms are those of the report.
+
+    The operands' layouts and the GPU's rates, which no form shows, are missing.
+
+    Raises:
+        DecodingError: a field is missing or is not what it should be.
+    """
+    stored = typed(_Stored, value)
+    if stored.schema_version > _VERSION:
+        raise DecodingError(f"is {stored.schema_version}, of a newer mpinspect: upgrade it", "schema_version")
+    try:
+        rows = _rows(list(stored.matmuls))
+    except DecodingError as error:
+        raise error.below("matmuls") from None
+    kept, broken = stored.calls_multiples_of_8, stored.calls_not_multiples_of_8
+    differing = ("schema_version", "matmuls", "padding", "calls_multiples_of_8", "calls_not_multiples_of_8")
+    return ShapeReport(
+        **fields(stored, but=differing),
+        matmuls=rows,
+        padding=tuple(typed(Padding, _renamed(each)) for each in stored.padding),
+        calls_by_talk={True: kept, False: broken, None: max(stored.calls - kept - broken, 0)},
+    )
+
+
+_Time = Annotated[float, Between(0, 1e30)]
+_Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The fields of the JSON; those that a ShapeReport has too are of its types."""
+
+    model: str
+    gpu: Gpu
+    dtype: str
+    autocast_dtype: str | None
+    device: str
+    backward: bool
+    matmuls: tuple[_Object, ...]
+    findings: tuple[Finding, ...]
+    padding: tuple[_Object, ...]
+    flops: Work
+    flops_by_verdict: dict[str, Work]
+    calls: Size
+    calls_multiples_of_8: Size
+    calls_not_multiples_of_8: Size
+    estimated_us: _Time | None
+    layout_copy_bytes: Work
+    dtype_copy_bytes: Work
+    notes: tuple[str, ...]
+    complete: bool
+    schema_version: Size = 1
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """A product's fields that neither its record nor its verdict has."""
+
+    estimated_us: tuple[_Time, ...] | None
+    roofline_us: _Time | None
+    roofline_bound: str | None = None
+    finding: str = ""
+
+    @property
+    def time(self) -> CallTime | None:
+        if self.roofline_us is None or self.estimated_us is None or len(self.estimated_us) != 2:
+            return None
+        return CallTime(self.roofline_us, *self.estimated_us, self.roofline_bound or "")
+
+
+def _rows(values: list[_Object]) -> tuple[ShapeRow, ...]:
+    matmuls = each(Matmul, values)
+    # The shares in the JSON are rounded.
+    total = sum(matmul.flops * matmul.calls for matmul in matmuls) or 1
+    parts = zip(matmuls, each(ShapeVerdict, values), each(_Rest, values), strict=True)
+    return tuple(
+        ShapeRow(matmul, verdict, matmul.flops * matmul.calls / total, rest.time, rest.finding)
+        for matmul, verdict, rest in parts
+    )
+
+
+#: A padding's fields that have other names in JSON, where "to" is what is advised.
+_PADDING_NAMES = {"size": "from", "to": "to_least", "share": "flops_fraction", "is_worth_it": "worth_it"}
+
+
+def _renamed(padding: _Object) -> _Object:
+    return padding | {name: padding.get(other) for name, other in _PADDING_NAMES.items()}
