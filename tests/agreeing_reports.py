@@ -98,7 +98,7 @@ def _contradictions(report: RangeReport) -> Iterator[str]:
     told = {float(number) for sentence in [*sentences, page] for number in _TELLS.findall(sentence)}
     said = " ".join(sentences)
     needs_one = re.search(r"A loss scale (below 1 )?is needed|very likely needed", said)
-    serves = re.search(r"[Ee]very scale from 2\^(-?\d+) to 2\^(-?\d+) serves every layer", said)
+    serves = re.search(r"[Ee]very scale from 2\^(-?\d+) to 2\^(-?\d+) serves every gradient seen", said)
     if not advice.available:
         if told or needs_one or serves or "Suggested" in page:
             yield f"no advice, and yet: {told or needs_one or serves or 'Suggested'}"

@@ -126,7 +126,7 @@ def _window(decision: Decision) -> str:
     if decision.needed is None:
         return f"2^{window.log2_highest} is the largest without overflow."
     span = (
-        f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every layer without overflow"
+        f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every gradient seen, without overflow"
         f"{_by_what_was_finite(decision)}"
     )
     if decision.needed is False:

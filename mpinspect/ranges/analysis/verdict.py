@@ -96,7 +96,7 @@ def _scale(
     else:
         fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
     if format == BFLOAT16:
-        finer = ", and round 8 times finer" if told.needed is not None and "not" not in fits else ""
+        finer = ", and round up to 8 times finer" if told.needed is not None and "not" not in fits else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
