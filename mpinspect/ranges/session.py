@@ -445,6 +445,15 @@ class Session:
         progress, model = self.progress, self.info.model or "a model"
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
 
+    def scale_history(self) -> tuple[ScaleChange, ...]:
+        """Return the loss scale from each step on: that of the sampled steps, and between them as far as events tell it."""
+        told = [ScaleChange(event.step, event.loss_scale) for event in self.events if event.loss_scale is not None]
+        found: list[ScaleChange] = []
+        for change in sorted((*self.progress.scales, *told), key=lambda change: change.step):
+            if not found or change.scale != found[-1].scale:
+                found.append(change)
+        return tuple(found)
+
     def totals(self) -> dict[TensorKey, TensorWindow]:
         """Return each tensor's counts merged over the whole run, in the order in which the tensors were watched."""
         merged = merge_windows(*self.windows).tensors if self.windows else {}

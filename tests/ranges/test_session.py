@@ -13,7 +13,10 @@ from mpinspect.numeric.exponents import merge
 from mpinspect.ranges.session import (
     LEAST_WINDOW_LIMIT,
     WINDOW_LIMIT,
+    Event,
     LostUpdates,
+    Progress,
+    ScaleChange,
     Session,
     TensorWindow,
     Window,
@@ -135,3 +138,13 @@ def test_the_limit_falls_with_the_number_of_tensors():
     assert window_limit(0) == window_limit(512) == WINDOW_LIMIT
     assert window_limit(1000) == 65
     assert window_limit(10**6) == LEAST_WINDOW_LIMIT
+
+
+def test_events_tell_the_scale_between_sampled_steps() -> None:
+    """A scaler that comes down does so at every step, and few steps are sampled."""
+    changes = (ScaleChange(0, 16.0), ScaleChange(1, 8.0), ScaleChange(9, 1.0))
+    skips = tuple(Event(step, 0, "backward", "a", "weight_gradient", "a", "inf", 16.0 / 2**step) for step in range(4))
+    unknown = Event(6, 0, "backward", "a", "weight_gradient", "a", "inf", None)
+    session = Session(events=(*skips, unknown), progress=Progress(steps=10, scales=changes))
+    history = [(change.step, change.scale) for change in session.scale_history()]
+    assert history == [(0, 16.0), (1, 8.0), (2, 4.0), (3, 2.0), (9, 1.0)]

@@ -114,7 +114,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
         },
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
-        "scales": [_scale(change) for change in progress.scales],
+        "scales": [_scale(change) for change in report.session.scale_history()],
         "events": [_event(event) for event in report.session.events],
         "lost": _lost_updates(report, windows),
         "formats": [_format(format) for format in FORMATS.values()],

@@ -61,10 +61,9 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
-    # The last of them overflowed too; what came next did not. Scales are recorded in sampled steps only, events in all.
-    known = [(change.step, change.scale) for change in case.progress.scales]
-    known += [(event.step, event.loss_scale) for event in case.events]
-    after = min((each for each in known if each[0] > opening[-1].step and each[1]), default=(0, None))[1]
+    # The last of them overflowed too; what came next did not.
+    history = case.session.scale_history()
+    after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
     settled = min(after or last / 2, last / 2)
     too_high = round(_powers(first) - _powers(settled))
     skipped, share = len(opening), len(opening) / steps
