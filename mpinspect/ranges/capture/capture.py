@@ -15,13 +15,7 @@ from mpinspect.counting import fastest
 from mpinspect.ranges.capture import tensor_hooks
 from mpinspect.ranges.capture.budget import Budget
 from mpinspect.ranges.capture.counting import Counting
-from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
-from mpinspect.ranges.capture.diagnosing.averages import Averages
-from mpinspect.ranges.capture.diagnosing.buffers import Buffers
-from mpinspect.ranges.capture.diagnosing.equal_by_rounding import EqualByRounding
-from mpinspect.ranges.capture.diagnosing.examination import Examination
-from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
-from mpinspect.ranges.capture.diagnosing.ledger import Ledger
+from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
 from mpinspect.ranges.capture.listener import Listener
@@ -90,7 +84,7 @@ class Capture(Dispatcher):
             loss_scale,
             scalers,
             recording,
-            eager_samples and (watch or bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})),
+            eager_samples=eager_samples and (watch or bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})),
         )
         if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
@@ -102,23 +96,14 @@ class Capture(Dispatcher):
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
         self._updates = Updates(self._tally, self.optimizers, UPDATE in self._kinds)
-        all_modules = [layer.module for layer in self._layers]
-        ledger = Ledger(self._parameters, self.optimizers, step_clock, recording, all_modules)
-        handed_over = HandedOver(self._parameters, self.optimizers, step_clock, recording)
-        averages = Averages(self._parameters, self.optimizers, step_clock, recording)
-        accumulation = Accumulation(step_clock, recording)
-        self._observers = (self._counting, self._updates, ledger, handed_over, averages, accumulation)
+        self._observers = (self._counting, self._updates)
         if watch:
             modules = {layer.path: layer.module for layer in self._layers}
             self._watch = Watch(
-                modules, self.optimizers, self._broken_weights, self.clock, recording, may_pause=budget is not None
+                modules, self.optimizers, self._broken_weights, step_clock, recording, may_pause=budget is not None
             )
             self._observers += (self._watch,)
-        self._observers += (
-            Buffers(self._layers, step_clock, recording),
-            Examination(self._layers, self._parameters, step_clock, recording),
-            EqualByRounding(step_clock, recording),
-        )
+        self._observers += diagnosing_observers(self._layers, self._parameters, self.optimizers, step_clock, recording)
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 
