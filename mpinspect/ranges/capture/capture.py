@@ -19,7 +19,6 @@ from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
 from mpinspect.ranges.capture.listener import Listener
-from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
@@ -113,7 +112,7 @@ class Capture(Dispatcher):
         self._may_capture_graphs = torch.cuda.is_available()
         self._replace_parameters()
         self._warm_up()
-        self._remember_weights()
+        self.attempt("remember weights", self._weight_changes.remember)
         tensor_hooks.leave_hooks_out(self, (layer.module for layer in self._layers))
         owners = {watched.owner for watched in self._parameters if watched.counted}
         outputs = bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})
@@ -147,7 +146,7 @@ class Capture(Dispatcher):
         if replaced:
             self._hooks.rehook(replaced)
             self.optimizers.parameters_replaced()
-            self._remember_weights()
+            self.attempt("remember weights", self._weight_changes.remember)
             self._recording.watch(describe(self._layers, self._parameters, self._kinds))
         return len(replaced)
 
@@ -158,10 +157,6 @@ class Capture(Dispatcher):
             for note in fastest.warm_up({watched.parameter.device for watched in self._parameters}):
                 self._recording.note(note)
 
-    @guarded
-    def _remember_weights(self) -> None:
-        self._weight_changes.remember()
-
     def detach(self) -> None:
         """Remove every hook and record the data still being copied to the host; waits for the GPU."""
         self._stop()
@@ -170,16 +165,12 @@ class Capture(Dispatcher):
             # The step is unfinished if the run broke off before an optimizer stepped, or if another network's backward began it.
             self.end_step(finished=not self.clock.waits_for_optimizer)
         for observer in self._observers:
-            self._run_ends(observer)
+            self.attempt("run ends", observer.run_ends)
         self.collect(wait=True)
         self._note_what_was_missed()
         self._record_whether_updated()
         self._hooks.forget()
         self.waiting.end()
-
-    @guarded
-    def _run_ends(self, observer: Observer) -> None:
-        observer.run_ends()
 
     def abandon(self) -> None:
         """Deactivate the capture in a forked child process, without recording anything or using a GPU."""
@@ -198,7 +189,7 @@ class Capture(Dispatcher):
     def rest(self, resting: bool) -> None:
         """Pause (or resume) sampling and watching. Pausing drops the open step's samples; steps are still counted."""
         if resting and not self._pace.resting:
-            self._finish_waiting()
+            self.attempt("finish waiting", self.waiting.finish)
             self._tally.drop_step()
             self._updates.forget()
         self._pace.resting = resting
@@ -216,14 +207,9 @@ class Capture(Dispatcher):
         window = self._tally.close_window(wait=wait)
         if window is not None:
             self._recording.add_window(window)
-        if wait:
-            self._drain()
+        if wait and self._watch is not None:
+            self.attempt("drain", self._watch.drain)
         self._name_unread()
-
-    @guarded
-    def _drain(self) -> None:
-        if self._watch is not None:
-            self._watch.drain()
 
     @guarded
     def step_ended(self) -> None:

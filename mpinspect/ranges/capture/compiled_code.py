@@ -58,11 +58,7 @@ class CompiledCode(Guarded):
         """Reroute what has been compiled since the last sampled step, if this one is sampled."""
         self.ran_eagerly = False
         if sampled and self._eager_calls is not None:
-            self._find_compiled(self._eager_calls)
-
-    @guarded
-    def _find_compiled(self, eager_calls: EagerCalls) -> None:
-        eager_calls.look()
+            self.attempt("find compiled", self._eager_calls.look)
 
     @guarded
     def step_ended(self, sampled: bool) -> None:

@@ -43,7 +43,6 @@ from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import WeightChanges
 from mpinspect.runtime.distributed import is_pipeline_trial, local_part
 from mpinspect.runtime.guard import Guarded, entrance, guarded
-from mpinspect.runtime.meter import Meter
 from mpinspect.runtime.outputs import tensor_list
 
 
@@ -252,14 +251,14 @@ class Dispatcher(Guarded):
     @guarded
     def end_step(self, *, finished: bool = True) -> None:
         """End the step in all observers, and begin the next step."""
-        self._finish_waiting()
+        self.attempt("finish waiting", self.waiting.finish)
         step = self.clock.step
         # A broken-off step is an incomplete sample: it is used only if the run has no other sample.
         sampled = self._pace.sampled and (finished or not self._recording.progress.sampled_steps)
         for observer in self.observing:
-            self._finish(observer, step, sampled)
+            self.attempt("finish", observer.end_step, step, sampled)
         if finished and self.meter is not None:
-            self._settle(self.meter)
+            self.attempt("settle", self._pace.settle, self.meter, self._recording)
         self.clock.advance()
         self._compiled.step_ended(sampled)
         self.step_ended()
@@ -267,18 +266,6 @@ class Dispatcher(Guarded):
         self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
         if self.attached:
             self._begin_step()
-
-    @guarded
-    def _finish_waiting(self) -> None:
-        self.waiting.finish()
-
-    @guarded
-    def _finish(self, observer: Observer, step: int, sampled: bool) -> None:
-        observer.end_step(step, sampled)
-
-    @guarded
-    def _settle(self, meter: Meter) -> None:
-        self._pace.settle(meter, self._recording)
 
     def _begin_step(self) -> None:
         self._pace.begin_step()
