@@ -42,6 +42,13 @@ class Guarded:
         #: Times the ``entrance`` methods; None if their cost is not measured.
         self.meter: Meter | None = None
 
+    def attempt(self, what: str, function: Callable[..., object], *args: Any) -> None:
+        """Call a function; if it raises an Exception, note that mpinspect failed in ``what``, so that only this call is lost."""
+        try:
+            function(*args)
+        except Exception as error:
+            self.fault(what, args, error)
+
     def fault(self, method: str, args: tuple[Any, ...], error: Exception) -> None:
         """Note once that a method raised, with the layer or parameter that it was called for, if any."""
         if (method, type(error)) in self._told:

@@ -12,26 +12,13 @@ from typing import Any
 import torch
 
 from mpinspect.counting import fastest
-from mpinspect.ranges.capture import optimizer_steps, tensor_hooks
-from mpinspect.ranges.capture import scalers as scaler_watch
+from mpinspect.ranges.capture import tensor_hooks
 from mpinspect.ranges.capture.budget import Budget
-from mpinspect.ranges.capture.compiled_regions import (
-    EagerCalls,
-    compiled_graphs,
-    not_seen_inside,
-    unseen_regions,
-)
 from mpinspect.ranges.capture.counting import Counting
-from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
-from mpinspect.ranges.capture.diagnosing.averages import Averages
-from mpinspect.ranges.capture.diagnosing.buffers import Buffers
-from mpinspect.ranges.capture.diagnosing.equal_by_rounding import EqualByRounding
-from mpinspect.ranges.capture.diagnosing.examination import Examination
-from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
-from mpinspect.ranges.capture.diagnosing.ledger import Ledger
+from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
-from mpinspect.ranges.capture.layers import Layer, WatchedParameter, describe, named_parameters, replacements
-from mpinspect.ranges.capture.observations import Observer
+from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
+from mpinspect.ranges.capture.listener import Listener
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
@@ -39,8 +26,7 @@ from mpinspect.ranges.capture.tally import Tally
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, is_below
-from mpinspect.runtime import backward_calls
+from mpinspect.ranges.session import Event
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
 from mpinspect.runtime.guard import guarded
 from mpinspect.runtime.meter import Meter
@@ -89,6 +75,7 @@ class Capture(Dispatcher):
         if max_overhead is not None:
             budget = Budget(max_overhead, every=schedule.every, samples=bool(kinds), watches=watch)
         super().__init__(
+            self._layers,
             self._parameters,
             step_clock,
             Pace(step_clock, budget, bool(kinds), watch),
@@ -96,35 +83,26 @@ class Capture(Dispatcher):
             loss_scale,
             scalers,
             recording,
+            eager_samples=eager_samples and (watch or bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})),
         )
         if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
             self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
-        if eager_samples and (watch or self._kinds & {ACTIVATION, ACTIVATION_GRADIENT}):
-            self._eager_calls = EagerCalls(self._layers, self.runs_eagerly)
-        #: How many graphs had been compiled when the model was last searched for compiled modules.
-        self._known_graphs = 0
+        self._model_parameters = ModelParameters(self._layers, self._parameters)
+        #: Exists while attached.
+        self.listener: Listener | None = None
         self._broken_weights = BrokenWeights(self._parameters)
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(self._kinds, self._parameters, self._tally, self._precision)
-        self._updates = Updates(self._tally, self._optimizers, UPDATE in self._kinds)
-        all_modules = [layer.module for layer in self._layers]
-        ledger = Ledger(self._parameters, self._optimizers, step_clock, recording, all_modules)
-        handed_over = HandedOver(self._parameters, self._optimizers, step_clock, recording)
-        averages = Averages(self._parameters, self._optimizers, step_clock, recording)
-        accumulation = Accumulation(step_clock, recording)
-        self._observers = (self._counting, self._updates, ledger, handed_over, averages, accumulation)
+        self._updates = Updates(self._tally, self.optimizers, UPDATE in self._kinds)
+        self._observers = (self._counting, self._updates)
         if watch:
             modules = {layer.path: layer.module for layer in self._layers}
             self._watch = Watch(
-                modules, self._optimizers, self._broken_weights, self.clock, recording, may_pause=budget is not None
+                modules, self.optimizers, self._broken_weights, step_clock, recording, may_pause=budget is not None
             )
             self._observers += (self._watch,)
-        self._observers += (
-            Buffers(self._layers, step_clock, recording),
-            Examination(self._layers, self._parameters, step_clock, recording),
-            EqualByRounding(step_clock, recording),
-        )
+        self._observers += diagnosing_observers(self._layers, self._parameters, self.optimizers, step_clock, recording)
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 
@@ -132,9 +110,9 @@ class Capture(Dispatcher):
         """Add the hooks and begin the first step."""
         self.attached = True
         self._may_capture_graphs = torch.cuda.is_available()
-        self._replace_parameters(())
+        self._replace_parameters()
         self._warm_up()
-        self._remember_weights()
+        self.attempt("remember weights", self._weight_changes.remember)
         tensor_hooks.leave_hooks_out(self, (layer.module for layer in self._layers))
         owners = {watched.owner for watched in self._parameters if watched.counted}
         outputs = bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})
@@ -144,12 +122,10 @@ class Capture(Dispatcher):
         )
         if watches or WEIGHT_GRADIENT in self._kinds:
             self._hooks.hook_parameters(self._parameters)
-        if self._eager_calls is not None:
-            self._recording.ran_eagerly(0)
+        self._compiled.attach()
         self._begin_step()
-        optimizer_steps.listen(self)
-        scaler_watch.listen(self)
-        backward_calls.listen(self.backward_called)
+        self.listener = Listener(self, self._recording.note)
+        self.listener.listen()
 
     def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch the parameters that have replaced watched ones, as those of ``fully_shard`` do; note what was missed."""
@@ -164,22 +140,15 @@ class Capture(Dispatcher):
             )
 
     @guarded
-    def _replace_parameters(self, held: Collection[int]) -> int:
+    def _replace_parameters(self, held: Collection[int] = ()) -> int:
         """Watch the model's parameters as they are now; return how many are new. ``held``: ids of an optimizer's parameters."""
-        root = self._root
-        replaced = [] if root is None else replacements(root, self._parameters, held)
+        replaced = self._model_parameters.replace(held)
         if replaced:
-            for watched, new in replaced:
-                watched.parameter = new
-            self._hooks.rehook({watched for watched, _ in replaced})
-            self._optimizers.parameters_replaced()
-            self._remember_weights()
+            self._hooks.rehook(replaced)
+            self.optimizers.parameters_replaced()
+            self.attempt("remember weights", self._weight_changes.remember)
             self._recording.watch(describe(self._layers, self._parameters, self._kinds))
         return len(replaced)
-
-    @property
-    def _root(self) -> torch.nn.Module | None:
-        return next((layer.module for layer in self._layers if not layer.path), None)
 
     @guarded
     def _warm_up(self) -> None:
@@ -188,28 +157,20 @@ class Capture(Dispatcher):
             for note in fastest.warm_up({watched.parameter.device for watched in self._parameters}):
                 self._recording.note(note)
 
-    @guarded
-    def _remember_weights(self) -> None:
-        self._weight_changes.remember()
-
     def detach(self) -> None:
         """Remove every hook and record the data still being copied to the host; waits for the GPU."""
         self._stop()
         self._updates.forget()
         if self.clock.begun:
             # The step is unfinished if the run broke off before an optimizer stepped, or if another network's backward began it.
-            self._end_step(finished=not self.clock.waits_for_optimizer)
+            self.end_step(finished=not self.clock.waits_for_optimizer)
         for observer in self._observers:
-            self._run_ends(observer)
+            self.attempt("run ends", observer.run_ends)
         self.collect(wait=True)
         self._note_what_was_missed()
         self._record_whether_updated()
         self._hooks.forget()
         self.waiting.end()
-
-    @guarded
-    def _run_ends(self, observer: Observer) -> None:
-        observer.run_ends()
 
     def abandon(self) -> None:
         """Deactivate the capture in a forked child process, without recording anything or using a GPU."""
@@ -218,21 +179,20 @@ class Capture(Dispatcher):
 
     def _stop(self) -> None:
         self.attached = False
-        backward_calls.unlisten(self.backward_called)
-        scaler_watch.unlisten(self)
-        optimizer_steps.unlisten(self)
-        if self._eager_calls is not None:
-            self._eager_calls.remove()
+        if self.listener is not None:
+            self.listener.unlisten()
+            self.listener = None
+        self._compiled.remove()
         self._hooks.remove()
         tensor_hooks.leave_hooks_in(self)
 
     def rest(self, resting: bool) -> None:
         """Pause (or resume) sampling and watching. Pausing drops the open step's samples; steps are still counted."""
-        if resting and not self._resting:
-            self._finish_waiting()
+        if resting and not self._pace.resting:
+            self.attempt("finish waiting", self.waiting.finish)
             self._tally.drop_step()
             self._updates.forget()
-        self._resting = resting
+        self._pace.resting = resting
         self._begin_step()
 
     def unhook(self, modules: Collection[int]) -> bool:
@@ -247,19 +207,13 @@ class Capture(Dispatcher):
         window = self._tally.close_window(wait=wait)
         if window is not None:
             self._recording.add_window(window)
-        if wait:
-            self._drain()
+        if wait and self._watch is not None:
+            self.attempt("drain", self._watch.drain)
         self._name_unread()
-
-    @guarded
-    def _drain(self) -> None:
-        if self._watch is not None:
-            self._watch.drain()
 
     @guarded
     def step_ended(self) -> None:
         """Close the open window if it is due."""
-        self._look_for_compiled()
         if self._recording.wants_window(self._tally.open_steps):
             self.collect(False)
         else:
@@ -301,69 +255,26 @@ class Capture(Dispatcher):
 
     @guarded
     def _note_what_was_missed(self) -> None:
-        self._note_compiled()
+        self._compiled.note_unseen()
         if (
             self._scalers_given
-            and self._scale.any_scaled
+            and self.scale.any_scaled
             and self.clock.backwards
-            and not self._optimizers.scaler_has_stepped
+            and not self.optimizers.scaler_has_stepped
         ):
             self._recording.note(
                 "the scaler scaled losses of this model and stepped no optimizer of it: its skipped steps were not seen. Call "
                 "scaler.step(optimizer), or give the optimizer of your FP32 master weights as optimizers="
             )
-        root = self._root
-        if root is None:
-            return
-        known = {key for watched in self._parameters for key in (watched.name, id(watched.parameter))}
-        new = [name for name, each in named_parameters(root) if name not in known and id(each) not in known]
-        new += [watched.name for watched, _ in replacements(root, self._parameters)]
+        new = self._model_parameters.unwatched()
         if new:
             self._recording.note(
                 f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
                 f"{', '.join(new[:5])}{', ...' if new[5:] else ''}. Make it after whatever adds or replaces parameters"
             )
 
-    def _look_for_compiled(self) -> None:
-        """Record the modules inside whose compiled code no hook has run, if anything was compiled since the last call."""
-        graphs = compiled_graphs()
-        # The inspector may have been attached in the middle of the first step, behind its forward.
-        if graphs != self._known_graphs and self.clock.step > 1 and self.clock.backwards and self._hooks.any_on_modules:
-            self._known_graphs = graphs
-            self._record_compiled(search=False)
-
-    def _record_compiled(self, search: bool) -> None:
-        """Record the compiled modules. If none is to run eagerly, one inside which calls were seen was called in another way."""
-        paths = unseen_regions(self._layers, search=search) if self._any_call else [""]
-        if self._eager_calls is None:
-            paths = [path for path in paths if not any(is_below(called, path) for called in self._called)]
-        self._recording.compiled(paths)
-
-    def _note_compiled(self) -> None:
-        """Note what was not seen inside compiled code, and why sampled steps that were to run eagerly did not."""
-        if not self.clock.backwards or not self._hooks.any_on_modules:
-            return
-        if compiled_graphs():
-            self._record_compiled(search=True)
-        elif not self._any_call:
-            self._recording.note(
-                "gradients arrived and no call of a module was seen, so only weight gradients were counted and watched: hooks "
-                "run where modules are called, not in code that was compiled or scripted, or takes the parameters alone"
-            )
-        progress = self._recording.progress
-        if progress.eager_steps is None:
-            if progress.compiled:
-                self._recording.note(not_seen_inside(progress.compiled))
-        elif progress.compiled and progress.eager_steps < progress.sampled_steps:
-            self._recording.note(
-                f"{progress.sampled_steps - progress.eager_steps} of {progress.sampled_steps} sampled steps did not run "
-                "eagerly, and inside their compiled code only weight gradients were counted: it was compiled after the inspector "
-                "was attached (its first step), is a function that calls the model (compile the model itself), was called "
-                "under activation checkpointing or in other compiled code, or a stance of torch.compiler was set"
-            )
-
     @guarded
     def _record_whether_updated(self) -> None:
         """Record whether any update was applied, known from an observed optimizer's step or from changed weights."""
         moved = self._weight_changes.moved()
-        self._recording.weights_moved(True if self._optimizers.any_stepped else moved)
+        self._recording.weights_moved(True if self.optimizers.any_stepped else moved)

@@ -1,19 +1,21 @@
 """The dispatcher: turns the calls of hooks during training into observations, and passes them to the observers of the step.
 
-The dispatcher handles hooks and steps; the observers (``counting``, ``watch``, ``optimizers.Updates``) process the tensors. Every
-method that the training calls is guarded: no error of the inspector reaches the training.
+The dispatcher handles the model's hooks and the steps, the ``listener`` the calls of optimizers and scalers; the observers
+(``counting``, ``watch``, ``optimizers.Updates``) process the tensors. Every method that the training calls is guarded: no error
+of the inspector reaches the training.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.compiled_regions import EagerCalls, may_run_eagerly
+from mpinspect.ranges.capture.compiled_code import CompiledCode
+from mpinspect.ranges.capture.compiled_regions import may_run_eagerly
 from mpinspect.ranges.capture.counting import StepPrecision
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -32,7 +34,7 @@ from mpinspect.ranges.capture.observations import (
     tracing,
     transforms,
 )
-from mpinspect.ranges.capture.optimizers import ModelOptimizers, stands_still
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, StepClock
 from mpinspect.ranges.capture.tensor_hooks import backward_ended
@@ -41,8 +43,7 @@ from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import WeightChanges
 from mpinspect.runtime.distributed import is_pipeline_trial, local_part
 from mpinspect.runtime.guard import Guarded, entrance, guarded
-from mpinspect.runtime.meter import Meter
-from mpinspect.runtime.outputs import tensor_list, tensors_in
+from mpinspect.runtime.outputs import tensor_list
 
 
 class Dispatcher(Guarded):
@@ -50,6 +51,7 @@ class Dispatcher(Guarded):
 
     def __init__(
         self,
+        layers: Iterable[Layer],
         parameters: Sequence[WatchedParameter],
         clock: StepClock,
         pace: Pace,
@@ -57,29 +59,28 @@ class Dispatcher(Guarded):
         loss_scale: float | Callable[[], Any] | None,
         scalers: Collection[Any],
         recording: Recording,
+        eager_samples: bool,
     ) -> None:
         super().__init__(recording.note)
-        self.clock, self._pace, self._optimizers, self._recording = clock, pace, optimizers, recording
+        self.clock, self._pace, self.optimizers, self._recording = clock, pace, optimizers, recording
         me = weakref.ref(self)
         self._hooks = ModelHooks(me)
+        ask = self.runs_eagerly if eager_samples else None
+        self._compiled = CompiledCode(layers, ask, clock, self._hooks, recording)
+        #: Paths of the modules whose calls were seen.
+        self._called = self._compiled.called
         #: Weight gradients held until the end of their backward.
         self.waiting = WaitingGradients(Backward.waited, recording.note, functools.partial(backward_ended, me))
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
-        self._scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
-        self._precision = StepPrecision(self._scale)
+        self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
+        self._precision = StepPrecision(self.scale)
         self._weight_changes = WeightChanges(parameters)
         #: A counting observer comes before an observer that can use its counts instead of reading the tensor.
         self._observers: tuple[Observer, ...] = ()
         #: All observers (none while the capture is paused), and the observers that are active in this step.
-        self._observing: tuple[Observer, ...] = ()
-        self._at_work: tuple[Observer, ...] = ()
+        self.observing: tuple[Observer, ...] = ()
+        self.at_work: tuple[Observer, ...] = ()
         self._watch: Watch | None = None
-        self._resting = self._sampled = self._any_call = False
-        #: Paths of the modules whose calls were seen.
-        self._called: set[str] = set()
-        #: Reroutes compiled regions, if sampled steps are to run eagerly; whether any region did in this step.
-        self._eager_calls: EagerCalls | None = None
-        self._ran_eagerly = False
         #: Whether a pipeline is trying out the model, before the step begins.
         self._on_trial = False
         #: The context of the current backward.
@@ -105,20 +106,19 @@ class Dispatcher(Guarded):
         """Observe a module whose forward has run, and request the gradients of its outputs."""
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
-        self._any_call = True
         self._called.add(layer.path)
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
         in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
-        if (not in_training and not self._training_forward(layer)) or not self._at_work:
+        if (not in_training and not self._training_forward(layer)) or not self.at_work:
             return
         outputs = tensor_list(output)
         self._precision.outputs(outputs)
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
-        if self._hooks.wrapped_inputs and self._watch in self._at_work:
+        if self._hooks.wrapped_inputs and self._watch in self.at_work:
             self._hooks.see_through_wrappers(call, self._watch)
-        for observer in self._at_work:
+        for observer in self.at_work:
             observer.called(call)
         self._hooks.await_gradients(call)
 
@@ -141,7 +141,7 @@ class Dispatcher(Guarded):
             # Gradients left behind, or held for a backward that still runs in another thread: the next one may change them.
             self.waiting.finish()
         if self.clock.forward(self._weight_changes.updated):
-            self._end_step()
+            self.end_step()
             self.clock.forward(self._weight_changes.updated)
 
     @entrance
@@ -151,8 +151,8 @@ class Dispatcher(Guarded):
             return False
         # In compiled steps too: no hook inside the region tells the clock.
         self._forward_begins()
-        self._ran_eagerly |= self._sampled
-        return self._sampled
+        self._compiled.ran_eagerly |= self._pace.sampled
+        return self._pace.sampled
 
     # -- the backward ---------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Dispatcher(Guarded):
     def _context(self, gradient: torch.Tensor) -> Backward | None:
         """Return the context that all gradients of a backward share; None if the gradient can't be observed."""
         backward, task = self._backward, torch._C._current_graph_task_id()
-        if backward.task == task == self._scale.task and not is_many(gradient):
+        if backward.task == task == self.scale.task and not is_many(gradient):
             return backward
         if self._on_trial or self._is_out_of_reach(gradient):
             return None
@@ -214,18 +214,18 @@ class Dispatcher(Guarded):
     def _backward_begins(self, dtype: torch.dtype) -> Backward:
         """Return the context of a backward, worked out at its first gradient."""
         in_half = dtype is torch.float16 or self._precision.narrowest == "float16"
-        scale, is_new = self._scale.now(in_half)
+        scale, is_new = self.scale.now(in_half)
         # Parameters outside modules have no observable forward: without an optimizer, the backwards show where a step begins.
-        told_by_backwards = is_new and not self._any_call and not self.clock.has_optimizers
+        told_by_backwards = is_new and not self._called and not self.clock.has_optimizers
         if told_by_backwards and self.clock.backward_again(self._weight_changes.updated):
-            self._end_step()
+            self.end_step()
             # Ending the step discards the backward's scale, because a backward may continue past a step's end; look it up again.
-            self._scale.now(in_half)
+            self.scale.now(in_half)
         self.clock.backward()
         self._last_gradient.forget()
-        by_scaler = self._scale.by_scaler and not self._optimizers.any_fused
+        by_scaler = self.scale.by_scaler and not self.optimizers.any_fused
         task, micro_batch = torch._C._current_graph_task_id(), self.clock.micro_batch
-        backward = self._backward = Backward(task, scale, scale.divisor, micro_batch, self._at_work, by_scaler)
+        backward = self._backward = Backward(task, scale, scale.divisor, micro_batch, self.at_work, by_scaler)
         if is_new:
             for observer in backward.observers:
                 observer.backward_begins(backward)
@@ -246,144 +246,39 @@ class Dispatcher(Guarded):
             self.waiting.stop()
         return backward
 
-    @entrance
-    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """Observe a loss that a GradScaler has scaled; a backward from it has that scale if it reaches this model."""
-        products = self._scale.loss_scaled(scaler, scaled)
-        if self._at_work and self.clock.begun:
-            for observer in self._at_work:
-                observer.scaler_used(scaler)
-                observer.loss_scaled(list(tensors_in(given)), products, self.clock.micro_batch)
-
-    @entrance
-    def backward_called(self, given: Any) -> None:
-        """Pass the losses of a backward that is about to begin to the observers; the losses may be of another model."""
-        losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
-        if self._at_work and self.clock.in_forward and losses:
-            for observer in self._at_work:
-                observer.backward_called(losses)
-
-    # -- the optimizers -------------------------------------------------------------------------------------------
-
-    @entrance
-    def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that ``scaler.step(optimizer)`` begins."""
-        self.waiting.finish_left_behind()
-        self._optimizers.scaler_steps(optimizer)
-
-    @entrance
-    def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Record that ``scaler.step(optimizer)`` has ended: if the optimizer did not step, the scaler skipped its step."""
-        if not self._optimizers.was_skipped(optimizer):
-            return
-        if self.clock.optimizer_again(optimizer):
-            self._end_step()
-        for observer in self._observing:
-            observer.step_skipped(optimizer)
-        if self.clock.optimizer_done(optimizer, skipped=True):
-            self._end_step()
-
-    @entrance
-    def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Notify the observers that a scaler is about to unscale an optimizer's gradients."""
-        if self._at_work and self._optimizers.owns(optimizer):
-            for observer in self._at_work:
-                observer.unscaling(optimizer)
-
-    @entrance
-    def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Notify the observers that a scaler has unscaled an optimizer's gradients."""
-        if self._at_work and self._optimizers.owns(optimizer):
-            for observer in self._at_work:
-                observer.unscaled(optimizer)
-
-    @entrance
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the parameters that were replaced since attaching: an optimizer is made for those that are trained."""
-        if self._optimizers.holds_new(optimizer):
-            self.find_replaced_parameters(optimizer)
-
-    @entrance
-    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Observe the weights and gradients of an optimizer that is about to step."""
-        self.waiting.finish_left_behind()
-        self.optimizer_made(optimizer)
-        if not self._optimizers.steps(optimizer) or self._only_makes_states(optimizer):
-            return
-        self.clock.know(optimizer)
-        if self.clock.optimizer_again(optimizer):
-            self._end_step()
-        self._optimizers.step_begins(optimizer)
-        for observer in self._observing:
-            observer.optimizer_steps(optimizer)
-
-    def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step is none of the training: nothing ran before it, and it changes no weight."""
-        return not self.quiet and not self.clock.begun and stands_still(optimizer)
-
-    @entrance
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Observe an optimizer's step that has run; the training step ends when every known optimizer has stepped."""
-        if self._only_makes_states(optimizer) or not self._optimizers.stepped(optimizer):
-            return
-        for observer in self._observing:
-            observer.optimizer_stepped(optimizer)
-        if self.clock.optimizer_done(optimizer, skipped=False):
-            self._end_step()
-
     # -- the step -------------------------------------------------------------------------------------------------
 
     @guarded
-    def _end_step(self, *, finished: bool = True) -> None:
+    def end_step(self, *, finished: bool = True) -> None:
         """End the step in all observers, and begin the next step."""
-        self._finish_waiting()
-        step, watched = self.clock.step, self._watch in self._at_work
+        self.attempt("finish waiting", self.waiting.finish)
+        step = self.clock.step
         # A broken-off step is an incomplete sample: it is used only if the run has no other sample.
-        sampled = self._sampled and (finished or not self._recording.progress.sampled_steps)
-        for observer in self._observing:
-            self._finish(observer, step, sampled)
-        if sampled and self._ran_eagerly:
-            self._recording.ran_eagerly()
+        sampled = self._pace.sampled and (finished or not self._recording.progress.sampled_steps)
+        for observer in self.observing:
+            self.attempt("finish", observer.end_step, step, sampled)
         if finished and self.meter is not None:
-            self._settle(self.meter, watched)
+            self.attempt("settle", self._pace.settle, self.meter, self._recording)
         self.clock.advance()
+        self._compiled.step_ended(sampled)
         self.step_ended()
         steps = self.clock.step if finished else step
         self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
         if self.attached:
             self._begin_step()
 
-    @guarded
-    def _finish_waiting(self) -> None:
-        self.waiting.finish()
-
-    @guarded
-    def _finish(self, observer: Observer, step: int, sampled: bool) -> None:
-        observer.end_step(step, sampled)
-
-    @guarded
-    def _find_compiled(self, eager_calls: EagerCalls) -> None:
-        eager_calls.look()
-
-    @guarded
-    def _settle(self, meter: Meter, watched: bool) -> None:
-        self._pace.settle(meter, self._recording, watched)
-
     def _begin_step(self) -> None:
-        self._sampled, watched = (False, False) if self._resting else self._pace.next_step()
-        self.clock.begin(self._sampled, watched)
-        self._ran_eagerly = False
-        if self._sampled and self._eager_calls is not None:
-            self._find_compiled(self._eager_calls)
+        self._pace.begin_step()
+        self._compiled.begin_step(self._pace.sampled)
         for observer in self._observers:
-            observer.begin_step(self._sampled, watched)
-        self._observing = () if self._resting else self._observers
-        self._at_work = tuple(observer for observer in self._observers if observer.at_work)
+            observer.begin_step(self._pace.sampled, self._pace.watched)
+        self.observing = () if self._pace.resting else self._observers
+        self.at_work = tuple(observer for observer in self._observers if observer.at_work)
         # Without an optimizer, only the forwards show where a step begins, so the hooks must stay active.
-        self.quiet = not self._at_work and self.clock.has_optimizers
-        self._optimizers.begin_step()
+        self.quiet = not self.at_work and self.clock.has_optimizers
+        self.optimizers.begin_step()
         self._precision.begin_step()
-        self._scale.forget()
+        self.scale.forget()
         self._hooks.begin_step(self.quiet)
 
 

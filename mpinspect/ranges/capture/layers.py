@@ -156,24 +156,51 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
         yield f"{names.get(owner, owner)}.{own}".lstrip("."), parameter
 
 
-def replacements(
-    model: torch.nn.Module, parameters: Iterable[WatchedParameter], held: Collection[int] = ()
-) -> list[tuple[WatchedParameter, torch.nn.Parameter]]:
-    """Return the parameters that are no longer the model's, each with the parameter that now has its name.
-
-    FSDP2 puts whole parameters in place of its sharded ones around a forward: these replace a sharded one only if an
-    optimizer holds them.
+class ModelParameters:
+    """Compares the watched parameters with those that their model has now.
 
     Args:
-        held: ids of the parameters that an optimizer holds.
+        layers: the watched modules; without the model itself ("") among them nothing is compared.
+        parameters: the watched parameters.
     """
-    current = dict(named_parameters(model))
-    pairs = ((watched, current.get(watched.name, watched.parameter)) for watched in parameters)
-    return [
-        (watched, new)
-        for watched, new in pairs
-        if new is not watched.parameter and (id(new) in held or not is_distributed(watched.parameter))
-    ]
+
+    def __init__(self, layers: Iterable[Layer], parameters: Collection[WatchedParameter]) -> None:
+        self._model = next((layer.module for layer in layers if not layer.path), None)
+        self._parameters = parameters
+
+    def replace(self, held: Collection[int] = ()) -> set[WatchedParameter]:
+        """Watch the parameters that have replaced watched ones under their names; return the watched parameters concerned.
+
+        Args:
+            held: ids of the parameters that an optimizer holds.
+        """
+        replaced = self._replaced(held)
+        for watched, new in replaced:
+            watched.parameter = new
+        return {watched for watched, _ in replaced}
+
+    def unwatched(self) -> list[str]:
+        """Return the names of the model's parameters that were added, or have replaced others, and are not watched."""
+        if self._model is None:
+            return []
+        known = {key for watched in self._parameters for key in (watched.name, id(watched.parameter))}
+        current = named_parameters(self._model)
+        added = [name for name, each in current if name not in known and id(each) not in known]
+        return added + [watched.name for watched, _ in self._replaced(())]
+
+    def _replaced(self, held: Collection[int]) -> list[tuple[WatchedParameter, torch.nn.Parameter]]:
+        """Return the parameters that are no longer the model's, each with the parameter that now has its name.
+
+        FSDP2 puts whole parameters in place of its sharded ones around a forward: these replace a sharded one only if an
+        optimizer holds them.
+        """
+        current = {} if self._model is None else dict(named_parameters(self._model))
+        pairs = ((watched, current.get(watched.name, watched.parameter)) for watched in self._parameters)
+        return [
+            (watched, new)
+            for watched, new in pairs
+            if new is not watched.parameter and (id(new) in held or not is_distributed(watched.parameter))
+        ]
 
 
 def describe(

@@ -177,24 +177,24 @@ class Pace:
         self._clock = clock
         self._budget = budget
         self._samples, self._watches = samples, watches
+        #: Whether the current step is sampled, and whether it is watched.
+        self.sampled = self.watched = False
+        #: Whether sampling and watching are paused.
+        self.resting = False
 
-    def next_step(self) -> tuple[bool, bool]:
-        """Return whether the step that begins is sampled, and whether it is watched."""
-        budget = self._budget
-        if budget is None:
-            return self._samples and self._clock.sampled, self._watches
-        return self._samples and budget.samples, self._watches and budget.watches
+    def begin_step(self) -> None:
+        """Decide whether the step that begins is sampled, and whether it is watched."""
+        budget, at_work = self._budget, not self.resting
+        samples, watches = (self._clock.sampled, True) if budget is None else (budget.samples, budget.watches)
+        self.sampled, self.watched = at_work and self._samples and samples, at_work and self._watches and watches
+        self._clock.begin(self.sampled, self.watched)
 
-    def settle(self, meter: Meter, recording: Recording, watched: bool) -> None:
-        """Charge the cost of the ending step to the budget and record it; do nothing without a budget.
-
-        Args:
-            watched: whether the step was watched.
-        """
+    def settle(self, meter: Meter, recording: Recording) -> None:
+        """Charge the cost of the ending step to the budget and record it; do nothing without a budget."""
         if self._budget is None:
             return
         step_s, own_s = meter.end_step()
         bare_s = self._budget.end_step(step_s, own_s)
         later_s = meter.next_step(self._budget.samples or self._budget.watches)
         self._budget.charge_later(later_s)
-        recording.spent(watched, None if step_s is None else bare_s, own_s, later_s)
+        recording.spent(self.watched, None if step_s is None else bare_s, own_s, later_s)

@@ -131,7 +131,8 @@ class LaunchedInspector(Inspector):
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> None:
         """Record a loss that was scaled before the inspector was attached and whose backward is about to run."""
-        self._capture.loss_scaled(scaler, (), scaled)
+        if self._capture.listener is not None:
+            self._capture.listener.loss_scaled(scaler, (), scaled)
 
     def rest(self, resting: bool) -> None:
         """Suspend counting and watching and drop the open step's data, or resume; steps are numbered meanwhile."""
