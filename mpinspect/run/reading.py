@@ -66,11 +66,12 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
                 saw.setdefault(found, []).append(name)
             else:
                 models.add(name, *found, world_size=record.world_size, job=record.job)
+    parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
     notes = [*models.notes, *_said(saw, len(processes))]
     return RunReport(
         command=first.command or folder.name,
         outcome=first.outcome,
-        parts=tuple(ModelPart(name, analyse(session, format)) for name, session in models.models()),
+        parts=parts,
         shapes=shapes,
         kernels=_kernels(processes.values(), first.gpu, shapes, notes),
         saw=tuple(notes),
