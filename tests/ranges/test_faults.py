@@ -407,3 +407,18 @@ def test_a_fault_that_nobody_foresaw_costs_its_layer_alone(monkeypatch: pytest.M
     assert {key.name for key in session.totals()} == {"before", "after"}
     (note,) = session.notes
     assert "'odd'" in note
+
+
+@pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+def test_a_fault_at_a_steps_end_costs_one_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other observers end the step, and the next step begins."""
+
+    def planted(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(optimizers.Updates, "end_step", planted)
+    session, _ = _train(nn.Linear(4, 1), True, ("weight_gradient",))
+    assert session.progress.steps == STEPS
+    assert {window.samples for window in session.totals().values()} == {STEPS}
+    (note,) = session.notes
+    assert "mpinspect failed in finish (RuntimeError: planted)" in note
