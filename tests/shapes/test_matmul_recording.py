@@ -814,7 +814,7 @@ def test_jagged_tensors_run_on_what_they_hold():
     assert "device='real'" in advice(record_matmuls(nn.Linear(8, 4), parts))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_scripted_modules_are_a_note():
     model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 4))
     recording = record_matmuls(model, torch.randn(2, 8), device="real")
