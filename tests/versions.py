@@ -2,9 +2,9 @@
 
     python tests/versions.py [--only NAME] [PYTEST_ARGUMENT ...]
 
-Each of ``ROWS`` gets an environment of its own, ``.venv-NAME``, made anew when the row or pyproject.toml changes. Where its Python
-is not on this machine, the one that runs this file takes its place, and a sentence says so. The last lines are a table of what
-ran. The exit status is 0 if every row's tests passed, else 1.
+Each of ``ROWS`` gets an environment of its own, ``.venv-NAME``, made anew when the row or pyproject.toml changes. A Python that
+this machine lacks is replaced by the one that runs this file, and a sentence says so. The last lines are a table of what ran.
+The exit status is 0 if every row's tests passed, else 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ ROWS = (Row("oldest", "3.10", "2.6.0"), Row("newest", "3.13", "2.15.0"))
 
 def main() -> int:
     """Test every row, print the table, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [--only NAME] [PYTEST_ARGUMENT ...]")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], usage="%(prog)s [--only NAME] [PYTEST_ARGUMENT ...]"
+    )
     parser.add_argument("--only", choices=[row.name for row in ROWS], help="test this row alone")
     options, arguments = parser.parse_known_args()
     rows = [row for row in ROWS if options.only in (None, row.name)]
@@ -74,7 +76,10 @@ def _environment(row: Row) -> str:
     made_for = f"{row}\n{(ROOT / 'pyproject.toml').read_text()}"
     if stamp.exists() and stamp.read_text() == made_for:
         return python
-    print(f"installing torch {row.torch} and what the tests need into {folder.name} (this takes a few minutes)", flush=True)
+    print(
+        f"installing torch {row.torch} and what the tests need into {folder.name} (this takes a few minutes)",
+        flush=True,
+    )
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([_interpreter(row), "-m", "venv", folder], env=_environ(row), check=True)
     install = [python, "-m", "pip", "install", "--no-compile", "--quiet", "--no-input", "--disable-pip-version-check"]
@@ -88,7 +93,10 @@ def _interpreter(row: Row) -> str:
     name = f"python{row.python}"
     if shutil.which(name) and not subprocess.run([name, "-c", ""], env=_environ(row), capture_output=True).returncode:
         return name
-    print(f"{name} is not on this machine: the row '{row.name}' is tested with Python {sys.version.split()[0]} instead", flush=True)
+    print(
+        f"{name} is not on this machine: the row '{row.name}' is tested with Python {sys.version.split()[0]}",
+        flush=True,
+    )
     return sys.executable
 
 
