@@ -73,7 +73,8 @@ for kind, (pointer, mantissa) in kinds.items():
     kernel = kernels.count_many if kind == "float32" else kernels.count_one
     constants = {"KIND": kind, "M": mantissa, "LANES": 32}
     known = {**types, "values": pointer, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(kernel, {name: known[name] for name in kernel.arg_names}, **{"constexprs" if is_new else "constants": constants})
+    keyword = {"constexprs" if is_new else "constants": constants}
+    source = ASTSource(kernel, {name: known[name] for name in kernel.arg_names}, **keyword)
     options = {"num_warps": 1, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
     print(kind, ".ftz" in compiled.asm["ptx"], is_new and "bar.sync" in compiled.asm["ptx"])
