@@ -139,9 +139,13 @@ test-frameworks: $(FRAMEWORKS:%=.test-%) ## run the recorder's tests and example
 $(FRAMEWORKS:%=.test-%): .test-%: .venv-%/.ready
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest framework_tests/test_$*_arrays.py framework_tests/test_digits_examples.py $(ARGS)
 
+.PHONY: test-versions
+test-versions: ## the tests on the oldest and the newest torch and Python, in environments of their own (some GB; ARGS='--only oldest')
+	$(PYTHON) tests/versions.py $(IN_PARALLEL) $(ARGS)
+
 .PHONY: clean
 clean: ## remove .venv, caches and build output (your runs stay)
-	rm -rf $(VENV) $(FRAMEWORKS:%=.venv-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS:%=.venv-%) .venv-oldest .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find mpinspect tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # -- set-up, once: a stamp per step, renewed when pyproject.toml changes ------------------------------------------------

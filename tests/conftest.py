@@ -24,6 +24,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    """An example may take as long as a busy machine takes."""
+    try:
+        from hypothesis import settings
+    except ImportError:
+        return
+    settings.register_profile("unhurried", settings(), deadline=None)
+    settings.load_profile("unhurried")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:

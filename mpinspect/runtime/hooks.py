@@ -37,8 +37,29 @@ def not_compiled(function: Function) -> Function:
     return function
 
 
-#: Returns what compiles every frame while a compiled function is being called, else None or False. In C: nothing to compile.
-in_compiled_call: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+def _callback_of_compiled_call() -> Any:
+    """Return what torch 2.6's ``get_eval_frame_callback`` returns; that one gives away a reference that it does not own."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    callback = dynamo.set_eval_frame(None)
+    if callback is not None:
+        dynamo.set_eval_frame(callback)
+    return callback
+
+
+def _asks_safely() -> Callable[[], Any]:
+    """Return the function by which torch says what compiles every frame, or ours where calling torch's destroys the object.
+
+    With torch 2.6 each call takes one from the reference count of what it returns: some 50,000 calls outside of compiled code
+    end the process, since None is deallocated, and a few within one free the compiler's own function.
+    """
+    dynamo: Any = torch._C._dynamo.eval_frame
+    if hasattr(dynamo, "set_code_exec_strategy"):
+        return dynamo.get_eval_frame_callback  # type: ignore[no-any-return]
+    return not_compiled(_callback_of_compiled_call)
+
+
+#: Returns what compiles every frame while a compiled function is being called, else None or False. Nothing in it is compiled.
+in_compiled_call: Callable[[], Any] = _asks_safely()
 
 
 class ModelHook:

@@ -66,7 +66,7 @@ def test_complex_numbers_count_both_parts(values: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", TORCH_NARROW)
 def test_every_code_as_torch_counts_it(name: str) -> None:
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name, None) or pytest.skip(f"this torch has no {name}")
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
     same(codes, torch.from_numpy(codes).view(dtype), name)
 

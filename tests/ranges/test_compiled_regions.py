@@ -256,7 +256,10 @@ def test_steps_between_samples_run_inductors_graphs(mode: str | None) -> None:
 
     compiled = Way(lambda net, backend: torch.compile(net, backend="inductor", mode=mode), net=Squashed)
     # Neither processes that wait for more to compile, nor headers compiled for more than these few kernels.
-    with inductor.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
+    options = {"compile_threads": 1, "cpp.vec_isa_ok": False}
+    if hasattr(inductor, "cpp_cache_precompile_headers"):
+        options["cpp_cache_precompile_headers"] = False
+    with inductor.patch(options):
         alone = _train(compiled)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         default = _train(compiled, "in the middle", every=EVERY)

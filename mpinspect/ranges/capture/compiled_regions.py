@@ -128,10 +128,27 @@ def may_run_eagerly() -> bool:
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if _packs_saved_tensors():
         return False
     dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
     return not in_compiled_call() and dynamo._stance.stance in ("default", "force_eager")
+
+
+def _packs_saved_tensors() -> bool:
+    """Return whether hooks of the user's pack the tensors that autograd saves on this thread."""
+    autograd: Any = torch._C._autograd
+    if hasattr(autograd, "_top_saved_tensors_default_hooks"):
+        return autograd._top_saved_tensors_default_hooks(True) is not None
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    # torch 2.6 does not say, but refuses to disable hooks where there are any.
+    try:
+        autograd._saved_tensors_hooks_disable("")
+    except RuntimeError:
+        return True
+    finally:
+        autograd._saved_tensors_hooks_enable()
+    return False
 
 
 class _Entry:
