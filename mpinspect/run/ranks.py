@@ -47,7 +47,8 @@ class ModelsOfRanks:
         name = name if process else found.info.model or name
         total = self._models.setdefault(name, RankSum())
         try:
-            if job != self._jobs.setdefault(name, job):
+            # A process whose record is gone has no job: its rank tells where it belongs.
+            if job and job != (self._jobs.setdefault(name, job) or job):
                 raise NotOneModelError("it is of another run: two runs are in one folder")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")

@@ -247,9 +247,8 @@ def ending_at(rank, steps, ended=True):
 def test_uneven_steps_and_missing_ranks_are_named():
     report = analyse(merge_ranks([ending_at(0, 600), ending_at(1, 600), ending_at(3, 412, ended=False)]))
     said = finding(report, "rank-steps-differ").message
-    assert (
-        said == "Rank 3 left its last step at 412; the others at 600. Rank 3 had not ended: still running, or killed."
-    )
+    still = "Rank 3 had not ended: still running, killed, or the file is cut off."
+    assert said == f"What rank 3 wrote ends at step 412; the others' at 600. {still}"
     assert finding(report, "rank-missing").message.startswith("Rank 2 of 4 left nothing")
 
 

@@ -242,3 +242,12 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code()
     assert verdict.code
     assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
     assert verdict.more.startswith("Also below: ")
+
+
+def test_the_precision_inside_a_compiled_model_is_not_known() -> None:
+    """Autocast shows at the calls of modules: where none is seen, FP32 weights do not prove FP32."""
+    session = sessions.word_model()
+    weights = replace(session.precision, weights={"float32": 9}, autocast=(), outputs=())
+    compiled = replace(session, precision=weights, progress=replace(session.progress, compiled=("",)))
+    assert analyse(compiled).verdict.precision.startswith("FP32 weights, autocast not known (the model is compiled)")
+    assert analyse(replace(session, precision=weights)).verdict.precision.startswith("Computes in FP32: FP32 weights")

@@ -64,6 +64,18 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
     assert [part.name for part in report.parts] == ["rank0/Net", "rank2/Net", "rank10/Net"]
 
 
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_rank_whose_record_is_gone_is_added_up_all_the_same(without, tmp_path):
+    for rank in range(2):
+        make_run(tmp_path / f"rank{rank}", "Net", world_size=2, job="one")
+    (tmp_path / f"rank{without}" / "run.json").unlink()
+    report = read_run(tmp_path)
+    assert [part.name for part in report.parts] == ["Net"]
+    assert any("run.json is missing" in sentence for sentence in report.saw)
+    make_run(tmp_path / "rank2", "Net", world_size=3, job="another")
+    assert any("another run" in sentence for sentence in read_run(tmp_path).saw)
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])
 def test_every_form_names_the_rank(suffix, tmp_path):
     event = s.Event(4, 0, "backward", "fc", "weight_gradient", "fc.weight", "inf", skipped=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
-from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord, Session, TensorKey
+from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
 from mpinspect.reporting.words import format_name, with_power
 
 #: Smallest share of the elements for which a dtype is named: a few normalisation weights kept in FP32 are not.
@@ -18,6 +18,8 @@ def run_format(session: Session) -> FloatFormat | None:
     This is the autocast dtype, else the dtype of most weights, else (without a ledger) the narrow format to which
     values had been rounded. If both FP16 and BF16 occur, the result is FP16, which has the narrower range.
     """
+    if _is_out_of_sight(session):
+        return None
     ledger = session.precision
     told = {dtype for dtype in ledger.autocast if dtype}
     if not told and ledger.weights:
@@ -41,15 +43,23 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
     return f"The run computes in {format_name(format.name)}, which holds them."
 
 
-def ledger_line(precision: Precision) -> str:
+def _is_out_of_sight(session: Session) -> bool:
+    """Return whether autocast is not known: it shows at the calls of modules, and none is seen where all is compiled."""
+    return "" in session.progress.compiled and not session.precision.autocast
+
+
+def ledger_line(session: Session) -> str:
     """Return a line like "FP32 weights, BF16 autocast, AdamW with states in FP32, no scaler"; "" without a ledger."""
-    return ", ".join(_parts(precision)) if precision.weights else ""
+    return ", ".join(_parts(session)) if session.precision.weights else ""
 
 
-def _parts(precision: Precision) -> Iterator[str]:
+def _parts(session: Session) -> Iterator[str]:
+    precision = session.precision
     yield f"{_names(_worth_naming(precision.weights))} weights"
     autocast = [dtype for dtype in precision.autocast if dtype]
-    if autocast:
+    if _is_out_of_sight(session):
+        yield "autocast not known (the model is compiled)"
+    elif autocast:
         yield f"{_names(autocast)} autocast"
     elif precision.autocast:
         yield "no autocast"

@@ -181,16 +181,18 @@ def _steps(session: Session) -> Iterator[Finding]:
     common, odd = _odd_ones(session.ranks, lambda rank: rank.progress.steps)
     if not odd:
         return
-    named = "; ".join(
-        f"{_ranks_of(group)} left {_its(group)} last step at {steps:,}" for steps, group in list(odd.items())[:4]
-    )
+    named = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
     unfinished = [rank.info.rank for rank in session.ranks if not rank.progress.ended]
-    still = f" {upper_first(ranks_named(unfinished))} had not ended: still running, or killed." if unfinished else ""
+    still = (
+        f" {upper_first(ranks_named(unfinished))} had not ended: still running, killed, or the file is cut off."
+        if unfinished
+        else ""
+    )
     yield Finding(
         "rank-steps-differ",
         "info" if len(unfinished) == len(session.ranks) else "warning",
         "",
-        f"{upper_first(named)}; the others at {common:,}.{still}",
+        f"{upper_first(named)}; the others' at {common:,}.{still}",
         {
             "steps": {str(steps): [rank.info.rank for rank in group][:100] for steps, group in odd.items()},
             "others": common,
@@ -276,7 +278,3 @@ def _odd_ones(
 
 def _ranks_of(group: Sequence[RankRecord]) -> str:
     return ranks_named([rank.info.rank for rank in group])
-
-
-def _its(group: Sequence[RankRecord]) -> str:
-    return "its" if len(group) == 1 else "their"

@@ -95,8 +95,10 @@ class RankRanges:
             # Of two ranks none is the odd one: the one whose values are the larger is named.
             if not hit.any() or (len(ranks) == 2 and np.nanmedian(apart[hit]) < 0):
                 continue
-            worst = int(np.nanargmax(np.where(hit, beyond, -np.inf)))
-            key = list(self._keys)[worst]
+            keys = list(self._keys)
+            # Of equal ones the first by name: keys stand in the order in which the ranks came.
+            worst = min(np.flatnonzero(hit).tolist(), key=lambda place: (-round(float(beyond[place]), 9), keys[place]))
+            key = keys[worst]
             figures = {"powers": float(apart[worst]), "beyond": float(beyond[worst]), "tensors": float(hit.sum())}
             yield Measurement(DIFFERS, key.name, 0, figures | {"of": float(own.sum())}, text=key.kind, rank=rank)
 

@@ -27,7 +27,7 @@ def verdict(
     """
     grave = [finding for finding in findings if finding.severity != _INFO]
     format = run_format(session)
-    line = ledger_line(session.precision)
+    line = ledger_line(session)
     precision = f"{_computes_in(session, format)}{line}." if line else ""
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)

@@ -148,7 +148,7 @@ def _side(run: _Read, before: _Read | None = None) -> Side:
     for part in run.parts:
         session = part.ranges.session
         progress = session.progress
-        words.append(", ".join(filter(None, (part.name, f"{progress.steps:,} steps", ledger_line(session.precision)))))
+        words.append(", ".join(filter(None, (part.name, f"{progress.steps:,} steps", ledger_line(session)))))
         if not progress.ended:
             notes.append(
                 f"{part.name or 'the run'} still goes on, or was killed: it is compared as far as it was written"
