@@ -12,7 +12,7 @@ from dataclasses import replace
 from mpinspect.reporting.document import Block, Document, Findings, Items, Line, Parts, Section, Tables, Term, is_empty
 from mpinspect.reporting.finding import Finding
 
-_ABOVE = "Said above, with what to do."
+_ABOVE, _WITH_FIX = "Said above", ", with what to do"
 
 
 def for_page(document: Document) -> Document:
@@ -65,7 +65,7 @@ def _is_said(text: str, said: tuple[str, ...]) -> bool:
 
 
 def _pointer(finding: Finding) -> Finding:
-    return replace(finding, message=_ABOVE, fix="", code="")
+    return replace(finding, message=f"{_ABOVE}{_WITH_FIX if finding.fix or finding.code else ''}.", fix="", code="")
 
 
 # -- terms ------------------------------------------------------------------------------------------------------------
