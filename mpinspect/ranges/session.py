@@ -447,7 +447,12 @@ class Session:
 
     def scale_history(self) -> tuple[ScaleChange, ...]:
         """Return the loss scale from each step on: that of the sampled steps, and between them as far as events tell it."""
-        told = [ScaleChange(event.step, event.loss_scale) for event in self.events if event.loss_scale is not None]
+        known = {change.step for change in self.progress.scales}
+        told = [
+            ScaleChange(event.step, event.loss_scale)
+            for event in self.events
+            if event.loss_scale is not None and event.step not in known
+        ]
         found: list[ScaleChange] = []
         for change in sorted((*self.progress.scales, *told), key=lambda change: change.step):
             if not found or change.scale != found[-1].scale:
