@@ -60,7 +60,10 @@ class RankRanges:
         by_itself = np.where(np.isnan(changes), 0, changes).max(axis=0, initial=0)
         if len(windows) < _LEAST_WINDOWS:
             by_itself[:] = np.inf
-        self._found[session.info.rank] = np.stack([mean, by_itself, total])
+        found = np.stack([mean, by_itself, total])
+        # As of tensors that later ranks bring, so that the order of the ranks makes no difference.
+        found[:, total == 0] = np.nan
+        self._found[session.info.rank] = found
         copies = [info.key for info in session.watched if info.held == "replica" and info.key in self._keys]
         reached = session.reached()
         self._replicas[session.info.rank] = (
