@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpinspect.reporting.words import number_or_power
+from mpinspect.runtime.distributed import world_size
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.user_line import warn_user
 from mpinspect.training import checkpoint
@@ -412,7 +413,7 @@ class MixedPrecision:
         if not self._masters.changed_in_model():
             return
         differs = self._masters.differs_from_model()
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        several = world_size() > 1
         if several:
             flag = torch.tensor(float(differs), device=next(self._core.parameters()).device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -146,7 +146,7 @@ def _never_finite(gradients: Sequence[GradientRange]) -> str:
         gradient.key.name for gradient in gradients if gradient.histogram.nonfinite and not gradient.histogram.nonzero
     ]
     return (
-        f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen: for these it says nothing."
+        f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen: for these the window says nothing."
         if names
         else ""
     )
