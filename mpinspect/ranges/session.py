@@ -318,7 +318,7 @@ class Precision:
     Args:
         weights: number of parameter elements by dtype.
         gradients: number of elements of the gradients passed to the optimizers, by dtype; empty if none were seen.
-        autocast: autocast dtypes of the training forwards; "" for forwards outside autocast.
+        autocast: autocast dtypes of the modules' training forwards; "" if modules without others within them ran outside it.
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.

@@ -60,7 +60,7 @@ def _parts(session: Session) -> Iterator[str]:
     if _is_out_of_sight(session):
         yield "autocast not known (the model is compiled)"
     elif autocast:
-        yield f"{_names(autocast)} autocast"
+        yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"
     elif precision.autocast:
         yield "no autocast"
     if len(precision.gradients) and set(precision.gradients) != set(precision.weights):

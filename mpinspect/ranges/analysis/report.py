@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
@@ -124,11 +126,15 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The number of watched and of seen tensors, and (name, kind, reason) of each tensor that was never seen."""
+    """The number of watched and of seen tensors, and (name, kind, reason) of each tensor that was never seen.
+
+    ``rounded`` holds, by format, the number of seen tensors whose values were rounded to it before they were counted.
+    """
 
     watched: int
     seen: int
     never_fired: tuple[tuple[str, str, str], ...]
+    rounded: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
         if not self.never_fired:
@@ -189,7 +195,7 @@ class LossScaleAdvice:
             at the scale that suits the first block.
         blocks: the window in each block of steps, which shows drift over time.
         reason: the advice in words, one or more sentences.
-        all_finite: whether every gradient was finite; if not, all of this is by what was finite.
+        all_finite: whether every gradient was finite; if not, all of this is judged by the finite ones.
     """
 
     available: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.overflow_odds import RULE_OF_THREE, overflow_probability_bound
+from mpinspect.ranges.analysis.overflow_odds import overflow_probability_bound
 from mpinspect.ranges.analysis.scale_advice import Decision
 from mpinspect.ranges.analysis.scale_window import GradientRange, scale_window
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
@@ -14,6 +14,9 @@ from mpinspect.reporting.words import format_name, percent, some, steps_named, w
 
 #: Lost share above which the sentence on a served layer also says why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
+
+#: Bound of the share of steps that overflow above which it is not given: "fewer than one step in 3" alarms and says nothing.
+_RARE = 0.1
 
 
 def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str = "") -> str:
@@ -127,7 +130,7 @@ def _window(decision: Decision) -> str:
         return f"2^{window.log2_highest} is the largest without overflow."
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every gradient seen, without overflow"
-        f"{_by_what_was_finite(decision)}"
+        f"{_by_the_finite(decision)}"
     )
     if decision.needed is False:
         return f"{span}."
@@ -135,9 +138,9 @@ def _window(decision: Decision) -> str:
     return f"{span}; {with_power(2.0**chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
 
 
-def _by_what_was_finite(decision: Decision) -> str:
-    """Return the words for a run that was not finite throughout: how large those gradients were is not known."""
-    return "" if decision.all_finite else ", by what was finite"
+def _by_the_finite(decision: Decision) -> str:
+    """Return the words for a run that was not finite throughout: how large its other gradients were is not known."""
+    return "" if decision.all_finite else ", judged by the finite gradients"
 
 
 def _never_finite(gradients: Sequence[GradientRange]) -> str:
@@ -159,12 +162,12 @@ def _no_scale(decision: Decision) -> str:
         return (
             f"No one scale serves every layer: {pair.needs_large!r} needs at least 2^{pair.log2_lowest}, "
             f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow"
-            f"{_by_what_was_finite(decision)}."
+            f"{_by_the_finite(decision)}."
         )
     needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
     return (
         f"No one scale serves the whole run: {needs.key.name!r} needs at least 2^{needs.log2_lowest}{in_steps(needs.steps)}, and "
-        f"{chosen} is the largest without overflow{_by_what_was_finite(decision)}."
+        f"{chosen} is the largest without overflow{_by_the_finite(decision)}."
     )
 
 
@@ -216,7 +219,7 @@ def _confidence(decision: Decision) -> str:
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
-        return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound < 0.5 else ".")
-    if steps < 2 * RULE_OF_THREE:
+        return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
+    if bound > _RARE:
         return f"No overflow at 2^{chosen} in {counted}: too few to say how rare one is."
     return f"No overflow at 2^{chosen} in {counted}, so {rarer}."

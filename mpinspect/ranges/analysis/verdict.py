@@ -45,12 +45,12 @@ def verdict(
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:
-    """Return "Computes in BF16: "; "Computes in FP32 and BF16: " if FP32 modules give some of their outputs in 16 bits."""
+    """Return "Computes in BF16: "; "Computes in FP32 and BF16: " if only some of the FP32 modules do."""
     if format is None:
         return ""
     ledger = session.precision
-    casts_itself = not any(ledger.autocast) and FLOAT32.name in ledger.outputs and format != FLOAT32
-    return f"Computes in {'FP32 and ' if casts_itself else ''}{format_name(format.name)}: "
+    in_part = (not any(ledger.autocast) or "" in ledger.autocast) and FLOAT32.name in ledger.outputs
+    return f"Computes in {'FP32 and ' if in_part and format != FLOAT32 else ''}{format_name(format.name)}: "
 
 
 def _nothing_seen(session: Session) -> str:

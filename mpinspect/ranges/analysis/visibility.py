@@ -57,11 +57,14 @@ class Visibility:
         return Interval(0.0, 0.0, self.hidden / every if every else 0.0)
 
     def lost_l1_share(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
-        """Return the flushed share of the L1 mass: an estimate for the visible values, with bounds that include hidden ones."""
+        """Return the flushed share of the L1 mass: an estimate for the visible values, with bounds that include hidden ones.
+
+        Of the hidden values only those can be lost at this scale that lie at or below its flush edge.
+        """
         share = self.histogram.lost_l1_share(format, log2_scale)
         if not self.hidden:
             return share
-        ratio = self._hidden_mass_ratio()
+        ratio = self._hidden_mass_ratio(flush_exponent(format) - log2_scale)
         if ratio is None:
             return Interval(0.0, 0.0, 1.0)
         low = share.low if self.hidden_flush(format, log2_scale) else share.low / (1 + ratio)
@@ -94,11 +97,11 @@ class Visibility:
         edge = flush_exponent(format) - int(format.flushes_subnormals)
         return self.floor_exponent + log2_scale <= edge
 
-    def _hidden_mass_ratio(self) -> float | None:
-        """Return an upper bound of the ratio of hidden to visible L1 mass; None if nothing is visible."""
+    def _hidden_mass_ratio(self, edge: int) -> float | None:
+        """Return an upper bound of the ratio of hidden L1 mass in values up to 2^edge to the visible; None if none is visible."""
         if not len(self.histogram.counts) or self.floor_exponent is None:
             return None
         # Both sums are relative to the largest exponent, and the exponent is clamped, to stay within float64's range.
         top = self.histogram.max_exponent
         visible = self.histogram.shifted(-top).sum_abs().low
-        return self.hidden * 2.0 ** min(max(self.floor_exponent - top, -500), 500) / visible
+        return self.hidden * 2.0 ** min(max(min(self.floor_exponent, edge) - top, -500), 500) / visible

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
+from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
@@ -18,9 +19,9 @@ from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widg
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
-    flushed_at_recommended,
     flushed_words,
     log2_recommended,
+    lost_l1_at_recommended,
     range_strip,
     repeated,
     seen_layers,
@@ -155,12 +156,18 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
 
 
 def _totals(report: RangeReport) -> str:
-    session = report.session
-    seen = session.passed_through() - {"float32"}
-    # The narrow formats that values were rounded to before they were counted, as under autocast.
-    computed_in = f"; values were rounded to {' and '.join(sorted(seen))}" if seen else ""
-    counted = steps_and_samples(session.progress, "" if session.progress.ended else " so far")
-    return f"{counted}{computed_in}; {report.coverage}"
+    progress = report.session.progress
+    parts = [steps_and_samples(progress, "" if progress.ended else " so far"), _rounded(report), str(report.coverage)]
+    return "; ".join(filter(None, parts))
+
+
+def _rounded(report: RangeReport) -> str:
+    """Return how many tensors' values were rounded to narrow formats before they were counted, as under autocast."""
+    covered = report.coverage
+    if covered.seen in covered.rounded.values():
+        return f"values were rounded to {' and '.join(covered.rounded)}"
+    where = " and ".join(f"to {name} in {number:,}" for name, number in covered.rounded.items())
+    return f"values were rounded {where} of {covered.seen:,} tensors" if where else ""
 
 
 # -- what broke -----------------------------------------------------------------------------------------------------
@@ -271,7 +278,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         title = (
             "Updates that rounding loses where weights are stored in a narrow format"
             if kind == UPDATE
-            else f"{kind_named(kind).title} in {report.format} at scale 1"
+            else f"{kind_named(kind).title} in {report.format} {_as_counted(kind, report)}"
         )
         rows = tuple(
             (_name(blocks[place]), *(_as_cell(figure(seen[place])) for _, figure in columns)) for place in places
@@ -279,6 +286,12 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
+
+
+def _as_counted(kind: str, report: RangeReport) -> str:
+    """Return at which loss scale a kind's values are given: as they arrived where it is not known."""
+    is_unknown = any(change.scale is None for change in report.session.progress.scales)
+    return "as they arrived, the loss scale unknown" if is_unknown and kind in GRADIENT_KINDS else "at scale 1"
 
 
 def _as_cell(figure: str | Cell) -> Cell:
@@ -296,22 +309,22 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
             Column("flushed", meaning="of the non-zero elements"),
             lambda layer: flushed_words(layer, layer.flushed_fraction),
         ),
+        (
+            Column("L1 lost", meaning="of the sum of magnitudes, by flushing"),
+            lambda layer: _lost(layer.lost_l1_share),
+        ),
     ]
     k = log2_recommended(report.loss_scale)
     # At scale 1 this column would repeat the one before, and without a scale to suggest it would be empty.
     if kind in GRADIENT_KINDS and k:
         columns.append(
             (
-                Column(f"at 2^{k}"),
-                lambda layer: flushed_words(layer, flushed_at_recommended(layer, report)),
+                Column(f"at 2^{k}", meaning="L1 lost at that scale"),
+                lambda layer: _lost(lost_l1_at_recommended(layer, report)),
             )
         )
     format = FORMATS[report.format]
     columns += [
-        (
-            Column("L1 lost", meaning="of the sum of magnitudes, by flushing"),
-            lambda layer: share(layer.lost_l1_share, is_estimate=True, near=LOST_L1_TOLERANCE),
-        ),
         (Column("largest", meaning="rounded down"), _largest),
         (
             Column("subnormal", priority=1, meaning="survives with fewer bits"),
@@ -328,6 +341,10 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         ),
     ]
     return [(column, partial(_of_values, figure)) for column, figure in columns]
+
+
+def _lost(lost_l1_share: Interval | None) -> str:
+    return share(lost_l1_share, is_estimate=True, near=LOST_L1_TOLERANCE)
 
 
 def _of_values(figure: Figure, layer: LayerReport) -> str | Cell:

@@ -119,6 +119,14 @@ def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval 
     return Visibility(layer.histogram, layer.floor_exponent).flushed_fraction(FORMATS[report.format], k)
 
 
+def lost_l1_at_recommended(layer: LayerReport, report: RangeReport) -> Interval | None:
+    """Return the share of the sum of magnitudes lost at the recommended scale; None without a scale or values."""
+    k = log2_recommended(report.loss_scale)
+    if k is None or layer.histogram is None or layer.lost_l1_share is None:
+        return None
+    return Visibility(layer.histogram, layer.floor_exponent).lost_l1_share(FORMATS[report.format], k)
+
+
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
     """Return a share of elements in words, with bounds only if the lost L1 share may exceed its tolerance."""
     is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE

@@ -91,7 +91,7 @@ def _reserve(what: str, scale: float, ends: tuple[float, float]) -> str:
 def scale_window(advice: LossScaleAdvice) -> str:
     """Return the window in words: "window 2^3 .. 2^16"; the lower end is "?" if the need for scaling is unknown."""
     lowest = UNKNOWN if advice.needed is None else as_power(advice.lowest)
-    return f"window {lowest} .. {as_power(advice.highest)}{'' if advice.all_finite else ' by what was finite'}"
+    return f"window {lowest} .. {as_power(advice.highest)}{'' if advice.all_finite else ' of the finite gradients'}"
 
 
 def _headroom(advice: LossScaleAdvice) -> str:

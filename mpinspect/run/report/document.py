@@ -55,10 +55,13 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
 
 def _verdict(report: RunReport) -> tuple[Block, ...]:
     """Return a single model's verdict, or one line each for the models with the most severe findings, worst first."""
+    on_speed = in_counts(finding for finding in report.speed_findings if finding.severity != SEVERITIES[0])
+    speed = (Line(f"On speed, below: {on_speed}."),) if on_speed else ()
     if len(report.parts) == 1:
-        return verdict_blocks(report.parts[0].ranges.verdict)
+        return (*verdict_blocks(report.parts[0].ranges.verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
-    return tuple(Line(f"{part.name}: {sentence}") for part in gravest for sentence in part.ranges.verdict.sentences[:1])
+    lines = (Line(f"{part.name}: {sentence}") for part in gravest for sentence in part.ranges.verdict.sentences[:1])
+    return (*lines, *speed)
 
 
 def _models(report: RunReport, everything: bool) -> Parts:

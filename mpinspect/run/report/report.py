@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mpinspect.ranges.analysis.first_line import first_line, what_broke
-from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.rendering import RendersItself
 
 if TYPE_CHECKING:
@@ -56,10 +56,14 @@ class RunReport(RendersItself):
     @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings of all parts, the most severe first; without those of the shapes if ``is_shape_detail``."""
-        shapes = None if self.is_shape_detail else self.shapes
-        reports = [*(part.ranges for part in self.parts), shapes, self.kernels]
-        found = [finding for report in reports if report is not None for finding in report.findings]
-        return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
+        of_ranges = (finding for part in self.parts for finding in part.ranges.findings)
+        return tuple(gravest_first([*of_ranges, *self.speed_findings]))
+
+    @property
+    def speed_findings(self) -> tuple[Finding, ...]:
+        """The findings on shapes (unless ``is_shape_detail``) and kernels, which the verdicts on ranges leave out."""
+        reports = (None if self.is_shape_detail else self.shapes, self.kernels)
+        return tuple(finding for report in reports if report is not None for finding in report.findings)
 
     @property
     def first_line(self) -> str:

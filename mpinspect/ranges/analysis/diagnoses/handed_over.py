@@ -87,7 +87,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 def _again(found: Sequence[Measurement]) -> str:
     """Return in words in how many further checked steps it was so."""
-    return f" (and in {len(found) - 1} more of the few steps that were checked for it)" if len(found) > 1 else ""
+    return f" (and in {len(found) - 1} later ones; only a few steps are checked for it)" if len(found) > 1 else ""
 
 
 def _is_average(found: list[Measurement]) -> bool:

@@ -117,9 +117,9 @@ def average_lost(case: Case) -> Iterator[Finding]:
             "average-lost",
             "warning",
             found.name,
-            f"A copy of the weights in {name} was written {writes:.0f} times while it was watched (from step {found.step} on). "
-            f"{percent(share)} of its elements that differ from the weights stayed what they were: each step of the average is "
-            "below half of a last place.",
+            f"A copy of the weights in {name} was changed in place {writes:.0f} times from step {found.step} to the end, and "
+            f"{percent(share)} of its elements that differ from the weights stayed what they were: each change is below half of "
+            "a last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
             "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",

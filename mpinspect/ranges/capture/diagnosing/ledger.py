@@ -68,7 +68,9 @@ class Ledger(Observer):
                 self._outputs[dtype_name(output.dtype)] = None
                 device = output.device.type
                 is_on = torch.is_autocast_enabled(device)
-                self._autocast[dtype_name(torch.get_autocast_dtype(device)) if is_on else ""] = None
+                # A module around others may enter autocast within its own forward.
+                if is_on or call.layer.is_leaf:
+                    self._autocast[dtype_name(torch.get_autocast_dtype(device)) if is_on else ""] = None
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the dtypes of the losses."""
