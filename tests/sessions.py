@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 
 import numpy as np
 
@@ -224,14 +223,13 @@ def report_by_hand(session: Session) -> RangeReport:
     gradients = [layer for layer in layers if layer.kind in (WEIGHT_GRADIENT, ACTIVATION_GRADIENT)]
     known = session.progress.scale_known and any(layer.max_log2_scale is not None for layer in gradients)
     never = tuple((info.name, info.kind, info.note) for info in session.watched if info.key not in totals)
-    rounded = Counter(window.passed_through for window in totals.values() if window.passed_through != "float32")
     return RangeReport(
         session=session,
         format="float16",
         layers=layers,
         findings=FINDINGS if known else (),
         events=session.events,
-        coverage=Coverage(len(layers), len(totals), never, rounded),
+        coverage=Coverage(len(layers), len(totals), never),
         loss_scale=ADVICE if known else no_advice("No advice: it can't be given here."),
         formats=VERDICTS if known else (),
         verdict=VERDICT if known else Verdict(None, "", ("Nothing is known yet: no training step was seen.",)),

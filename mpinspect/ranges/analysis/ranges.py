@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from mpinspect.numeric.exponents import Interval
-from mpinspect.numeric.formats import FLOAT32, FloatFormat
+from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.drift import time_blocks
 from mpinspect.ranges.analysis.evidence import Evidence
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
@@ -179,13 +178,7 @@ def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[
         for key, info in infos.items()
         if key not in seen
     )
-    rounded = Counter(totals[key].passed_through for key in seen)
-    return Coverage(
-        len(infos),
-        len(infos) - len(unseen),
-        unseen,
-        {name: rounded[name] for name in sorted(rounded) if name != FLOAT32.name},
-    )
+    return Coverage(len(infos), len(infos) - len(unseen), unseen)
 
 
 class _Frozen:

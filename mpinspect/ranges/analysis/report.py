@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
@@ -126,15 +124,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The number of watched and of seen tensors, and (name, kind, reason) of each tensor that was never seen.
-
-    ``rounded`` holds, by format, the number of seen tensors whose values were rounded to it before they were counted.
-    """
+    """The number of watched and of seen tensors, and (name, kind, reason) of each tensor that was never seen."""
 
     watched: int
     seen: int
     never_fired: tuple[tuple[str, str, str], ...]
-    rounded: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
         if not self.never_fired:

@@ -156,18 +156,12 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
 
 
 def _totals(report: RangeReport) -> str:
-    progress = report.session.progress
-    parts = [steps_and_samples(progress, "" if progress.ended else " so far"), _rounded(report), str(report.coverage)]
-    return "; ".join(filter(None, parts))
-
-
-def _rounded(report: RangeReport) -> str:
-    """Return how many tensors' values were rounded to narrow formats before they were counted, as under autocast."""
-    covered = report.coverage
-    if covered.seen in covered.rounded.values():
-        return f"values were rounded to {' and '.join(covered.rounded)}"
-    where = " and ".join(f"to {name} in {number:,}" for name, number in covered.rounded.items())
-    return f"values were rounded {where} of {covered.seen:,} tensors" if where else ""
+    session = report.session
+    seen = session.passed_through() - {FLOAT32.name}
+    # Under autocast the values of one layer may have gone through the narrow format of another.
+    rounded = f"; values may have been rounded to {' and '.join(sorted(seen))} before they were counted" if seen else ""
+    counted = steps_and_samples(session.progress, "" if session.progress.ended else " so far")
+    return f"{counted}{rounded}; {report.coverage}"
 
 
 # -- what broke -----------------------------------------------------------------------------------------------------
