@@ -256,7 +256,7 @@ class Inspector:
                 self._tracking.leave()
 
     def bring_tracker_up_to_date(self) -> None:
-        """Bring the tracker up to date while it still takes what is logged: the script ends its run before the inspection."""
+        """Log what the tracker lacks, and the page: the script is about to end the tracker's run, before the inspection ends."""
         if self._tracking is None or self._recording.progress.ended:
             return
         try:

@@ -39,7 +39,7 @@ class Ending:
     """Makes the report, exactly once, however the script ends.
 
     Args:
-        options: of the launch.
+        options: the options of the launch.
         directory: this process's run directory, absolute.
         record: the fields of run.json as written at the start.
         speaks: whether to print the whole report to stderr; if not, only one line if something broke.

@@ -19,7 +19,7 @@ FEWEST_SKIPS = 3
 
 _ID = "non-finite-event"
 
-#: What to do where only the weight gradients of compiled code were seen.
+#: The remedy if only the weight gradients of compiled code were seen.
 _SEARCH_COMPILED = (
     "Inside compiled code no module is seen: run again with eager_samples=True and every=1 (mpinspect run --eager-samples "
     "--every 1), and the event names where it arises. If it does not come then, the compiled code makes it: compile with "

@@ -1,4 +1,4 @@
-"""What broke, in one line: the first thing to read when a run has failed."""
+"""Words for the event that broke a run, in one line: the first thing to read when a run has failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 def first_line(event: Event) -> str:
     """Return ``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``, without the unknown parts.
 
-    Of several ranks it begins with the one that saw the event.
+    If there are several ranks, the line begins with the rank that saw the event.
     """
     rank = [] if event.rank is None else [f"rank {event.rank}"]
     if event.phase == END:

@@ -34,12 +34,12 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
             for key, window in totals.items()
             if key.kind == kind and key not in noise and len(window.histogram.counts)
         }
-        # A weight's gradient is made of activation gradients: what these lost it lacks.
+        # A weight's gradient is computed from activation gradients, and lacks the values that these lost.
         sources = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
         unknown = {window.passed_through for key, window in totals.items() if key.kind in sources and _hides(window)}
         if histograms and kind != UPDATE:
             found = [format_verdict(kind, histograms, format, scaling) for format, scaling in CANDIDATES]
-            # What was seen may be too much for a format, whatever else was lost before.
+            # Values that were seen may exceed a format whatever was lost before counting: such a verdict stands.
             verdicts += [each for each in found if each.format not in unknown or not each.fits]
     return tuple(verdicts)
 

@@ -149,5 +149,5 @@ class Budget:
         self._for_samples = max(self._for_samples - (1 - on_watch) * seconds, deepest)
 
     def _earned_in(self, steps: int) -> float:
-        """Return the earnings of so many usual steps, in seconds."""
+        """Return what this many usual steps earn, in seconds."""
         return steps * self._earning * self._usual_bare

@@ -50,10 +50,10 @@ def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
 
 
 def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
-    """Return the paths of the layers in whose compiled code hooks can't run; of a compiled leaf in a wrapper all is seen.
+    """Return the paths of the layers with compiled code in which no hook runs; a compiled leaf in a wrapper is not one.
 
     Args:
-        search: search the living objects for wrappers of ``torch.compile`` that the model is in and does not know of.
+        search: also search all living objects for wrappers of ``torch.compile`` that contain the model.
     """
     layers = list(layers)
     paths = {id(unwrapped(layer.module)): layer.path for layer in layers}
@@ -120,11 +120,11 @@ class EagerCalls:
 
 
 def may_run_eagerly() -> bool:
-    """Return whether a compiled region that is called now may run eagerly, so that nothing changes but its values.
+    """Return whether a compiled region that is called now may run eagerly without changing anything but its values.
 
-    It may not where no gradient is wanted; in a recomputation, or where hooks pack saved tensors (a checkpoint compares what it
-    saved with what it recomputes, compiled); inside other compiled code; nor under a stance of the user's, which could forbid
-    compiling what the eager code calls.
+    It must run compiled if gradients are disabled; in a recomputation, or where hooks pack saved tensors (a checkpoint
+    compares what it saved with what it recomputes, compiled); inside other compiled code; and under a stance set by the
+    user, which could forbid compiling what the eager code calls.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
@@ -165,7 +165,7 @@ class _Entry:
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            # All are asked, since each tells its own clock of the call.
+            # Ask every inspector, since each reports the call to its own step clock.
             wanted = [ask() for ask in tuple(asks)]
             return eager(*args, **kwargs) if any(wanted) else compiled(*args, **kwargs)
 
@@ -217,7 +217,7 @@ def _is_compiled(function: FunctionType) -> bool:
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and all below it. Reads ``_modules`` only: a lazy proxy must not wake."""
+    """Yield a module and all below it. Reads only ``_modules``, so that no lazy proxy is loaded."""
     found, waiting = {id(module)}, [module]
     while waiting:
         yield (part := waiting.pop())

@@ -192,7 +192,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def backward_ended(self, finish: Callable[[], None]) -> None:
-        """Call ``finish`` at the end of a backward: it observes the held gradients, or notifies observers."""
+        """Call ``finish``, which observes the held gradients or notifies observers, at the end of a backward."""
         finish()
 
     def _context(self, gradient: torch.Tensor) -> Backward | None:

@@ -75,7 +75,7 @@ class ModelHooks:
         self._later = later
 
     def rehook(self, replaced: Collection[WatchedParameter]) -> None:
-        """Move the hooks of these parameters, those that have any, from the tensor that they were to the one that they are."""
+        """Move the hooks of these parameters, if hooked, from the tensors that were replaced to those that replaced them."""
         self._put_back()
         hooked, self._on_parameters = self._on_parameters, []
         for watched, handle in hooked:
@@ -156,7 +156,7 @@ class ModelHooks:
         for parameter, number, hook in parameters:
             known: Any = parameter._backward_hooks
             if known is not None:
-                # Autograd calls them in the order in which they were added to the dictionary, whatever that calls its order.
+                # Autograd reads the plain dictionary, in the order of insertion: ``move_to_end`` would have no effect.
                 since = list(known.items())
                 known.clear()
                 known[number] = hook

@@ -211,9 +211,8 @@ class Observer:
 class LastValues(Generic[Known]):
     """Remembers the result of reading one tensor, to reuse it if the next tensor holds the same values.
 
-    A container returns the tensor that its last layer made, or a reshaped view of it, and the gradient at its output
-    goes on to
-    that layer in the same way: both are read only once. The tensor is referenced weakly.
+    A container returns the tensor that its last layer made, or a reshaped view of it, and passes the gradient at its output
+    on to that layer likewise: both are read only once. The tensor is referenced weakly.
     """
 
     __slots__ = ("_address", "_dtype", "_found", "_length", "_owner", "_version", "remembers")

@@ -81,9 +81,9 @@ class ModelOptimizers:
                     yield watched
 
     def holds_new(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer holds parameters that are not the model's, and did not when last asked.
+        """Return whether an optimizer holds parameters unknown to the model that it did not hold at the last call.
 
-        Looks at the first parameter of each group, so that it can be asked at every step.
+        Compares only the first parameter of each group, which is cheap enough for every step.
         """
         first = [id(group["params"][0]) for group in optimizer.param_groups if group["params"]]
         foreign = [each for each in first if each not in self._by_id]
@@ -93,7 +93,7 @@ class ModelOptimizers:
         return True
 
     def parameters_replaced(self) -> None:
-        """Take the model's parameters as they are now, and forget which optimizers were found not to hold any."""
+        """Read the model's parameters again, and forget which optimizers held none of them."""
         self._by_id = {id(watched.parameter): watched for watched in self._parameters}
         for optimizer in [optimizer for optimizer, ours in self._ours.items() if not ours]:
             del self._ours[optimizer]
@@ -160,7 +160,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def stands_still(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether every learning rate is 0: torch's checkpoints make an optimizer's states by such a step."""
+    """Return whether every learning rate is 0: by such a step torch.distributed.checkpoint makes an optimizer's states."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(
         isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates

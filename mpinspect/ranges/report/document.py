@@ -65,7 +65,7 @@ EVENTS = Limit(5, 10)
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
-#: What a page explains where a word first occurs.
+#: The terms that a page explains where they first occur.
 TERMS = (
     Term(
         "loss scale",

@@ -91,9 +91,9 @@ def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -
 
 
 def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> dict[str, Any]:
-    """Return all that the script needs: formats, every tensor's counts in each block of the run, and the run's history.
+    """Return the data of the script: formats, every tensor's counts in each block of the run, and the run's history.
 
-    ``name`` tells the model from the others of its page; "" for its class.
+    ``name`` distinguishes the model from others on its page; "" stands for its class.
     """
     layers = _shown(report)
     windows = coarsen(report.session.windows, max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers))))

@@ -49,7 +49,7 @@ def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Rep
 
     Args:
         layers: any layers.
-        at_most: up to this many layers are not grouped, each standing alone; None: never group.
+        at_most: if there are at most this many layers, each stands alone; None: never group.
     """
     layers = list(layers)
     if at_most is None or len(layers) <= at_most:
@@ -61,7 +61,7 @@ def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Rep
 
 
 def by_pattern(layers: Iterable[Named]) -> list[list[Named]]:
-    """Return the layers in groups as ``repeated`` makes them."""
+    """Group layers of one kind and module class whose names differ only in the numbers of their blocks."""
     groups: dict[tuple[object, ...], list[Named]] = {}
     for layer in layers:
         parts = layer.name.split(".")

@@ -35,7 +35,7 @@ _FILL, _FLUSHED, _SUBNORMAL, _OVERFLOWED = (0, 84, 147), (253, 236, 200), (250, 
 
 
 def layers_by_kind(report: RangeReport) -> dict[str, list[LayerReport]]:
-    """Return the layers that a map can show, by kind; no updates, since flushing does not decide whether one is lost."""
+    """Return the layers that a map can show, by kind, without updates: flushing does not decide whether an update is lost."""
     found: dict[str, list[LayerReport]] = {}
     for layer in seen_layers(report):
         if layer.kind != UPDATE and layer.histogram is not None and layer.histogram.nonzero:
@@ -77,7 +77,7 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
 
 
 def _edges(format: FloatFormat) -> tuple[int, int, int]:
-    """Return the exponents from which on not everything is flushed, all bits are kept, and everything overflows."""
+    """Return the exponents of the flush edge and of the smallest normal number, and the first exponent beyond the top."""
     flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
     return flush, format.min_normal_exponent, format.max_exponent + 1
 

@@ -66,13 +66,13 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
 
 
 def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept], Found]) -> Found | None:
-    """Return the comparison; None where a run has nothing to compare."""
+    """Return the comparison; None if either run has nothing to compare."""
     return None if first is None or second is None else compare(first, second)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read of a run; ``shapes`` and ``kernels`` are None where it has none, ``command`` is "" without a script."""
+    """A run as read; ``shapes`` and ``kernels`` are None if it has none, ``command`` is "" without a script."""
 
     path: str
     parts: tuple[ModelPart, ...]

@@ -67,7 +67,7 @@ class InspectedModels:
     """Attaches inspectors to models, and pauses and ends them.
 
     Args:
-        options: the launch's.
+        options: the options of the launch.
         directory: each model gets a directory below it.
         say: prints a line to stderr.
         seen: the counts to update.

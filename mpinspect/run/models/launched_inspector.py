@@ -32,7 +32,7 @@ class LaunchedInspector(Inspector):
 
     Args:
         model: the model to inspect; held only while attached.
-        options: the launch's.
+        options: the options of the launch.
         optimizers: optimizers known to step the model.
         log_dir: directory of its session file and TensorBoard log.
         say: prints a line to stderr.

@@ -33,7 +33,7 @@ class OneStep(Guarded):
     """Records everything between the end of one step of an optimizer and the end of its next.
 
     Args:
-        options: the launch's; ``lint`` and ``kernels`` say what to record.
+        options: the options of the launch; ``lint`` and ``kernels`` say what to record.
         directory: where the trace is written.
         models: the inspected models.
         seen: receives the notes.

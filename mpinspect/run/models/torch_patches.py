@@ -1,6 +1,6 @@
 """Temporarily wraps a few of torch's functions, to call a listener when an optimizer is made or a backward begins.
 
-Optimizers are listened to as an inspector does, in ``ranges/capture/optimizer_steps.py``.
+Optimizers' steps are reported by ``ranges/capture/optimizer_steps.py``, as they are to an inspector.
 
 The wrappers' frames appear in the tracebacks of errors raised through them; ``run/script.py`` removes these frames from
 printed tracebacks.

@@ -1,4 +1,4 @@
-"""What 16 bits do to losses, statistics, positions and scores."""
+"""Diagnoses of losses, statistics, positions and scores that are computed or kept in 16 bits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
     for found in case.measured("loss"):
         value, name, bits = found.figures["value"], format_name(found.text), _SIGNIFICAND_BITS[found.text]
         overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
-        # A cross-entropy is rounded once, behind a log-softmax; a sum of products or differences at each term.
+        # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
         broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
         cancels = any(operator in _CANCELLING for operator in found.names) and "NllLoss" not in found.names
         yield Finding(
@@ -97,7 +97,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         return
 
 
-#: Bits of the significand, the hidden one among them.
+#: Bits of the significand, including the hidden one.
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")

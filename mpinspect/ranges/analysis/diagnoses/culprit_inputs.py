@@ -1,4 +1,4 @@
-"""What the operation was given in which the first infinity or NaN arose."""
+"""Diagnoses of the operation in which the first infinity or NaN arose, made from its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _event_at(case: Case, step: int) -> Event | None:
 
 
 def _where(case: Case, found: Measurement) -> str:
-    """Return the module in which it arose, by the watch; "" for the loss and for code after the last module."""
+    """Return the module in which the infinity or NaN arose; "" for the loss and for code after the last module."""
     event = _event_at(case, found.step)
     is_after = event is None or event.after or event.what in LOSSES
     return found.name or ("" if is_after or event is None else event.module)
@@ -50,7 +50,7 @@ _EDGE = (
     "Keep the argument away from the edge before the operation; torch.where after it does not help, for its gradient is "
     "computed all the same."
 )
-#: What to do, in words and as code, by a word of what was done.
+#: The remedy, in words and as code, for each word that the operation's description may contain.
 _MENDS = (
     (
         "ignored",
@@ -92,7 +92,7 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
     """
     for found in case.session.measurements:
         event = _event_at(case, found.step)
-        # A difference from a target is told by the target only where the model's own output was finite.
+        # A non-finite difference from a target is the target's fault only if the model's own output was finite.
         of_targets = found.what == "examined-target" or (
             found.what == "examined-difference" and (event is None or event.forward_finite is not False)
         )

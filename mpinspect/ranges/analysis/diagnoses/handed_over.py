@@ -1,4 +1,4 @@
-"""What the backward gave, against what the optimizer was given."""
+"""Diagnoses of gradients that changed, or were lost, between the backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import some, with_power
 
-#: Measured steps in which gradients of the steps before were found, from which on nobody zeroes them.
+#: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
-#: ... and the share of the parameters that hold some.
+#: Share of the parameters that must hold such gradients.
 _MOST_LEFT_OVER = 0.9
-#: A factor below this is no clipping: it leaves nothing to learn from.
+#: A smaller factor is not clipping: it leaves nothing to learn from.
 _NOTHING = 1e-6
-#: Ratios that differ by no more are one.
+#: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
-#: A gradient that is at most this many times the true one was divided by the scale, and changed beside, by somebody else.
+#: A gradient of at most this multiple of the true one has been divided by the scale by other code.
 _UNSCALED_BY_HAND = 2.0
-#: A gradient divided by a whole number up to this is averaged over micro-batches, which may be done before or after unscaling.
+#: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
 
 
@@ -86,7 +86,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 
 def _again(found: Sequence[Measurement]) -> str:
-    """Return in words in how many further checked steps it was so."""
+    """Return words on the further checked steps with the same fault; "" if there are none."""
     return f" (and in {len(found) - 1} later ones; only a few steps are checked for it)" if len(found) > 1 else ""
 
 
@@ -268,7 +268,7 @@ def _never_fired(case: Case) -> Iterator[tuple[str, str, str]]:
 
 
 def _caught_by_prefix(case: Case) -> Iterator[Finding]:
-    """Frozen blocks 1, 10, 11, ... while 2..9 are trained: a name's prefix without the dot behind it."""
+    """Yield a finding if blocks 1, 10, 11, ... are frozen and 2..9 are trained, as by a name's prefix without its final dot."""
     frozen: dict[tuple[str, str], set[str]] = defaultdict(set)
     trained: dict[tuple[str, str], set[str]] = defaultdict(set)
     for info in case.infos.values():
@@ -310,7 +310,7 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
         share, module = found.figures["fraction"], found.name.rpartition(".")[0]
         yield Finding(
             "parameters-not-optimized",
-            # Where most of the model is left out that is mostly meant: a head is trained on a backbone that nobody froze.
+            # Leaving out most of a model is usually intended: a head is trained on a backbone that was not frozen.
             "warning" if share < 0.5 else "info",
             found.name,
             f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "

@@ -1,4 +1,4 @@
-"""Loss scales that are too high, too low, missing, shared or of no use."""
+"""Diagnoses of loss scales that are too high, too low, missing, shared or of no use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, with_power
 
-#: A scaler's search at the beginning is worth a warning where it takes more than this share of the run, and three steps or more.
+#: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
 _FEWEST_STEPS = 3
 #: torch.amp.GradScaler's default initial scale, as a power of two.
 _LOG2_INITIAL = 16
-#: A scale that most of the steps overflow at never settles.
+#: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
 
 
@@ -61,7 +61,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
-    # The last of them overflowed too; what came next did not.
+    # The last of these scales overflowed too; the next one did not.
     history = case.session.scale_history()
     after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
     settled = min(after or last / 2, last / 2)
@@ -138,13 +138,13 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     known = [change.scale for change in scales if change.scale]
     if run_format(case.session) != FLOAT16 or decision is None or not known or len(known) < len(scales):
         return
-    # A script that does not scale at all is another finding's, and so is one that no scale serves.
+    # Other findings cover a script that does not scale at all, and gradients that no scale serves.
     if _serves_none(case) or not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
         return
     needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
     lowest, certainty = decision.window.log2_lowest, MEASURED
     if lowest <= _powers(known[-1]) and decision.likely_needed:
-        # What was flushed before it could be counted shows by what crowds just above.
+        # Values flushed before counting show by a crowd of values just above the flush edge.
         needs, lowest, certainty = decision.likely, decision.likely.log2_certain, INFERRED
     end = max(case.progress.steps, scales[-1].step + 1)
     ends = [change.step for change in scales[1:]] + [end]
@@ -312,7 +312,7 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
 
 
 def _room(case: Case) -> int | None:
-    """Return the largest k at which no gradient that was seen, as it arrived, overflows FP16 times 2^k; None if none was seen."""
+    """Return the largest k such that no gradient, as it arrived, overflows FP16 when multiplied by 2^k; None without any."""
     gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
     highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
     return min(highest, default=None)
@@ -331,7 +331,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     ):
         return
     if any(change.scale not in (1.0, None) for change in case.progress.scales):
-        # The loop scales by hand, and the inspector was told.
+        # The loop scales by hand, and the inspector was given the scale.
         return
     recommended = case.advised.advice.recommended
     in_half = FLOAT16.name in case.precision.weights

@@ -1,4 +1,4 @@
-"""Sums that are kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
+"""Diagnoses of sums kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpinspect.reporting.words import format_name, percent
 #: the very same number back where d is below half the least relative step of the format: that of numbers just below a power of
 #: two, 2^-bits (bits of the significand, the hidden one among them: 8 of BF16, 11 of FP16), halved.
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
-#: The setting that says how much of a state is kept, by the state's name.
+#: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
-#: States that a denominator is made of, to which epsilon is added.
+#: States from which a denominator is computed, to which epsilon is added.
 _SQUARES = ("exp_avg_sq", "square_avg")
-#: torch's default in AdamW, which many never asked for.
+#: torch's default weight decay in AdamW, which many scripts have without having chosen it.
 _DEFAULT_DECAY = 0.01
 #: Optimizers that shrink the weights themselves; the others add the decay to the gradient.
 _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
@@ -153,7 +153,7 @@ def accumulation_lost(case: Case) -> Iterator[Finding]:
     )
 
 
-#: As for updates (``findings.LOST_UPDATES_TOLERANCE``): a tenth lost is worth a warning.
+#: Share of lost gradients from which on a warning is given, as for updates (``findings.LOST_UPDATES_TOLERANCE``).
 _LOST_TOLERANCE = 0.1
 
 DIAGNOSES: tuple[Diagnosis, ...] = (

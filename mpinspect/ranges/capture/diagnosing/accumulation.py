@@ -23,7 +23,7 @@ class Accumulation(Observer):
     change has lost that gradient. Only a step's last micro-batch is recorded, whose gradient is added to the largest sum.
 
     Args:
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurements.
     """
 

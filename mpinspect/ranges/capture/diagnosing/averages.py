@@ -44,9 +44,9 @@ class Averages(Observer):
     """Finds tensors that look like copies of the model's weights, and compares their values later. Holds none of the tensors.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
         optimizers: those that step the parameters; their states do not count as copies.
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurement.
     """
 

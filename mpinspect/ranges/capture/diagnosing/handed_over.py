@@ -93,9 +93,9 @@ class HandedOver(Observer):
     """Compares gradients between a backward's end and the optimizer's step.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
         optimizers: those that step the parameters.
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
     """
 
@@ -271,7 +271,7 @@ class HandedOver(Observer):
             self._tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
 
     def _find_left_over(self, step: int, number: int) -> None:
-        """Record the gradients that were non-zero at the first backward, if no later one began with all zero (a zero_grad())."""
+        """Record the gradients left over at the first backward, unless a later one began with only zeros (zero_grad())."""
         left = [found.read() for found in self._left]
         old = [name for name, value in left[0].items() if value > 0] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
