@@ -400,6 +400,12 @@ class Progress:
         return self.own_s / self.bare_s if self.bare_s > 0 else None
 
 
+def containers(module: str) -> list[str]:
+    """Return the dotted paths of the modules around a module, innermost first; "", the model itself, is the last."""
+    parts = module.split(".")[:-1] if module else []
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
+
+
 def is_below(path: str, module: str) -> bool:
     """Return whether a dotted path lies inside a module's ("": the whole model)."""
     return path != module and (not module or path.startswith(f"{module}."))
@@ -572,7 +578,7 @@ def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window
 
 
 def window_limit(tensors: int) -> int:
-    """Return the maximum number of windows for a run with so many tensors: 128; fewer, but at least 16, beyond 512 tensors."""
+    """Return the maximum number of windows of a run with this many tensors: 128; beyond 512 tensors fewer, but at least 16."""
     return max(LEAST_WINDOW_LIMIT, min(WINDOW_LIMIT, TENSOR_WINDOW_LIMIT // max(tensors, 1)))
 
 

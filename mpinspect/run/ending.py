@@ -224,7 +224,7 @@ class Ending:
         )
 
     def _before_the_tracker_ends(self) -> None:
-        """Give the tracker all scalars and the page, while the script, which is about to end its tracker's run, goes on."""
+        """Give the tracker all scalars and the page, just before the script ends the tracker's run."""
         if self.over or self._watcher is None:
             return
         try:

@@ -335,7 +335,7 @@ def _layers_differ(diff: RangeDiff) -> Finding:
 
 
 def _events_differ(diff: RangeDiff) -> Finding:
-    """Return a warning if the second run alone has an event that did harm."""
+    """Return the finding on events of only one run: a warning if one of the second run's did harm."""
     harm = gravest(diff.events_only_second)
     shown = harm or next(iter((*diff.events_only_second, *diff.events_only_first)))
     whose = "B" if shown in diff.events_only_second else "A"

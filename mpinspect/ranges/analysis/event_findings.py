@@ -68,9 +68,9 @@ def _left_broken(event: Event, session: Session) -> Finding:
     if not session.info.watch:
         why, fix = "the watch was off", again
     elif seen is not None:
-        why, fix = f"the watch looked at {seen} of {steps} steps (max_overhead)", again
+        why, fix = f"the watch checked {seen} of {steps} steps (max_overhead)", again
     else:
-        why = "of no step that was taken did the watch see anything but finite values"
+        why = "every value that the watch read in the steps taken was finite"
         fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
     return _finding(
         event,
@@ -248,7 +248,7 @@ def _unseen_skips(session: Session) -> list[Finding]:
     if not skipped or (session.info.watch and progress.watched_steps is None):
         return []
     often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
-    why = "the watch looked at none of them (max_overhead)" if session.info.watch else "the watch was off"
+    why = "the watch checked none of them (max_overhead)" if session.info.watch else "the watch was off"
     return [
         Finding(
             "unwatched-skips",

@@ -50,7 +50,7 @@ def findings(
 
 
 def _with_ranks(finding: Finding, session: Session) -> Finding:
-    """Return the finding with the ranks on which its step was not finite, if it was on some alone."""
+    """Return the finding; if its step was non-finite on only some ranks, with a sentence that names them."""
     ranks = {event.rank for event in session.events if event.step == finding.step and event.rank is not None}
     if not 0 < len(ranks) < len(session.ranks):
         return finding
@@ -131,7 +131,7 @@ _NAMED = 5
 
 
 def _never_fired(coverage: Coverage) -> list[Finding]:
-    # What is frozen was left out on purpose; the coverage lists it all the same.
+    # Frozen tensors were left out on purpose; the coverage still lists them.
     unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith(FROZEN)]
     if not unexpected:
         return []

@@ -45,7 +45,7 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
 
 
 def _hides(window: TensorWindow) -> bool:
-    """Return whether the format that a tensor passed through may have lost too much of it, unscaled, for the counts to tell."""
+    """Return whether a format that a tensor passed through may have lost so much that the counts allow no verdict."""
     format, seen = FORMATS.get(window.passed_through), Visibility.of(window)
     if format is None or seen.floor_exponent is None:
         return False

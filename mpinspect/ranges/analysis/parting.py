@@ -152,7 +152,7 @@ def _made(ours: Sequence[Window], theirs: Sequence[Window], first: Session, seco
 
 
 def _distances(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> tuple[Floats, Floats, Flags]:
-    """Return, by stretch and tensor: the shares elsewhere and beyond, and whether one run alone is not finite."""
+    """Return, by stretch and tensor: the shares elsewhere and beyond, and whether only one run has infinities or NaNs."""
     first, elements = _shares([stretch.first for stretch in aligned], keys)
     second, others = _shares([stretch.second for stretch in aligned], keys)
     change = np.abs(first - second)

@@ -29,6 +29,7 @@ from mpinspect.ranges.session import (
     TensorInfo,
     TensorKey,
     TensorWindow,
+    containers,
     merge_tensor_windows,
     merge_windows,
 )
@@ -192,23 +193,17 @@ class _Frozen:
         self._trains: dict[str, bool] = {}
         for info in infos:
             if info.kind == WEIGHT_GRADIENT:
-                for module in (info.module, *_around(info.module)):
+                for module in (info.module, *containers(info.module)):
                     self._trains[module] = self._trains.get(module, False) or not info.note.startswith(FROZEN)
 
     def reason(self, info: TensorInfo) -> str:
         """Return why a tensor has no activation gradients if frozen weights are the reason; "" if not."""
         if info.kind != ACTIVATION_GRADIENT or info.note:
             return ""
-        nearest = next((name for name in (info.module, *_around(info.module)) if name in self._trains), None)
+        nearest = next((name for name in (info.module, *containers(info.module)) if name in self._trains), None)
         if nearest is None or self._trains[nearest]:
             return ""
         return f"{FROZEN}: nothing in it or before it needs a gradient"
-
-
-def _around(module: str) -> list[str]:
-    """Return the names of the modules around a module, the innermost first, without the model itself."""
-    parts = module.split(".")[:-1]
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:

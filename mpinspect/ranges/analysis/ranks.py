@@ -36,7 +36,7 @@ MOST_EVENTS = 1000
 
 
 class NotOneModelError(ValueError):
-    """A rank's tensors do not fit those of the other ranks; the message is a phrase that says which."""
+    """Raised if a rank's tensors do not fit those of the other ranks; the message is a phrase that names one."""
 
 
 def merge_ranks(sessions: Iterable[Session]) -> Session:
@@ -61,7 +61,7 @@ class RankSum:
     def __init__(self) -> None:
         self._sum: Session | None = None
         self._ranges = RankRanges()
-        #: Each note's ranks, in the order in which the notes came.
+        #: The ranks of each note, in the order in which the notes were added.
         self._notes: dict[str, list[int]] = {}
 
     @property

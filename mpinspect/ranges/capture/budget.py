@@ -22,11 +22,11 @@ FIRST_STEPS = 2
 PLANNED = 0.9
 #: The watch's share of the time earned; the watch and the samples pass on to each other what they don't need.
 _WATCH_SHARE = 0.8
-#: The number of steps whose median time is the usual one, and the most usual times that a step counts; a longer one is a stall.
+#: The usual time of a step is the median over this many steps. A step longer than this multiple of it counts as a stall.
 _USUAL_OF = 15
 _MOST_EARNED = 2.0
-#: The most that a step is charged: so many times the usual cost, or the earnings of so many steps, whichever is more; a higher
-#: cost is a stall too. Short stalls of a busy machine are charged in full because they are frequent.
+#: The most that a step is charged: this multiple of the usual cost or the earnings of this many steps, whichever is more.
+#: A higher cost counts as a stall too. Short stalls of a busy machine are charged in full because they are frequent.
 _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
 

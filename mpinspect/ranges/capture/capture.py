@@ -19,10 +19,11 @@ from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
 from mpinspect.ranges.capture.listener import Listener
-from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
 from mpinspect.ranges.capture.tally import Tally
+from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
@@ -269,7 +270,7 @@ class Capture(Dispatcher):
         new = self._model_parameters.unwatched()
         if new:
             self._recording.note(
-                f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
+                f"{len(new)} parameters were added to the model after the inspector was made, and were not watched: "
                 f"{', '.join(new[:5])}{', ...' if new[5:] else ''}. Make it after whatever adds or replaces parameters"
             )
 

@@ -159,7 +159,7 @@ class _Entry:
         self._region = region
         asks, compiled, eager = self.asks, region.function, region.function._torchdynamo_orig_callable  # type: ignore[attr-defined]
 
-        # The wrapped function's attributes are copied: compiled code that reaches the entry inlines what it would have inlined.
+        # ``wraps`` copies the compiled function's attributes, so that compiled code that calls the entry inlines the same code.
         @not_compiled
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:

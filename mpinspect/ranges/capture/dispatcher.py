@@ -1,7 +1,7 @@
 """The dispatcher: turns the calls of hooks during training into observations, and passes them to the observers of the step.
 
 The dispatcher handles the model's hooks and the steps, the ``listener`` the calls of optimizers and scalers; the observers
-(``counting``, ``watch``, ``optimizers.Updates``) process the tensors. Every method that the training calls is guarded: no error
+(``counting``, ``watch``, ``updates``) process the tensors. Every method that the training calls is guarded: no error
 of the inspector reaches the training.
 """
 
@@ -149,7 +149,7 @@ class Dispatcher(Guarded):
         """Return whether a compiled region that is about to be called runs eagerly: in training forwards of sampled steps."""
         if not may_run_eagerly() or self._is_out_of_reach():
             return False
-        # In compiled steps too: no hook inside the region tells the clock.
+        # Also in steps that run compiled, since no hook inside the region reports to the clock.
         self._forward_begins()
         self._compiled.ran_eagerly |= self._pace.sampled
         return self._pace.sampled

@@ -101,7 +101,7 @@ class ModelHooks:
         self.wrapped_inputs = any(module._backward_hooks for module, _ in self._on_modules)
         self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
         for module, number in self._on_modules:
-            # A hook added later may change the output; running last, ours sees what the next module is given.
+            # A hook added later may change the output; running last, ours sees the input of the next module.
             hooks: Any = module._forward_hooks
             if number in hooks and next(reversed(hooks)) != number:
                 hooks.move_to_end(number)

@@ -140,7 +140,7 @@ class Recording:
         self._unwritten: list[Window] = []
         #: Sampled steps of all windows added.
         self._sampled_steps = 0
-        #: The number of sampled steps at whose multiples a write that is due may be done; 0 while none is due.
+        #: A write that is due is done when the number of sampled steps is a multiple of this; 0 while none is due.
         self._stride = 0
         self._sinks = Sinks(sinks)
         self._clock = clock

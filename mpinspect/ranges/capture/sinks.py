@@ -165,7 +165,7 @@ class Sinks:
             if keeper.told <= MOST_TOLD:
                 self._failures.append(
                     f"{name} has had no room to write since step {self._steps:,} ({error}): it tries again at each write, "
-                    "and what is counted meanwhile waits in memory"
+                    "and until then keeps the counts in memory"
                 )
 
     def _went_on(self, keeper: _Keeper) -> None:

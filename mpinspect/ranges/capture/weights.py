@@ -69,7 +69,7 @@ class WeightChanges:
             self._witness, self._last = held, _state(held)
 
     def updated(self) -> bool:
-        """Return whether weights changed since the last call, or the gradients that the last backward left are gone."""
+        """Return whether weights changed since the last call, or the gradients left by the last backward were cleared."""
         if self._witness is None:
             trained = (watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter))
             self._witness = next(trained, None)

@@ -117,7 +117,7 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
             "warning",
             found.name,
             f"In {found.name or 'the model'!r} whole numbers up to {figures['largest']:.0f} are in "
-            f"{format_name(found.text)}, which leaves {figures['after']:.0f} of these {figures['before']:.0f} apart: "
+            f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
             "neighbours become one position, timestep or index.",
             {**figures, "dtype": found.text},
             "Compute positions and what is made of them in FP32, and cast the cosines and sines.",

@@ -153,7 +153,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "error",
         "",
         f"In step {first.step} the backward gave gradients, and the optimizer was given "
-        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times of them")
+        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
         + f"{_again(found)}: the weights learn nothing from them.",
         evidence,
         "Look at what stands between backward() and step(): zero_grad(), a mask, a factor.",
@@ -226,8 +226,8 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "gradients-never-zeroed",
         "error",
         "",
-        f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
-        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far{grown}.",
+        f"When the backward of step {found[0].step} began, .grad still held the gradients of the step before, as in "
+        f"{len(found)} measured steps in all: each step is taken with the sum of all gradients so far{grown}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step, those of the model too where the optimizer steps copies of its weights.",
         "optimizer.zero_grad()  # or model.zero_grad()",

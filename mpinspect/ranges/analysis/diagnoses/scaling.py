@@ -168,7 +168,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
             "for many values lie just above the smallest that it keeps; "
             f"{with_power(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
             if certainty == INFERRED
-            else f"which need one {2**powers} times ({powers} powers of two) larger: at least {with_power(2.0**lowest)}."
+            else f"whose values need one {2**powers} times ({powers} powers of two) larger, at least {with_power(2.0**lowest)}."
         ),
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
         f"Scale by {with_power(2.0**wanted)}, or begin with it in a dynamic scaler.",

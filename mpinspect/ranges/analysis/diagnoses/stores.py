@@ -9,9 +9,9 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weigh
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, percent
 
-#: An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d gives
-#: the very same number back where d is below half the least relative step of the format: that of numbers just below a power of
-#: two, 2^-bits (bits of the significand, the hidden one among them: 8 of BF16, 11 of FP16), halved.
+#: An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d returns
+#: the same number if d is below half the least relative step of the format. That step, of numbers just below a power of two, is
+#: 2^-bits (bits of the significand, including the hidden one: 8 in BF16, 11 in FP16).
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
 #: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}

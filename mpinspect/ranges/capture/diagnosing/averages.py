@@ -26,7 +26,8 @@ _LOOKED_FOR = (8, 64)
 _FEWEST_WRITES, _MOST_UNMOVED = 3, 0.5
 #: The number of elements that are compared, evenly spaced in a tensor: only a copy of these is kept.
 _ELEMENTS = 4096
-#: A tensor farther than this from every weight of its shape, in mean magnitudes of the weight, belongs to another network.
+#: A tensor belongs to another network if its mean distance from every weight of its shape exceeds this multiple of the
+#: weight's mean magnitude.
 _FARTHEST = 0.5
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NAMES = 20

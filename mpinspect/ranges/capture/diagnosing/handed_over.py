@@ -27,7 +27,7 @@ CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step
 STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
 STEPPED_SCALED = "stepped-while-scaled"
 
-#: The number of steps after an event in which the observer is active too, and the most of them in all.
+#: The number of steps after each event in which the observer is active too, and the most such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
 #: The most records of one kind.
 _MOST_RECORDS = 10
