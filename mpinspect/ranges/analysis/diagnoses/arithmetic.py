@@ -13,7 +13,8 @@ from mpinspect.reporting.words import format_name, percent
 def statistics_broken(case: Case) -> Iterator[Finding]:
     """Running statistics that are not finite, or that never move.
 
-    False alarms: Statistics that are frozen on purpose are not written, and not reported; those of a constant input do not move.
+    False alarms: Statistics that are frozen on purpose are not written, and so are not reported. A mean of zeros stays
+    zero, and is reported.
     """
     found = list(case.measured("statistics"))
     broken = [each for each in found if each.text.startswith("not finite")]
@@ -56,10 +57,10 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
 
 
 def loss_in_16_bits(case: Case) -> Iterator[Finding]:
-    """A loss that is computed in 16 bits: it overflows, or what is left of a sum of terms that cancel is rounding.
+    """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
 
-    False alarms: A warning where the operators of the loss can cancel (differences, products, KL), which does not say that
-    they do in this run.
+    False alarms: The warning is given if the loss has operators whose results may cancel (differences, products, KL),
+    whether or not they do in this run.
     """
     for found in case.measured("loss"):
         value, name, bits = found.figures["value"], format_name(found.text), _SIGNIFICAND_BITS[found.text]
@@ -106,9 +107,9 @@ _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 def positions_collapse(case: Case) -> Iterator[Finding]:
     """Positions that become equal to their neighbours when they are cast to 16 bits.
 
-    False alarms: Measured where a table of more than 264 rows (BF16; 2056 in FP16) has equal neighbours exactly where whole
-    numbers in the format have. Inferred where a module is given one whole number a row, the largest beyond these: it may be
-    a count that is meant to be rounded.
+    False alarms: It is measured if a table of more than 264 rows (BF16; 2056 in FP16) has equal neighbours exactly where
+    whole numbers in the format have them. It is inferred if a module's input holds one whole number per row and the largest
+    exceeds these limits: it may be a count that is meant to be rounded.
     """
     for found in case.measured("positions"):
         figures = found.figures
@@ -131,8 +132,7 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
 def router_ties(case: Case) -> Iterator[Finding]:
     """Scores in 16 bits of which several are equal at the edge of the top k.
 
-    False alarms: Ties in one row in a hundred or more; where equal experts are fine (a random tie-break is meant) it is reported
-    all the same.
+    False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
     """
     for found in case.measured("ties"):
         share = found.figures["fraction"]

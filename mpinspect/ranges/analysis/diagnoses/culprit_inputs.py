@@ -87,8 +87,8 @@ _MENDS = (
 def batch_not_finite(case: Case) -> Iterator[Finding]:
     """The batch itself held infinities or NaNs.
 
-    False alarms: The inputs of the model's outermost call are searched, and the targets that its loss keeps; a batch that the
-    model is meant to clean (NaN for missing values) is reported all the same once the loss is not finite.
+    False alarms: Only the inputs of the model's outermost call are searched, and the targets that its loss keeps. A batch
+    that the model is meant to clean (NaN for missing values) is still reported if the loss is not finite.
     """
     for found in case.session.measurements:
         event = _event_at(case, found.step)
@@ -117,8 +117,8 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
 def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
     """A softmax or an attention in which a mask hides every element of a row.
 
-    False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that were -inf for
-    another reason are not.
+    False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
+    another reason are not reported.
     """
     for found in case.measured("examined-mask"):
         module = _where(case, found)
@@ -141,8 +141,8 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
 def zero_row_normalized(case: Case) -> Iterator[Finding]:
     """A row of zeros divided by its own maximum or norm.
 
-    False alarms: Where nothing in a module is trained there is no graph: then rows of zeros that came out as NaN are taken
-    for a division, which is inferred.
+    False alarms: If nothing in a module is trained, there is no graph: rows of zeros that come out as NaN are then taken
+    for a division, and the finding is inferred.
     """
     for found in case.measured("examined-zero-row"):
         module = _where(case, found)
@@ -162,10 +162,10 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
 
 
 def argument_out_of_range(case: Case) -> Iterator[Finding]:
-    """An operation at the edge of what it is defined for.
+    """An operation whose argument is at the edge of its domain, or beyond it.
 
-    False alarms: The operation that was run first counts. One whose result a later torch.where discards may be harmless in
-    the forward; its gradient is not.
+    False alarms: The operation that ran first counts. If a later torch.where discards its result it may be harmless in the
+    forward; its gradient is not.
     """
     for found in case.measured("examined-argument"):
         module, event = _where(case, found), _event_at(case, found.step)
@@ -196,8 +196,8 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
 def weights_exploded(case: Case) -> Iterator[Finding]:
     """Weights that had grown out of all proportion before anything became infinite.
 
-    False alarms: A norm that is 16 times what it was is no fault where weights begin near zero (LoRA's B, a zero-initialised
-    head): it is reported only if something also became infinite or the loss diverged.
+    False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
+    zero-initialised head): it is reported only if something also became infinite or the training diverged.
     """
     grown = list(case.measured("weight-growth"))
     broken = [event for event in case.events if event.phase in ("forward", END) and not event.gradients_finite]

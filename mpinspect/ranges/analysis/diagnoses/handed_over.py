@@ -31,8 +31,8 @@ _MOST_MICRO_BATCHES = 1024
 def unscale_missing(case: Case) -> Iterator[Finding]:
     """Gradients that were clipped, or changed otherwise, while they were multiplied by the loss scale.
 
-    False alarms: Dividing by a whole number of micro-batches is no change. A limit that was multiplied by the scale on
-    purpose is reported all the same.
+    False alarms: Division by a whole number of micro-batches is not reported. A limit that was multiplied by the loss scale
+    on purpose is reported.
     """
     found = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
     scales = {change.step: change.scale for change in case.progress.scales}
@@ -63,9 +63,9 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
 
 
 def stepped_while_scaled(case: Case) -> Iterator[Finding]:
-    """Steps taken on gradients that a scaler had multiplied and nobody divided.
+    """Optimizer steps on gradients that are still multiplied by a scaler's loss scale.
 
-    False alarms: Gradients that became at least half as small as dividing by the scale makes them are taken for unscaled by hand.
+    False alarms: Gradients of at most twice their true size are taken to have been unscaled by hand, and are not reported.
     """
     for found in case.measured("stepped-while-scaled"):
         scale, factor = _scale_at(case, found.step), found.figures["factor"]
@@ -163,9 +163,9 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
 
 
 def gradients_replaced(case: Case) -> Iterator[Finding]:
-    """Infinities and NaNs in gradients that somebody replaced before the optimizer stepped.
+    """Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step.
 
-    False alarms: torch.nan_to_num on gradients is reported even where it is meant; a scaler's own skip is not.
+    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not.
     """
     found = list(case.measured("replaced-before-step"))
     if not found:
@@ -186,7 +186,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
 
 
 def gradients_stale(case: Case) -> Iterator[Finding]:
-    """Gradients of an earlier step that the optimizer was given again.
+    """Gradients of an earlier step that the optimizer received again.
 
     False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is reported.
     """
@@ -210,8 +210,8 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
 def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     """Gradients that add up over optimizer steps.
 
-    False alarms: Only where nine in ten parameters still hold gradients when the next step's backward begins; a loop that
-    accumulates over several optimizer steps on purpose is reported.
+    False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
+    begins. A loop that accumulates over several optimizer steps on purpose is reported too.
     """
     found = [
         each
@@ -236,10 +236,10 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
 
 
 def gradients_missing(case: Case) -> Iterator[Finding]:
-    """Trainable parameters in an optimizer that never had a gradient; parameters frozen by a prefix that caught too many.
+    """Parameters in an optimizer that never got a gradient, and parameters that a name's prefix froze by mistake.
 
-    False alarms: Modules that the run so far did not need (a head for a later phase) are reported. A frozen prefix is inferred
-    from names alone.
+    False alarms: Modules that the run has not needed so far (a head for a later phase) are reported. A frozen prefix is
+    inferred from names alone.
     """
     never = {name for name, kind, _ in _never_fired(case) if kind == WEIGHT_GRADIENT}
     for found in case.measured("missing"):
@@ -303,8 +303,8 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
 def parameters_not_optimized(case: Case) -> Iterator[Finding]:
     """Parameters that get gradients and that no optimizer steps.
 
-    False alarms: Parameters that the script steps by hand are reported; where most of a model is left out it is "info", for then
-    a head is trained on a backbone.
+    False alarms: Parameters that the script steps by hand are reported. If most of the model is left out the finding is
+    only "info", since usually a head is trained on a backbone.
     """
     for found in case.measured("not-optimized"):
         share, module = found.figures["fraction"], found.name.rpartition(".")[0]

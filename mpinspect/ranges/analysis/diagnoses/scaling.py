@@ -54,7 +54,8 @@ def _powers(scale: float) -> float:
 def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     """A dynamic scaler whose first steps were all skipped until it had come down.
 
-    False alarms: Every dynamic scaler may skip a few steps: up to two, or a tenth of the run, it is "info".
+    False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
+    "info".
     """
     opening, steps = _opening(_skips(case)), case.progress.steps
     first = opening[0].loss_scale if opening else None
@@ -95,7 +96,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
 def scale_too_high(case: Case) -> Iterator[Finding]:
     """A scale at which most steps overflow, and that does not come down.
 
-    False alarms: A short run that ends while the scaler still comes down is reported only if its scale did not fall.
+    False alarms: A run that ends while the scaler is still searching is reported only if its scale has not fallen.
     """
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
@@ -129,10 +130,10 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
 
 
 def scale_too_low(case: Case) -> Iterator[Finding]:
-    """A run in FP16 whose own scale lies below what its gradients need in nine steps of ten.
+    """An FP16 run whose loss scale is below what its gradients need in at least nine of ten steps.
 
-    False alarms: Judged by nine steps in ten and by the share of L1 that is lost; where small gradients were flushed before
-    they could be counted it is inferred.
+    False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
+    could be counted, it is inferred.
     """
     decision, scales = case.advised.decision, case.progress.scales
     known = [change.scale for change in scales if change.scale]
@@ -179,7 +180,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
 
 
 def scaler_shared(case: Case) -> Iterator[Finding]:
-    """A scale that falls more often than this model's own steps overflow: what else is scaled by it drags it down.
+    """A loss scale that falls more often than this model's steps overflow, since another loss that uses the scaler overflows.
 
     False alarms: A script that lowers its scaler's scale by hand looks the same.
     """
@@ -214,9 +215,10 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
 
 
 def overflow_recurs(case: Case) -> Iterator[Finding]:
-    """Overflows that come back, and not because the scaler had grown again.
+    """Overflows that recur although the scaler has not raised its scale.
 
-    False alarms: A scaler with a growth interval as short as the gaps is left out, for it overflows as often as it grows.
+    False alarms: A scaler whose growth interval is as short as the gaps between overflows is left out, since it overflows
+    as often as it grows.
     """
     skips = _skips(case)
     later = skips[len(_opening(skips)) :]
@@ -256,9 +258,9 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
 
 
 def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
-    """A scaler that backs off for a forward that is broken: no scale mends it.
+    """A scaler that lowers its scale because of a non-finite forward, which no scale mends.
 
-    False alarms: Three skipped steps or more; a single bad batch is a non-finite event.
+    False alarms: It is reported from three skipped steps on; a single bad batch only gives a non-finite event.
     """
     broken = [event for event in case.events if event.skipped and event.forward_finite is False]
     steps = sorted({event.step for event in broken})
@@ -319,7 +321,7 @@ def _room(case: Case) -> int | None:
 
 
 def scaler_missing(case: Case) -> Iterator[Finding]:
-    """A run in FP16 whose losses nobody was seen to scale.
+    """An FP16 run in which no scaled loss was seen.
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale.
     """

@@ -30,9 +30,9 @@ def never_decays(dtype: str, kept: float) -> bool:
 
 
 def moments_cannot_decay(case: Case) -> Iterator[Finding]:
-    """Moments kept in 16 bits whose decay rounds away: known without any data.
+    """Moments kept in 16 bits whose decay is lost to rounding, as the settings alone show.
 
-    False alarms: None by the arithmetic; an optimizer that rounds its states stochastically is not told apart.
+    False alarms: The arithmetic gives none, but an optimizer that rounds its states stochastically is reported too.
     """
     for optimizer in case.precision.optimizers:
         for state, dtype in optimizer.states.items():
@@ -54,10 +54,10 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
 
 
 def weight_decay_lost(case: Case) -> Iterator[Finding]:
-    """Decoupled weight decay in 16-bit weights whose factor rounds to 1: known without any data.
+    """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show.
 
-    False alarms: None by the arithmetic with the learning rate at the first step; "info" where the decay is the optimizer's
-    default, which few have chosen.
+    False alarms: The arithmetic gives none at the recorded learning rate. The finding is only "info" if the decay is the
+    optimizer's default, which few scripts have chosen.
     """
     for optimizer in case.precision.optimizers:
         decay, rate = optimizer.settings.get("weight_decay", 0.0), optimizer.settings.get("lr", 0.0)
@@ -78,9 +78,10 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
 
 
 def epsilon_zero(case: Case) -> Iterator[Finding]:
-    """An epsilon that the dtype of the denominator rounds to zero, so that 0/0 is next.
+    """An epsilon that is rounded to zero in the dtype of the denominator, which makes 0/0 possible.
 
-    False alarms: A warning without an event: it harms only elements whose squared gradients are flushed as well.
+    False alarms: Without a non-finite event it is only a warning: it harms only elements whose squared gradients are
+    flushed as well.
     """
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
@@ -108,7 +109,7 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
 def average_lost(case: Case) -> Iterator[Finding]:
     """A 16-bit copy of the weights that is written and does not follow them.
 
-    False alarms: An average that has caught up with its weights moves little; only elements that differ from the weights
+    False alarms: An average that has caught up with its weights moves little, so only elements that differ from the weights
     count.
     """
     for found in case.measured("average"):
@@ -127,9 +128,9 @@ def average_lost(case: Case) -> Iterator[Finding]:
 
 
 def accumulation_lost(case: Case) -> Iterator[Finding]:
-    """Gradients of micro-batches that addition into a 16-bit .grad rounds away.
+    """Gradients of micro-batches that are lost when they are added to a 16-bit .grad.
 
-    False alarms: A micro-batch whose gradient is truly negligible beside the others' is lost likewise.
+    False alarms: A micro-batch whose gradient really is negligible beside the others' is reported likewise.
     """
     found = [each for each in case.measured("accumulation") if each.figures.get("nonzero", 0) > 0]
     if not found:
