@@ -174,6 +174,11 @@ def is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
 
+def floor_log2(value: float) -> int:
+    """Return the exponent floor(log2(value)) of a positive finite value, exactly."""
+    return math.frexp(value)[1] - 1
+
+
 def as_format(given: FormatLike) -> FloatFormat:
     """Return the FloatFormat with the given name; a FloatFormat is returned unchanged.
 

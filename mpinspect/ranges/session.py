@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -389,6 +389,16 @@ class Progress:
     weights_moved: bool | None = None
     compiled: tuple[str, ...] = ()
     eager_steps: Count | None = None
+
+    def scale_at(self, step: int) -> float | None:
+        """Return the loss scale recorded for a step; None if it is unknown, or none was recorded up to then."""
+        return next((change.scale for change in reversed(self.scales) if change.step <= step), None)
+
+    def scale_spans(self) -> Iterator[tuple[float | None, int, int]]:
+        """Yield each loss scale with the first step that has it and the first step after it; the last holds to the run's end."""
+        for place, change in enumerate(self.scales, start=1):
+            end = self.scales[place].step if place < len(self.scales) else max(self.steps, change.step + 1)
+            yield change.scale, change.step, end
 
     def hides(self, module: str) -> bool:
         """Return whether a module is inside compiled code, where no hook ran, by its dotted path."""

@@ -87,7 +87,7 @@ def _harmless(events: Sequence[Event]) -> Finding:
     return _finding(
         first,
         "info",
-        f"In step {first.step} {_what(first)} and every gradient was finite all the same: on purpose, perhaps (a mask).",
+        f"In step {first.step} {_what(first)} and every gradient was finite nevertheless: it may be intended (a mask).",
         _evidence(first),
     )
 
@@ -136,8 +136,9 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
         return _finding(
             first,
             "warning",
-            f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: what was not finite "
-            "reached no weight" + ("." if is_explained else ", being masked (by a ReLU, say) or replaced on its way."),
+            f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: no infinity or "
+            "NaN reached a weight"
+            + ("." if is_explained else ", since it was masked (by a ReLU, say) or replaced on its way."),
             evidence,
             _remedy(first, advice, session.progress),
         )
@@ -145,8 +146,8 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
         return _finding(
             first,
             "error",
-            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
-            "is not finite later may come from that.",
+            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are damaged, and later infinities "
+            "and NaNs may come from that.",
             evidence,
             f"{_remedy(first, advice, session.progress)} Start again from a checkpoint before that step.",
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
 
@@ -63,7 +64,7 @@ def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHisto
     """Return the histogram without the exponents entirely below the ceiling (a fused bias is partly noise)."""
     if not len(histogram.counts) or ceiling <= 0:
         return histogram
-    drop = math.frexp(ceiling)[1] - 1 - histogram.min_exponent
+    drop = floor_log2(ceiling) - histogram.min_exponent
     if drop <= 0:
         return histogram
     return ExponentHistogram.from_counts(

@@ -43,10 +43,10 @@ def overhead_line(session: Session) -> str:
 def _share(number: int, steps: int) -> str:
     if not steps:
         return "none so far"
-    if looked_at >= steps:
+    if number >= steps:
         return f"all {steps:,} steps"
-    if not looked_at:
+    if not number:
         return f"none of {steps:,} steps"
-    interval = steps / looked_at
+    interval = steps / number
     about = f", about 1 in {interval:.1f}" if interval < 10 else f", about 1 in {interval:,.0f}"
-    return f"{looked_at:,} of {steps:,} steps{about}"
+    return f"{number:,} of {steps:,} steps{about}"

@@ -186,21 +186,21 @@ class _Frozen:
     """Finds modules whose activation gradients no weight needs.
 
     These are modules in which all weights are frozen; for a module without weights, its nearest container with weights counts.
-"""
+    """
 
     def __init__(self, infos: Iterable[TensorInfo]) -> None:
         #: Whether each module holds trained weights; modules without any weights are missing.
         self._trains: dict[str, bool] = {}
         for info in infos:
             if info.kind == WEIGHT_GRADIENT:
-                for module in (info.module, *containers(info.module)):
+                for module in (info.module, *containers(info.module)[:-1]):
                     self._trains[module] = self._trains.get(module, False) or not info.note.startswith(FROZEN)
 
     def reason(self, info: TensorInfo) -> str:
         """Return why a tensor has no activation gradients if frozen weights are the reason; "" if not."""
         if info.kind != ACTIVATION_GRADIENT or info.note:
             return ""
-        nearest = next((name for name in (info.module, *containers(info.module)) if name in self._trains), None)
+        nearest = next((name for name in (info.module, *containers(info.module)[:-1]) if name in self._trains), None)
         if nearest is None or self._trains[nearest]:
             return ""
         return f"{FROZEN}: nothing in it or before it needs a gradient"

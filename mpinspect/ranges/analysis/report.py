@@ -210,6 +210,11 @@ class LossScaleAdvice:
     reason: str
     all_finite: bool = True
 
+    @property
+    def serves_none(self) -> bool:
+        """Whether no one scale serves every layer, since the window of safe scales is empty."""
+        return self.lowest is not None and self.highest is not None and self.lowest > self.highest
+
     def __repr__(self) -> str:
         """Return the scale, its window and the headroom in one line."""
         from mpinspect.ranges.report.scale_line import scale_line

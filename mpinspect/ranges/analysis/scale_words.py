@@ -56,7 +56,7 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
 
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
     """Return why an unknown loss scale prevents advice, and how the gradients, still scaled, fit the format."""
-    cause = (session.progress.scale_unknown_reason or "the loss scale of a backward could not be told").rstrip(".")
+    cause = (session.progress.scale_unknown_reason or "the loss scale of a backward is not known").rstrip(".")
     ask = "Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
     if "loss_scale=" in cause:
         ask = ""
@@ -104,7 +104,7 @@ def _at_scale_1(decision: Decision) -> str:
     if decision.needed is None and decision.likely_needed:
         return (
             f"Whether a loss scale is needed is not known, but it is likely: {phrase(*decision.likely.key)} had been rounded "
-            "before counting, and the counts crowd just above the smallest value, so part of the zeros were values."
+            "before counting, and the counts crowd just above the smallest value, so some of the zeros were values."
         )
     if decision.needed is None:
         doubtful = decision.doubtful.key

@@ -47,7 +47,6 @@ class Capture(Dispatcher):
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.
         eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
-        clock: returns monotonic seconds, to measure the cost.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class Capture(Dispatcher):
         recording: Recording,
         max_overhead: float | None = None,
         eager_samples: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
         self._kinds = frozenset(kinds)
@@ -88,7 +86,7 @@ class Capture(Dispatcher):
         )
         if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
-            self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
+            self.meter = Meter(time.perf_counter, CudaStopwatch() if on_cuda else None)
         self._model_parameters = ModelParameters(self._layers, self._parameters)
         #: Exists while attached.
         self.listener: Listener | None = None

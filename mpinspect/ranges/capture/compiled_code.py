@@ -104,7 +104,7 @@ class CompiledCode(Guarded):
         """Record the compiled modules inside which no hook ran.
 
         Without eager calls, a module inside which calls were seen was called uncompiled, and is left out.
-"""
+        """
         paths = unseen_regions(self._layers, search=search) if self.called else [""]
         if self._eager_calls is None:
             paths = [path for path in paths if not any(is_below(called, path) for called in self.called)]

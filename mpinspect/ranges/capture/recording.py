@@ -224,7 +224,7 @@ class Recording:
         if self.progress.scale_known:
             self._progress(scale_known=False, scale_unknown_reason=reason)
             self.note(
-                f"the loss scale is not known ({reason}): counts are of the gradients as they are, without advice"
+                f"the loss scale is not known ({reason}): gradients are counted as they arrive, and no scale is advised"
             )
 
     def weights_moved(self, moved: bool | None) -> None:

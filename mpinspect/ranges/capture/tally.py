@@ -146,8 +146,8 @@ class Tally:
                 except Exception as error:
                     # One gradient may have caused the error: count each one alone below.
                     self._drop(
-                        f"weight gradients could not be counted together ({type(error).__name__}: {error}), so each is counted alone; "
-                        "the training is not affected"
+                        f"weight gradients could not be counted together ({type(error).__name__}: {error}), so each is counted "
+                        "alone; the training is not affected"
                     )
             for each in group:
                 if each.found is None:

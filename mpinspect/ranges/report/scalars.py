@@ -81,7 +81,7 @@ class ScalarSink(ABC):
             progress=progress,
             precision=self._precision,
         )
-        format, used = judged_in(session), _log2(_scale_at(progress, window.last_step))
+        format, used = judged_in(session), _log2(progress.scale_at(window.last_step))
         advice = recommend_loss_scale(session, format=format)
         scales = {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest}
         found |= {f"loss_scale/{name}": log2 for name, k in scales.items() if (log2 := _log2(k)) is not None}
@@ -108,11 +108,6 @@ def _flushed(session: Session, format: FloatFormat, scales: Mapping[str, float |
                 lost = tensor.histogram.lost_l1_share(format, math.floor(scale)).estimate
                 worst[name] = max(worst.get(name, 0.0), lost, hidden)
     return worst
-
-
-def _scale_at(progress: Progress, step: int) -> float | None:
-    before = [change.scale for change in progress.scales if change.step <= step]
-    return before[-1] if before else None
 
 
 def _log2(scale: float | None) -> float | None:

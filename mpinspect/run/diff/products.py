@@ -90,7 +90,7 @@ class KernelsDiff:
         time_us: time of all kernels.
         tensor_core_fraction: share of the matrix products' time on Tensor Cores; None without products.
         changes: the modules whose kernels changed, the largest change of time first.
-        new, gone: findings that one run alone has.
+        new, gone: findings that only the second, or only the first, run has.
     """
 
     time_us: tuple[float, float]

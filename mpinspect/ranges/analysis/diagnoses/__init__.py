@@ -56,7 +56,7 @@ def diagnose(case: Case) -> Iterator[Finding]:
                 "diagnosis-failed",
                 "info",
                 "",
-                f"Whether this run has the fault {name!r} is not known: what was recorded for it can't be read ({error!r}). The "
+                f"Whether this run has the fault {name!r} is not known: its record can't be read ({error!r}). The "
                 "file may be damaged or of another version.",
                 {"diagnosis": name, "error": repr(error)},
             )

@@ -78,7 +78,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 + ("." if broke else "; the gradients are finite all the same.")
                 if overflowed
                 else f" ({' of '.join(found.names[:4])}): each of its terms is rounded to {bits} bits (a relative 2^-{bits}), "
-                "so that where they nearly cancel what is left is rounding."
+                "so that where they nearly cancel only rounding error is left."
                 if cancels
                 else f": its value and first gradient have {bits} bits."
             ),
@@ -87,7 +87,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 "dtype": found.text,
                 "operators": list(found.names),
             },
-            "Compute the loss in FP32: cast what the model returns before anything of the loss, a softmax of the target too."
+            "Compute the loss in FP32: cast the model's output before the loss begins, and the target before its softmax."
             if overflowed or cancels
             else "",
             "output = model(x).float()  # and the target's logits, before their softmax\nloss = loss_fn(output, target)"
@@ -121,7 +121,7 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
             f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
             "neighbours become one position, timestep or index.",
             {**figures, "dtype": found.text},
-            "Compute positions and what is made of them in FP32, and cast the cosines and sines.",
+            "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines.",
             "angles = positions.float()[:, None] * inv_freq.float()\ncos, sin = angles.cos().to(dtype), angles.sin().to(dtype)",
             certainty=MEASURED if figures["is_table"] else INFERRED,
             step=found.step,

@@ -47,8 +47,8 @@ def _elements(found: Measurement) -> str:
 
 
 _EDGE = (
-    "Keep the argument away from the edge before the operation; torch.where after it does not help, for its gradient is "
-    "computed all the same."
+    "Keep the argument away from the edge before the operation. A torch.where after it does not help, because the gradient of "
+    "the discarded value is computed too."
 )
 #: The remedy, in words and as code, for each word that the operation's description may contain.
 _MENDS = (
@@ -153,7 +153,7 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
             f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
             f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
             {"rows": list(found.names)},
-            "Add an epsilon to what is divided by, or bound it from below.",
+            "Add an epsilon to the divisor, or bound it from below.",
             "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
             INFERRED if found.name else MEASURED,
             found.step,

@@ -39,7 +39,7 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
     if not found or not scales or all(scale in (1.0, None) for scale in scales.values()) or _is_average(found):
         return
     first = found[0]
-    factor, scale = first.figures["factor"], _scale_at(case, first.step)
+    factor, scale = first.figures["factor"], case.progress.scale_at(first.step)
     is_by_norm = first.figures["is_uniform"]
     clip = f"clip_grad_{'norm' if is_by_norm else 'value'}_(model.parameters(), {'max_norm' if is_by_norm else 'clip_value'})"
     how = "clipped by their norm" if first.figures["is_uniform"] else "changed, or clipped value by value,"
@@ -68,7 +68,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
     False alarms: Gradients of at most twice their true size are taken to have been unscaled by hand, and are not reported.
     """
     for found in case.measured("stepped-while-scaled"):
-        scale, factor = _scale_at(case, found.step), found.figures["factor"]
+        scale, factor = case.progress.scale_at(found.step), found.figures["factor"]
         if not scale or scale <= 1 or not factor * scale > _UNSCALED_BY_HAND:
             continue
         yield Finding(
@@ -97,11 +97,6 @@ def _is_average(found: list[Measurement]) -> bool:
     is_whole = divisor <= _MOST_MICRO_BATCHES and abs(divisor - round(divisor)) < _SAME * divisor
     is_one = all(abs(factor - factors[0]) <= _SAME * factors[0] for factor in factors)
     return is_whole and is_one and all(each.figures["is_uniform"] for each in found)
-
-
-def _scale_at(case: Case, step: int) -> float | None:
-    before = [change.scale for change in case.progress.scales if change.step <= step]
-    return before[-1] if before else None
 
 
 def gradients_gone(case: Case) -> Iterator[Finding]:
@@ -156,7 +151,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
         + f"{_again(found)}: the weights learn nothing from them.",
         evidence,
-        "Look at what stands between backward() and step(): zero_grad(), a mask, a factor.",
+        "Look at the code between backward() and step(): zero_grad(), a mask, a factor.",
         "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
         step=first.step,
     )
@@ -250,8 +245,8 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
                 "warning",
                 names[0],
                 f"{len(names)} parameters that the optimizer is to train never got a gradient, those of {_grouped(names)}: "
-                "nothing of the loss reaches them. A result is detached, taken as a number or under no_grad, or the module is "
-                "not used.",
+                "no gradient of the loss reaches them. A result is detached, converted to a number or computed under no_grad, or "
+                "the module is not used.",
                 {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
                 "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
                 "meant to learn.",
@@ -314,7 +309,7 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
             "warning" if share < 0.5 else "info",
             found.name,
             f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "
-            f"{_grouped(found.names)}: they stay as they are.",
+            f"{_grouped(found.names)}: they never change.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
             "Make the optimizer after the last module was added, or add it to the optimizer; freeze what is not meant to learn.",
             f'optimizer.add_param_group({{"params": model.get_submodule({quoted(module)}).parameters()}})',

@@ -147,14 +147,9 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     if lowest <= _powers(known[-1]) and decision.likely_needed:
         # Values flushed before counting show by a crowd of values just above the flush edge.
         needs, lowest, certainty = decision.likely, decision.likely.log2_certain, INFERRED
-    end = max(case.progress.steps, scales[-1].step + 1)
-    ends = [change.step for change in scales[1:]] + [end]
-    below = [
-        (change.scale, stop - change.step)
-        for change, stop in zip(scales, ends, strict=True)
-        if change.scale and _powers(change.scale) < lowest
-    ]
-    if sum(steps for _, steps in below) < 0.9 * (end - scales[0].step):
+    spans = list(case.progress.scale_spans())
+    below = [(scale, end - start) for scale, start, end in spans if scale and _powers(scale) < lowest]
+    if sum(steps for _, steps in below) < 0.9 * (spans[-1][2] - spans[0][1]):
         return
     used = below[-1][0]
     powers = round(lowest - _powers(used))
@@ -303,7 +298,7 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
         "",
         f"The run computes in {name}, whose range is FP32's, and multiplies its loss by a scale that it does not need"
         + (
-            f"; the scaler skipped {skipped} steps, so that what was not finite went unnoticed."
+            f"; the scaler skipped {skipped} steps, so that infinities and NaNs went unnoticed."
             if skipped
             else "; should anything become infinite or NaN the scaler would skip those steps without a word."
         ),

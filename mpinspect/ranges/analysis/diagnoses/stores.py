@@ -96,8 +96,8 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 "epsilon-zero",
                 "error" if broke else "warning",
                 "",
-                f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (what is at most "
-                f"{edge:.2g} is flushed): an element whose squared gradients are flushed as well is divided by zero.",
+                f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (magnitudes up to "
+                f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero.",
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
                 "Keep the weights and states in FP32; a larger eps (2^-14 = 6e-05, say) avoids 0/0 and holds small steps back.",
                 fp32_weights(dtype),
