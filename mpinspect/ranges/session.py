@@ -46,7 +46,7 @@ Seconds = Annotated[float, Between(-1e18, 1e18)]
 #: A loss scale; infinite if a scaler has grown it beyond its dtype.
 Scale = Annotated[float, Between(0.0, math.inf)]
 
-#: Maximum number of windows of a run of any length: an eighth of the run, the block used to detect drift, then has 8 or more.
+#: Maximum number of windows of a run. Drift is detected between eighths of the run, each of which then has 8 windows or more.
 WINDOW_LIMIT = 128
 #: Maximum number of histograms in all windows, at about 1.5 kB of memory each: twice as many load in about a second.
 TENSOR_WINDOW_LIMIT = 1 << 16

@@ -64,7 +64,7 @@ _MENDS = (
     ),
     (
         "with a weight",
-        "Look at how the weights are made: a class that never occurs, divided by its number.",
+        "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity.",
         "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
     ),
     ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # of a softmax: torch.log_softmax(logits, -1)"),
