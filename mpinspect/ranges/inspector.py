@@ -130,8 +130,8 @@ class Inspector:
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         if self._tracking is not None:
             sinks.append(self._tracking.sink)
-        look = None if self._tracking is None else self._tracking.look
-        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce, before_write=look)
+        find_run = None if self._tracking is None else self._tracking.find_run
+        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce, before_write=find_run)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
         self._at_exit: AtExit | None = None
@@ -159,7 +159,7 @@ class Inspector:
         # Set before attaching, so that detach also cleans up after an attach that fails halfway.
         self._running = True
         if self._tracking is not None:
-            self._tracking.look()
+            self._tracking.find_run()
         self._capture.attach()
         if self.log_dir is not None and self._ends_with_the_process:
             self._at_exit = AtExit(self._end)

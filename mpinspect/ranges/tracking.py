@@ -93,11 +93,11 @@ class Tracking:
         self._tracker = ActiveRun(tracker, before_end) if isinstance(tracker, str) else tracker
         self.sink = TrackerSink(self._tracker)
 
-    def look(self) -> None:
+    def find_run(self) -> None:
         """Find the run that the calling thread would log to, if the tracker was given by name; never raises."""
-        look: Callable[[], None] | None = getattr(self._tracker, "look", None)
-        if look is not None:
-            look()
+        find_run: Callable[[], None] | None = getattr(self._tracker, "find_run", None)
+        if find_run is not None:
+            find_run()
 
     def hand_over(self, report: Callable[[], RangeReport]) -> Iterator[str]:
         """Give the tracker the report's page; yield sentences on what went wrong, and raise nothing."""

@@ -58,7 +58,7 @@ class Budget:
         #: What a second of bare training earns, in seconds.
         self._earning = PLANNED * check_max_overhead(max_overhead)
         self._every = every
-        self._counts, self._looks = samples, watches
+        self._has_samples, self._has_watch = samples, watches
         self._watch_share = _WATCH_SHARE if samples and watches else float(watches)
         #: Seconds that may be spent; a negative number is a debt.
         self._for_samples = self._for_watch = 0.0
@@ -109,8 +109,8 @@ class Budget:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        self._samples = self._counts and self._is_due(self._for_samples, self._last_sample, self._every)
-        self._watches = self._looks and (self._samples or self._is_due(self._for_watch, self._last_watch, 1))
+        self._samples = self._has_samples and self._is_due(self._for_samples, self._last_sample, self._every)
+        self._watches = self._has_watch and (self._samples or self._is_due(self._for_watch, self._last_watch, 1))
 
     def _is_due(self, credit: float, last: int, least: int) -> bool:
         pause = self._ended - last
@@ -129,7 +129,7 @@ class Budget:
         most = self._watch_share * seconds
         samples = self._for_samples + (1 - self._watch_share) * seconds + max(watch - most, 0.0)
         watch = min(watch, most)
-        if self._looks and samples > seconds:
+        if self._has_watch and samples > seconds:
             watch = min(watch + samples - seconds, most)
         self._for_watch, self._for_samples = watch, min(samples, seconds)
 

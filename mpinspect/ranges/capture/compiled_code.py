@@ -58,7 +58,7 @@ class CompiledCode(Guarded):
         """Reroute what has been compiled since the last sampled step, if this one is sampled."""
         self.ran_eagerly = False
         if sampled and self._eager_calls is not None:
-            self.attempt("find compiled", self._eager_calls.look)
+            self.attempt("find compiled", self._eager_calls.reroute)
 
     @guarded
     def step_ended(self, sampled: bool) -> None:

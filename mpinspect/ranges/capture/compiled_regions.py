@@ -88,7 +88,7 @@ def compiled_graphs() -> int:
 
 
 class EagerCalls:
-    """Reroutes the calls of a model's compiled regions, from ``look`` to ``remove``.
+    """Reroutes the calls of a model's compiled regions, from ``reroute`` to ``remove``.
 
     Args:
         layers: the model's modules. Compiled wrappers around the model, or around a module that contains it, count too.
@@ -101,7 +101,7 @@ class EagerCalls:
         self._entries: list[_Entry] = []
         self._graphs: int | None = None
 
-    def look(self) -> None:
+    def reroute(self) -> None:
         """Find the regions that exist now, and reroute them; does nothing unless something was compiled since the last call."""
         graphs = compiled_graphs()
         if graphs == self._graphs:

@@ -241,7 +241,7 @@ class Dispatcher(Guarded):
             torch.autograd.Variable._execution_engine.queue_callback(tell)
         counts = any(observer.lets_gradients_wait for observer in backward.observers)
         if counts and backward.divisor is None and not self._hooks.others_change_gradients:
-            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.looks)
+            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.readings)
         else:
             self.waiting.stop()
         return backward
