@@ -19,7 +19,7 @@ import torch
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
-from mpinspect.runtime.wrappers import registered, unwrapped
+from mpinspect.runtime.wrappers import submodules, unwrapped
 
 #: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
 #: ``model.forward = torch.compile(model.forward)``, and that of ``module.compile()``.
@@ -209,18 +209,8 @@ def _wrappers_around(modules: Mapping[int, torch.nn.Module]) -> list[torch.nn.Mo
     if dynamo is None:
         return []
     wrappers = [each for each in living([dynamo.OptimizedModule]) if id(each) not in modules]
-    return [each for each in wrappers if any(id(part) in modules for part in _parts(each))]
+    return [each for each in wrappers if any(id(part) in modules for part in submodules(each))]
 
 
 def _is_compiled(function: FunctionType) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
-
-
-def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and all below it. Reads only ``_modules``, so that no lazy proxy is loaded."""
-    found, waiting = {id(module)}, [module]
-    while waiting:
-        yield (part := waiting.pop())
-        below = [each for each in registered(part, "_modules").values() if each is not None and id(each) not in found]
-        found.update(map(id, below))
-        waiting += below

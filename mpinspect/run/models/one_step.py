@@ -13,11 +13,11 @@ import torch
 
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
-from mpinspect.run.models.owners import submodules
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
 from mpinspect.runtime.guard import Guarded, guarded
+from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile

@@ -21,6 +21,7 @@ from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime import backward_calls
 from mpinspect.runtime.hooks import ModelHook
+from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.run.watcher import Watcher
@@ -108,7 +109,7 @@ def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
 def _set_aside(model: torch.nn.Module) -> Iterator[None]:
     tables: list[Any] = [
         hooks
-        for module in owners.submodules(model)
+        for module in submodules(model)
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         if any(isinstance(hook, ModelHook) for hook in hooks.values())
     ]
