@@ -23,6 +23,7 @@ import numpy as np
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.serving import flush_exponent
 from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
@@ -172,10 +173,7 @@ class TensorBoardLog:
         """Return a histogram that shows the format: how many significant bits it keeps of a magnitude, by exponent."""
         format = self._format
         low, high = _range(format.min_subnormal_exponent, format.max_exponent)
-        exponents = np.arange(low, high)
-        lowest = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent
-        bits = np.minimum(exponents, format.min_normal_exponent) - format.min_subnormal_exponent + 1
-        kept = np.where((exponents >= lowest) & (exponents <= format.max_exponent), bits, 0)
+        kept = np.array([format.significant_bits(exponent) for exponent in range(low, high)])
         return self._bars(f"exponents/_bits_that_{format.name}_keeps", low, kept)
 
     def _scalar(self, tag: str, value: float) -> Any:
@@ -314,7 +312,7 @@ def _conclude(session: Session) -> _Conclusion:
 
 def _limits(format: FloatFormat) -> str:
     """Return a sentence on where a format's range ends."""
-    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
+    flush = flush_exponent(format)
     fewer = f", fewer bits are kept below 2^{format.min_normal_exponent}" if flush < format.min_normal_exponent else ""
     return (
         f"log2 of the magnitude. {format_name(format.name)} flushes to zero below 2^{flush}{fewer}, and overflows from "

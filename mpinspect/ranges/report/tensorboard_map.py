@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.serving import flush_exponent
 from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
 from mpinspect.reporting.streams import printable
@@ -78,8 +79,7 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
 
 def _edges(format: FloatFormat) -> tuple[int, int, int]:
     """Return the exponents of the flush edge and of the smallest normal number, and the first exponent beyond the top."""
-    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
-    return flush, format.min_normal_exponent, format.max_exponent + 1
+    return flush_exponent(format), format.min_normal_exponent, format.max_exponent + 1
 
 
 def _ends(rows: list[Repeated], format: FloatFormat) -> tuple[int, int]:

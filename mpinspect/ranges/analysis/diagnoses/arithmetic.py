@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, quoted
+from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent
 
@@ -63,7 +63,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
     whether or not they do in this run.
     """
     for found in case.measured("loss"):
-        value, name, bits = found.figures["value"], format_name(found.text), _SIGNIFICAND_BITS[found.text]
+        value, name, bits = found.figures["value"], format_name(found.text), SIGNIFICAND_BITS[found.text]
         overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
         # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
         broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
@@ -98,8 +98,6 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         return
 
 
-#: Bits of the significand, including the hidden one.
-_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 

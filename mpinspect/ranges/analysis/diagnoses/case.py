@@ -21,6 +21,9 @@ from mpinspect.ranges.session import (
 )
 from mpinspect.reporting.finding import Finding
 
+#: Bits of the significand, including the hidden one: 8 in BF16, 11 in FP16.
+SIGNIFICAND_BITS = {format.name: format.mantissa_bits + 1 for format in (BFLOAT16, FLOAT16)}
+
 
 @dataclass(frozen=True)
 class Case:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
+from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, percent
 
-#: An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d returns
-#: the same number if d is below half the least relative step of the format. That step, of numbers just below a power of two, is
-#: 2^-bits (bits of the significand, including the hidden one: 8 in BF16, 11 in FP16).
-_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
 #: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
 #: States from which a denominator is computed, to which epsilon is added.
@@ -24,8 +20,13 @@ _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 
 
 def never_decays(dtype: str, kept: float) -> bool:
-    """Return whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded."""
-    bits = _SIGNIFICAND_BITS.get(dtype)
+    """Return whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded.
+
+    An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d
+    returns the same number if d is below half the least relative step of the format, 2^-bits, which is the step of numbers
+    just below a power of two.
+    """
+    bits = SIGNIFICAND_BITS.get(dtype)
     return bits is not None and 0 < 1 - kept < 2.0 ** -(bits + 1)
 
 
@@ -39,13 +40,13 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
             kept = optimizer.settings.get(_KEPT.get(state, ""))
             if kept is None or not never_decays(dtype, kept):
                 continue
-            name, limit = format_name(dtype), 2.0 ** -(_SIGNIFICAND_BITS[dtype] + 1)
+            name, limit = format_name(dtype), 2.0 ** -(SIGNIFICAND_BITS[dtype] + 1)
             yield Finding(
                 "moments-cannot-decay",
                 "warning",
                 "",
                 f"{optimizer.type} keeps {state} in {name} and multiplies it by {kept:g} a step, which {name} rounds back to "
-                f"what it was (a decay below 2^-{_SIGNIFICAND_BITS[dtype] + 1} = {limit:.2g} does nothing): it only grows, and "
+                f"what it was (a decay below 2^-{SIGNIFICAND_BITS[dtype] + 1} = {limit:.2g} does nothing): it only grows, and "
                 "the steps stay as small as the largest gradients made them.",
                 {"optimizer": optimizer.type, "state": state, "dtype": dtype, "kept": kept, "least_decay": limit},
                 f"Keep the weights that {optimizer.type} steps in FP32 and compute in 16 bits by autocast.",
@@ -85,7 +86,7 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
     """
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
-        dtypes = {optimizer.states.get(state, "") for state in _SQUARES} & set(_SIGNIFICAND_BITS)
+        dtypes = {optimizer.states.get(state, "") for state in _SQUARES} & set(SIGNIFICAND_BITS)
         for dtype in sorted(dtypes):
             edge = FORMATS[dtype].flush_edge
             if not 0 < epsilon <= edge:
