@@ -115,7 +115,9 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
 def _look_at(first: Event, in_half: bool) -> str:
     if first.given:
         return f"Look at the data of step {first.step}, and at what is done to it before it reaches the model."
-    overflow = "; where its values grow beyond 65504, compute it, and what takes its result, in FP32 or BF16"
+    overflow = (
+        "; where its values grow beyond 65504, compute it, and the operations that take its result, in FP32 or BF16"
+    )
     return (
         f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
         f"{overflow if in_half else ''}."

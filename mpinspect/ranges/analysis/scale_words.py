@@ -70,18 +70,18 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         return ""
     name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
-        return f"As the gradients arrive they overflow {name}: whatever the loss is multiplied by is too much."
+        return f"As the gradients arrive, they overflow {name}: whatever the loss is multiplied by is too much."
     if window is None:
         return ""
     if window.log2_lowest > 0:
         return (
-            f"As the gradients arrive {name} flushes too much of them: whatever the loss is multiplied by, "
+            f"As the gradients arrive, {name} flushes too much of them: whatever the loss is multiplied by, "
             f"2^{window.log2_lowest} times more is needed, and up to 2^{window.log2_highest} times more overflows nothing seen."
         )
     may_weigh = any(gradient.seen.lost_l1_share(format).high > tolerance for gradient in gradients)
     hidden = "; what it flushed before they could be counted is not known" if may_weigh else ""
     return (
-        f"As the gradients arrive {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
+        f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
         "overflows nothing seen."
     )
 
@@ -196,8 +196,8 @@ def _hidden(decision: Decision) -> str:
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
-        sure = f"{with_power(2.0**window.log2_certain)} would be enough whatever that was. " if keeps else ""
-        return f"{sure}To know it, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
+        sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""
+        return f"{sure}To know whether one is needed, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
     whatever = f"whatever they were, {with_power(2.0**window.log2_certain)} would keep them"
     return "Smaller gradients were flushed before they could be counted; " + (
         f"{whatever}." if keeps else "no scale without overflow is sure to keep them."

@@ -167,7 +167,7 @@ class Counting(Observer):
             # With a divisor the row counts the divided values, which are not the gradient's own.
             gradient.found = row
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Count the gradients of several parameters together."""
         self._tally.count_together(gradients)
         for each in gradients:

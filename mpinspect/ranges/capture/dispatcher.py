@@ -70,7 +70,9 @@ class Dispatcher(Guarded):
         #: Paths of the modules whose calls were seen.
         self._called = self._compiled.called
         #: Weight gradients held until the end of their backward.
-        self.waiting = WaitingGradients(Backward.waited, recording.note, functools.partial(backward_ended, me))
+        self.waiting = WaitingGradients(
+            Backward.parameter_gradients, recording.note, functools.partial(backward_ended, me)
+        )
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
         self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._precision = StepPrecision(self.scale)

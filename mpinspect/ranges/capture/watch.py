@@ -201,7 +201,7 @@ class Watch(Observer):
                 gradient.found,
             )
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
         readings, merged, done = self._log.readings, [], 0
         for each in gradients:

@@ -29,8 +29,8 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "statistics-broken",
             "error",
             module,
-            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the batch's "
-            "own statistics and goes on, evaluation uses these and gives zeros or NaN."
+            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the "
+            "batch's own statistics and goes on, but evaluation uses the running statistics and gives zeros or NaN."
             + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
             "Look at what makes the values too large, infinite or NaN, and begin the statistics anew."

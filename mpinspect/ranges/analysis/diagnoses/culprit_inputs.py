@@ -132,7 +132,7 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
             "wrong side, a mask that is applied twice.",
-            "mask[~mask.any(-1)] = True  # True: is seen. A row that sees nothing sees all, and the loss ignores it",
+            "mask[~mask.any(-1)] = True  # True: visible. A row without keys gets them all; ignore it in the loss",
             step=found.step,
         )
         return

@@ -266,7 +266,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     mend, code = f"Mend the forward of {module}", ""
     if run_format(case.session) == FLOAT16:
         mend = (
-            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it, and what takes its "
+            f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it, and the operations that take its "
             "result, in FP32 or BF16"
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
@@ -277,7 +277,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
         f"loss scale is not the cause, and every such step takes half of it away.",
         {"steps": len(steps), "first_step": steps[0]},
-        f"{mend}; then begin with a new scaler, since this one's scale fell for nothing.",
+        f"{mend}. Then begin with a new scaler, since this one's scale was lowered without need.",
         code,
         step=steps[0],
     )

@@ -154,9 +154,9 @@ class HandedOver(Observer):
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Record that a gradient has arrived."""
-        self.waited([gradient], backward)
+        self.parameter_gradients([gradient], backward)
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Record that gradients have arrived, and whether their backward's loss was scaled."""
         names = [each.watched.name for each in gradients]
         self._arrived.update(names)
