@@ -112,7 +112,12 @@ class FloatFormat:
 
         If the format flushes subnormals, the smallest normal, which itself is kept.
         """
-        return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent - 1)
+        return math.ldexp(1.0, self.flush_exponent)
+
+    @property
+    def flush_exponent(self) -> int:
+        """Exponent of ``flush_edge`` (-25 for FP16)."""
+        return self.min_normal_exponent if self.flushes_subnormals else self.min_subnormal_exponent - 1
 
     @property
     def range_powers_of_two(self) -> int:

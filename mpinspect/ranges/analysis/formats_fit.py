@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import FormatVerdict
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, flush_exponent
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.session import TensorKey, TensorWindow
@@ -49,7 +49,7 @@ def _hides(window: TensorWindow) -> bool:
     format, seen = FORMATS.get(window.passed_through), Visibility.of(window)
     if format is None or seen.floor_exponent is None:
         return False
-    overflowed_unscaled = window.histogram.infs and seen.floor_exponent >= flush_exponent(format)
+    overflowed_unscaled = window.histogram.infs and seen.floor_exponent >= format.flush_exponent
     return bool(overflowed_unscaled) or seen.lost_l1_share(format).high > LOST_L1_TOLERANCE
 
 

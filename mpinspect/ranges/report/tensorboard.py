@@ -23,7 +23,6 @@ import numpy as np
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.analysis.serving import flush_exponent
 from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
@@ -312,7 +311,7 @@ def _conclude(session: Session) -> _Conclusion:
 
 def _limits(format: FloatFormat) -> str:
     """Return a sentence on where a format's range ends."""
-    flush = flush_exponent(format)
+    flush = format.flush_exponent
     fewer = f", fewer bits are kept below 2^{format.min_normal_exponent}" if flush < format.min_normal_exponent else ""
     return (
         f"log2 of the magnitude. {format_name(format.name)} flushes to zero below 2^{flush}{fewer}, and overflows from "

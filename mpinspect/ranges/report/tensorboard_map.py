@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.analysis.serving import flush_exponent
 from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
 from mpinspect.reporting.streams import printable
@@ -79,7 +78,7 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
 
 def _edges(format: FloatFormat) -> tuple[int, int, int]:
     """Return the exponents of the flush edge and of the smallest normal number, and the first exponent beyond the top."""
-    return flush_exponent(format), format.min_normal_exponent, format.max_exponent + 1
+    return format.flush_exponent, format.min_normal_exponent, format.max_exponent + 1
 
 
 def _ends(rows: list[Repeated], format: FloatFormat) -> tuple[int, int]:
