@@ -276,8 +276,8 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
         "rounding-noise",
         "info",
         names[0],
-        f"The gradients of {some(names)} look like rounding noise, as those do that are zero in theory: no scale need serve "
-        "them.",
+        f"The gradients of {some(names)} look like the rounding noise of gradients that are zero in theory: no scale need "
+        "serve them.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
         "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation, a softmax or a difference behind it "
         "cancels it) and can be left out.",

@@ -194,7 +194,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def backward_ended(self, finish: Callable[[], None]) -> None:
-        """Call ``finish``, which observes the held gradients or notifies observers, at the end of a backward."""
+        """Call ``finish`` at the end of a backward. It observes the held gradients, or notifies the observers."""
         finish()
 
     def _context(self, gradient: torch.Tensor) -> Backward | None:

@@ -173,7 +173,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
         f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
         f"finite values before the optimizer stepped{_again(found)}: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Mend what makes them, and until then skip a step that has one, as a GradScaler does, instead of replacing them.",
+        "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
         "# in place of the replacement\n"
         "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
         step=first.step,
