@@ -18,7 +18,7 @@ from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import FROZEN, LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
-from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.words import format_name, number_of, percent
 
 
@@ -46,7 +46,7 @@ def findings(
         *_never_fired(coverage),
         *rank_findings(session, advised),
     ]
-    return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
+    return tuple(gravest_first(found))
 
 
 def _with_ranks(finding: Finding, session: Session) -> Finding:

@@ -224,7 +224,7 @@ def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
         pair = decision.conflicts[0]
         small = "" if pair.needs_large == pair.needs_small else pair.needs_small
         return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
-    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    needs = decision.neediest
     return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
 
 

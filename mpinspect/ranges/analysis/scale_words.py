@@ -164,7 +164,7 @@ def _no_scale(decision: Decision) -> str:
             f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow"
             f"{_by_the_finite(decision)}."
         )
-    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    needs = decision.neediest
     return (
         f"No one scale serves the whole run: {needs.key.name!r} needs at least 2^{needs.log2_lowest}{in_steps(needs.steps)}, and "
         f"{chosen} is the largest without overflow{_by_the_finite(decision)}."

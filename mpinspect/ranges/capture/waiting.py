@@ -17,6 +17,7 @@ import torch
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.runtime.distributed import has_process_group
 
 #: Libraries that reduce gradients over processes without torch.distributed, from hooks on autograd nodes we can't detect.
 _REDUCERS = ("horovod.torch", "byteps.torch")
@@ -157,6 +158,4 @@ class WaitingGradients(Generic[Context]):
 
 def _may_be_reduced() -> bool:
     """Return whether gradients may be reduced over processes on arrival, through .data, unseen by the version counter."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return True
-    return any(name in sys.modules for name in _REDUCERS)
+    return has_process_group() or any(name in sys.modules for name in _REDUCERS)

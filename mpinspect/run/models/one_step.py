@@ -16,6 +16,7 @@ from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
+from mpinspect.runtime.distributed import has_process_group
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.wrappers import submodules
 
@@ -225,7 +226,7 @@ def _doubt(models: Iterable[torch.nn.Module]) -> str:
 
     FSDP and quantised weights, for example, may put their own tensor types and modes below autograd.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         return "the run is distributed"
     plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
     if any(type(parameter) not in plain for model in models for parameter in model.parameters()):

@@ -142,7 +142,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     # Other findings cover a script that does not scale at all, and gradients that no scale serves.
     if _serves_none(case) or not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
         return
-    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    needs = decision.neediest
     lowest, certainty = decision.window.log2_lowest, MEASURED
     if lowest <= _powers(known[-1]) and decision.likely_needed:
         # Values flushed before counting show by a crowd of values just above the flush edge.

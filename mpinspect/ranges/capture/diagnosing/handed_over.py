@@ -21,6 +21,7 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.distributed import has_process_group
 
 #: The names of the measurements, which the diagnoses look up.
 CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
@@ -133,8 +134,7 @@ class HandedOver(Observer):
         is_armed = (sampled or watched) and self._armed > 0 and self._armed_in_all < _MOST_AFTER_EVENTS
         self._armed -= self._armed > 0
         self._armed_in_all += is_armed
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not distributed
+        self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not has_process_group()
         self._moments.clear()
         self._left.clear()
         self._arrived.clear()
