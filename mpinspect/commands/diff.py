@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from mpinspect.commands.output import (
-    UnusableError,
-    add_output_options,
-    finding_named,
-    known_format,
-    print_text,
-    save_to,
-    status,
-)
+from mpinspect.commands.output import UnusableError, add_output_options, finding_named, known_format, show, status
 
 _RUN = "a run directory of mpinspect run, an inspector's log_dir, or a session file"
 
@@ -39,11 +30,7 @@ def run(options: argparse.Namespace) -> int:
         report = diff(options.first, options.second, format=options.format)
     except (SessionError, OSError) as error:
         raise UnusableError(error) from error
-    save_to(report, options.md, options.html)
-    if options.json:
-        sys.stdout.write(report.to_json())
-    else:
-        print_text(report, everything=options.all)
+    show(report, options, everything=options.all)
     return status(report.findings, options.fail_on)
 
 

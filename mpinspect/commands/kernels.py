@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.output import FOUND, UnusableError, add_output_options, gpu_name, print_text, save_to, status
+from mpinspect.commands.output import FOUND, UnusableError, add_output_options, gpu_name, show, status
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -31,11 +30,7 @@ def run(options: argparse.Namespace) -> int:
         report = read_trace(options.traces, gpu=options.gpu)
     except (TraceError, OSError) as error:
         raise UnusableError(error) from error
-    if options.json:
-        sys.stdout.write(report.to_json())
-    else:
-        print_text(report)
-    save_to(report, options.png, options.md, options.html)
+    show(report, options)
     return _status(report, options)
 
 

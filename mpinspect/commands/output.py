@@ -77,6 +77,22 @@ def print_text(report: RendersItself, **options: bool) -> None:
         sys.stdout.write(render(document(report, **options)))
 
 
+def show(report: RendersItself, options: argparse.Namespace, **document: bool) -> None:
+    """Save a report as the options of ``add_output_options`` ask, then print it as JSON or text.
+
+    Args:
+        report: a report of any kind.
+        options: the command's parsed options.
+        document: keyword arguments for the report's document, such as ``everything``.
+    """
+    # Save before printing, so that an error from a picture does not follow a printed report.
+    save_to(report, getattr(options, "png", None), options.md, options.html)
+    if options.json:
+        sys.stdout.write(report.to_json())
+    else:
+        print_text(report, **document)
+
+
 def save_to(report: RendersItself, *paths: str | None) -> None:
     """Write the report to each path that is not None. Raises UnusableError if a path can't be written."""
     for path in filter(None, paths):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from mpinspect.commands.output import (
     UnusableError,
     add_output_options,
     known_format,
-    print_text,
     range_finding,
-    save_to,
+    show,
     status,
 )
 
@@ -51,20 +49,13 @@ def run(options: argparse.Namespace) -> int:
     if options.watch:
         from mpinspect.commands.watching import watch
 
-        report = watch(options.run_dir, lambda: _read(options), lambda each: _show(each, options))
+        report = watch(
+            options.run_dir, lambda: _read(options), lambda each: show(each, options, everything=options.all)
+        )
     else:
         report = _read(options)
-        _show(report, options)
+        show(report, options, everything=options.all)
     return status(report.findings, options.fail_on)
-
-
-def _show(report: RangeReport | RunReport, options: argparse.Namespace) -> None:
-    # Save before printing, so that an error from a picture does not follow a printed report.
-    save_to(report, options.png, options.md, options.html)
-    if options.json:
-        sys.stdout.write(report.to_json())
-    else:
-        print_text(report, everything=options.all)
 
 
 def _read(options: argparse.Namespace) -> RangeReport | RunReport:

@@ -210,10 +210,9 @@ class ExponentHistogram:
     def flushed(self, format: FormatLike, log2_scale: int = 0) -> int:
         """Return how many non-zero elements of x * 2^log2_scale the format rounds to zero. Exact, ties included."""
         format = as_format(format)
-        if format.flushes_subnormals:
-            return self._count_below(format.min_normal_exponent - log2_scale)
-        edge = format.min_subnormal_exponent - 1 - log2_scale
-        return self._count_below(edge) + self._at(self.powers_of_two, edge)
+        edge = format.flush_exponent - log2_scale
+        below = self._count_below(edge)
+        return below if format.flushes_subnormals else below + self._at(self.powers_of_two, edge)
 
     def subnormal(self, format: FormatLike, log2_scale: int = 0) -> int:
         """Return how many elements lie below the smallest normal before rounding but are not flushed. Exact."""
@@ -301,7 +300,7 @@ class ExponentHistogram:
         The share is an estimate with bounds, since an exponent gives ``|x|`` only within a factor of 2.
         """
         format = as_format(format)
-        if self._flush_edge(format, log2_scale) < self.min_exponent:
+        if format.flush_exponent - log2_scale < self.min_exponent:
             return Interval(0.0, 0.0, 0.0)
         counts, powers, tops = self._flushed_part(format, log2_scale)
         # Exponents are relative to the largest, so that neither huge nor tiny values leave float64's range.
@@ -359,15 +358,9 @@ class ExponentHistogram:
         index = exponent - self.min_exponent
         return int(array[index]) if 0 <= index < len(array) else 0
 
-    @staticmethod
-    def _flush_edge(format: FloatFormat, log2_scale: int) -> int:
-        """Return the lowest exponent of x at which not all values of x * 2^log2_scale are flushed."""
-        edge = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
-        return edge - log2_scale
-
     def _flushed_part(self, format: FloatFormat, log2_scale: int) -> tuple[IntArray, IntArray, IntArray]:
         """Return copies of the three arrays that count only the flushed elements."""
-        index = self._flush_edge(format, log2_scale) - self.min_exponent
+        index = format.flush_exponent - log2_scale - self.min_exponent
         below = min(max(index, 0), len(self.counts))
         counts, powers, tops = (array.copy() for array in self._arrays())
         for part in (counts, powers, tops):

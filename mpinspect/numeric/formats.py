@@ -112,7 +112,12 @@ class FloatFormat:
 
         If the format flushes subnormals, the smallest normal, which itself is kept.
         """
-        return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent - 1)
+        return math.ldexp(1.0, self.flush_exponent)
+
+    @property
+    def flush_exponent(self) -> int:
+        """Exponent of ``flush_edge`` (-25 for FP16)."""
+        return self.min_normal_exponent if self.flushes_subnormals else self.min_subnormal_exponent - 1
 
     @property
     def range_powers_of_two(self) -> int:
@@ -172,6 +177,11 @@ _OTHER_NAMES = {
 def is_power_of_two(value: float) -> bool:
     """Return whether a value is 2^k for an integer k, so that scaling by it is exact within range."""
     return math.frexp(value)[0] == 0.5
+
+
+def floor_log2(value: float) -> int:
+    """Return the exponent floor(log2(value)) of a positive finite value, exactly."""
+    return math.frexp(value)[1] - 1
 
 
 def as_format(given: FormatLike) -> FloatFormat:

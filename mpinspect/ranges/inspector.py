@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -78,8 +78,8 @@ class Inspector:
             budget, it covers fewer steps; the report says how many. None: ``every`` and ``watch`` apply whatever they
             cost.
         eager_samples: run what torch.compile compiled of the model eagerly in the training forwards of sampled steps, so that
-            activations and their gradients inside are seen. Changes results: an eager step rounds otherwise than a
-            compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with
+            activations and their gradients inside are seen. This changes results: an eager step rounds differently from
+            a compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with
             ``every``; the steps between stay compiled. If False, inside compiled code only weight gradients are seen.
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
@@ -114,38 +114,26 @@ class Inspector:
     ) -> None:
         if max_overhead is not None:
             max_overhead = check_max_overhead(max_overhead)
-        schedule = every if isinstance(every, Schedule) else Schedule(every)
+        self._schedule = every if isinstance(every, Schedule) else Schedule(every)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
-        scale_by_hand = _scale_by_hand(loss_scale)
+        self._scale_by_hand, self._eager_samples = _scale_by_hand(loss_scale), eager_samples
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
         kinds = _kinds(capture, parameters)
         info = RunInfo(
-            *(class_of(model).__name__, now(), kinds, schedule.every, watch, _versions(), max_overhead),
+            *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
         )
         self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         if self._tracking is not None:
             sinks.append(self._tracking.sink)
-        look = None if self._tracking is None else self._tracking.look
-        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce, before_write=look)
+        find_run = None if self._tracking is None else self._tracking.find_run
+        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce, before_write=find_run)
         self._recording.watch(model_layers.describe(found, parameters, kinds))
-        self._capture = Capture(
-            found,
-            parameters,
-            kinds=kinds,
-            schedule=schedule,
-            watch=watch,
-            loss_scale=scale_by_hand,
-            optimizers=_optimizers(optimizers),
-            scalers=_several(scalers),
-            recording=self._recording,
-            max_overhead=max_overhead,
-            eager_samples=eager_samples,
-        )
+        self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
         self._at_exit: AtExit | None = None
         self._running = False
         #: Names of the weights that were non-finite when the run began, and the event for those non-finite when it ended.
@@ -171,7 +159,7 @@ class Inspector:
         # Set before attaching, so that detach also cleans up after an attach that fails halfway.
         self._running = True
         if self._tracking is not None:
-            self._tracking.look()
+            self._tracking.find_run()
         self._capture.attach()
         if self.log_dir is not None and self._ends_with_the_process:
             self._at_exit = AtExit(self._end)
@@ -242,6 +230,29 @@ class Inspector:
                 "the last module"
             )
 
+    def _new_capture(
+        self,
+        layers: Iterable[model_layers.Layer],
+        parameters: Iterable[model_layers.WatchedParameter],
+        optimizers: Collection[torch.optim.Optimizer],
+        scalers: Collection[Any] = (),
+    ) -> Capture:
+        """Return a capture of these layers and parameters with the inspector's settings, not yet attached."""
+        info = self._recording.info
+        return Capture(
+            layers,
+            parameters,
+            kinds=info.kinds,
+            schedule=self._schedule,
+            watch=info.watch,
+            loss_scale=self._scale_by_hand,
+            optimizers=optimizers,
+            scalers=scalers,
+            recording=self._recording,
+            max_overhead=info.max_overhead,
+            eager_samples=self._eager_samples,
+        )
+
     def _end(self) -> None:
         """Detach the hooks and close the record; after an interruption (Ctrl-C), a second call skips the completed parts."""
         if self._capture.attached:
@@ -256,7 +267,7 @@ class Inspector:
                 self._tracking.leave()
 
     def bring_tracker_up_to_date(self) -> None:
-        """Bring the tracker up to date while it still takes what is logged: the script ends its run before the inspection."""
+        """Log what the tracker lacks, and the page: the script is about to end the tracker's run, before the inspection ends."""
         if self._tracking is None or self._recording.progress.ended:
             return
         try:

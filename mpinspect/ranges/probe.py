@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FLOAT16
+from mpinspect.numeric.formats import FLOAT16, floor_log2, is_power_of_two
 from mpinspect.ranges.analysis import recommend_loss_scale
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings, without_noise
@@ -188,7 +188,7 @@ def _layer(
 
 
 def _agreement(sweep: _Sweep, name: str, histogram: ExponentHistogram, noise_floor: float) -> GradientAgreement:
-    log2_scale = _log2(sweep.loss_scale)
+    log2_scale = floor_log2(sweep.loss_scale)
     difference = sweep.differences[name]
     reference = without_noise(histogram, noise_floor)
     # The same exponents are removed from both histograms: the ceiling alone decides what is noise.
@@ -204,10 +204,6 @@ def _agreement(sweep: _Sweep, name: str, histogram: ExponentHistogram, noise_flo
         cosine=difference.cosine,
         relative_error=difference.relative_error,
     )
-
-
-def _log2(scale: float) -> int:
-    return math.frexp(scale)[1] - 1
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -231,7 +227,7 @@ def _require(model: object, loss_fn: object, loss_scale: object) -> None:
         return
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
         raise TypeError(f"loss_scale={loss_scale!r}: give a number, a power of two")
-    if not 0 < loss_scale < math.inf or math.frexp(loss_scale)[0] != 0.5:
+    if not 0 < loss_scale < math.inf or not is_power_of_two(loss_scale):
         raise ValueError(
             f"loss_scale={loss_scale!r}: give a power of two, such as 1024.0; counts predict those exactly"
         )

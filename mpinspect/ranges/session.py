@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 #: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
-#: What the note on a tensor begins with whose gradient is not wanted.
+#: The first word of a note on a tensor that needs no gradient.
 FROZEN = "frozen"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
 
-#: Values of ``TensorInfo.held``: not known, or a single process; a value of the rank's own, of which each rank has another
-#: (a gradient before the all-reduce); a shard of a tensor whose elements the ranks share; the same elements on each rank.
+#: Values of ``TensorInfo.held``. "": unknown, or a single process. "own": each rank has a value of its own, as of a gradient
+#: before the all-reduce. "shard": a part of a tensor whose elements are divided among the ranks. "replica": a copy.
 HELD = ("", "own", "shard", "replica")
 
 # Allowed values of fields, checked when a session is read from a file (``decoding.typed``).
@@ -46,7 +46,7 @@ Seconds = Annotated[float, Between(-1e18, 1e18)]
 #: A loss scale; infinite if a scaler has grown it beyond its dtype.
 Scale = Annotated[float, Between(0.0, math.inf)]
 
-#: Maximum number of windows of a run of any length: an eighth of the run, the block used to detect drift, then has 8 or more.
+#: Maximum number of windows of a run. Drift is detected between eighths of the run, each of which then has 8 windows or more.
 WINDOW_LIMIT = 128
 #: Maximum number of histograms in all windows, at about 1.5 kB of memory each: twice as many load in about a second.
 TENSOR_WINDOW_LIMIT = 1 << 16
@@ -72,11 +72,11 @@ class TensorInfo:
         shape: shape of the parameter; empty for activations, whose shape varies.
         dtype: storage dtype of the parameter ("float32"); "" for activations.
         note: why the tensor can't be captured, if known ("frozen: requires_grad is False"), else "".
-        held: how what this process counted relates to the other ranks' tensors of the name: one of HELD.
+        held: how this process's tensor relates to the other ranks' tensors of the same name: one of HELD.
         replicas: number of ranks that hold the same elements as this one, itself included; 1 unless replicated.
-        is_first: whether this rank is the first of these replicas, the one to count where ranks are added up.
+        is_first: whether this rank is the first with these replicas, and so the one counted when ranks are added up.
 
-    ``shape`` is the whole tensor's also where a rank holds a shard of it.
+    ``shape`` is the shape of the whole tensor, even if a rank holds only a shard.
     """
 
     name: str
@@ -180,10 +180,9 @@ class Window:
         return self._only(lambda key: key not in keys) if keys else self
 
     def once(self, keys: Collection[TensorKey], parts: Sequence[Window]) -> Window:
-        """Return the window, merged of these parts, with each sample of these tensors counted once.
+        """Return this window, merged from ``parts``, with the shards of each of these tensors counted as one sample.
 
-        A sample is then the tensor whose shards the parts hold: there are as many as the part with most has, and the
-        largest has as many elements as the largest shards together. The peaks stay those of the shards.
+        ``samples`` becomes the largest of any part, ``numel_max`` the sum over the parts. The peaks stay those of the shards.
         """
         if not keys or not any(key in keys for key in self.tensors):
             return self
@@ -391,6 +390,16 @@ class Progress:
     compiled: tuple[str, ...] = ()
     eager_steps: Count | None = None
 
+    def scale_at(self, step: int) -> float | None:
+        """Return the loss scale recorded for a step; None if it is unknown, or none was recorded up to then."""
+        return next((change.scale for change in reversed(self.scales) if change.step <= step), None)
+
+    def scale_spans(self) -> Iterator[tuple[float | None, int, int]]:
+        """Yield each loss scale with the first step that has it and the first step after it; the last holds to the run's end."""
+        for place, change in enumerate(self.scales, start=1):
+            end = self.scales[place].step if place < len(self.scales) else max(self.steps, change.step + 1)
+            yield change.scale, change.step, end
+
     def hides(self, module: str) -> bool:
         """Return whether a module is inside compiled code, where no hook ran, by its dotted path."""
         return any(module == path or is_below(module, path) for path in self.compiled)
@@ -401,8 +410,14 @@ class Progress:
         return self.own_s / self.bare_s if self.bare_s > 0 else None
 
 
+def containers(module: str) -> list[str]:
+    """Return the dotted paths of the modules around a module, innermost first; "", the model itself, is the last."""
+    parts = module.split(".")[:-1] if module else []
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
+
+
 def is_below(path: str, module: str) -> bool:
-    """Return whether a dotted path is that of a part of a module ("": the whole model)."""
+    """Return whether a dotted path lies inside a module's ("": the whole model)."""
     return path != module and (not module or path.startswith(f"{module}."))
 
 
@@ -446,7 +461,7 @@ class Session:
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
 
     def scale_history(self) -> tuple[ScaleChange, ...]:
-        """Return the loss scale from each step on: that of the sampled steps, and between them as far as events tell it."""
+        """Return the changes of the loss scale by step: those recorded at sampled steps, and those that events show between."""
         known = {change.step for change in self.progress.scales}
         told = [
             ScaleChange(event.step, event.loss_scale)
@@ -573,7 +588,7 @@ def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window
 
 
 def window_limit(tensors: int) -> int:
-    """Return the maximum number of windows for a run with so many tensors: 128; fewer, but at least 16, beyond 512 tensors."""
+    """Return the maximum number of windows of a run with this many tensors: 128; beyond 512 tensors fewer, but at least 16."""
     return max(LEAST_WINDOW_LIMIT, min(WINDOW_LIMIT, TENSOR_WINDOW_LIMIT // max(tensors, 1)))
 
 

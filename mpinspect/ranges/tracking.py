@@ -37,14 +37,14 @@ class TrackerSink(ScalarSink):
         self._row = step, {f"{GROUP}/{name}": value for name, value in values.items()}
 
     def progress(self, progress: Progress) -> None:
-        """Log the windows that came before. Raises what the tracker raised since the last call."""
+        """Log the scalars of the windows added since the last call. Raises what the tracker has raised meanwhile, if anything."""
         super().progress(progress)
         self._raise()
         if self._row is not None and not self._background.busy:
             self._background.call(self._log)
 
     def settle(self) -> None:
-        """Wait until all is logged. Raises what the tracker raised, or TimeoutError if it does not answer."""
+        """Wait until everything is logged. Raises the tracker's exception, or TimeoutError if the tracker does not answer."""
         self._background.wait(PATIENCE_S)
         if self._row is not None and not self._background.busy:
             self._background.call(self._log, urgent=True)
@@ -54,7 +54,7 @@ class TrackerSink(ScalarSink):
             raise TimeoutError(f"the tracker has not answered for {PATIENCE_S:g} s")
 
     def close(self) -> None:
-        """Wait until all is logged, as ``settle``."""
+        """Wait until everything is logged; raises like ``settle``."""
         self.settle()
 
     def _raise(self) -> None:
@@ -76,8 +76,8 @@ class Tracking:
     """A tracker and the sink that logs to it.
 
     Args:
-        tracker: the name of a tracker's package, for the run that the script has open, or a Tracker.
-        before_end: called just before such a run ends.
+        tracker: a tracker's package by name, to log to the run that the script has open; or a Tracker.
+        before_end: called just before the script's open run ends.
 
     Raises:
         TypeError: ``tracker`` is neither.
@@ -93,11 +93,11 @@ class Tracking:
         self._tracker = ActiveRun(tracker, before_end) if isinstance(tracker, str) else tracker
         self.sink = TrackerSink(self._tracker)
 
-    def look(self) -> None:
+    def find_run(self) -> None:
         """Find the run that the calling thread would log to, if the tracker was given by name; never raises."""
-        look: Callable[[], None] | None = getattr(self._tracker, "look", None)
-        if look is not None:
-            look()
+        find_run: Callable[[], None] | None = getattr(self._tracker, "find_run", None)
+        if find_run is not None:
+            find_run()
 
     def hand_over(self, report: Callable[[], RangeReport]) -> Iterator[str]:
         """Give the tracker the report's page; yield sentences on what went wrong, and raise nothing."""
@@ -113,6 +113,6 @@ class Tracking:
             yield f"the tracker did not take the report's page: {error!r}"
 
     def leave(self) -> None:
-        """Hand nothing over any more, also where the tracker's run ends later."""
+        """Hand nothing over any more, even if the tracker's run ends later."""
         if isinstance(self._tracker, ActiveRun):
             self._tracker.leave()

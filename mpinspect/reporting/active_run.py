@@ -59,7 +59,7 @@ class ActiveRun:
         """Whether there is a run that takes what is logged."""
         return self._tracker is not None
 
-    def look(self) -> None:
+    def find_run(self) -> None:
         """Find the run to log to, as the calling thread sees it; never raises."""
         package = sys.modules.get(self._name)
         if package is None or os.getpid() != self._process:
@@ -149,9 +149,9 @@ class RunPart:
         self._run = run
         self.name = name
 
-    def look(self) -> None:
+    def find_run(self) -> None:
         """Find the run to log to, and take this model's place in it; never raises."""
-        self._run.look()
+        self._run.find_run()
         self._run.join(self)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

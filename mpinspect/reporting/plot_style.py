@@ -76,7 +76,7 @@ class Region:
 
 def regions(format: FloatFormat) -> tuple[Region, ...]:
     """Return a format's regions along log2|x|, smallest magnitudes first; edges account for rounding (FP16: 2^-25)."""
-    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
+    flush = format.flush_exponent
     top = format.max_exponent + 1
     found = [Region("flushed", None, flush, "#e2e2e2", "///")]
     if flush < format.min_normal_exponent:

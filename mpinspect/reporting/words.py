@@ -10,7 +10,7 @@ import math
 import re
 
 from mpinspect.numeric.exponents import Interval
-from mpinspect.numeric.formats import is_power_of_two
+from mpinspect.numeric.formats import floor_log2, is_power_of_two
 
 #: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
 _NEAR = 0.1
@@ -43,7 +43,7 @@ def as_power(scale: float | None) -> str:
     """Return a scale as a power of two, "2^13"; one that is none as a plain number, and "?" for None."""
     if scale is None:
         return UNKNOWN
-    return f"2^{math.frexp(scale)[1] - 1}" if is_power_of_two(scale) else f"{scale:g}"
+    return f"2^{floor_log2(scale)}" if is_power_of_two(scale) else f"{scale:g}"
 
 
 def with_power(scale: float | None) -> str:

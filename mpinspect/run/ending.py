@@ -39,7 +39,7 @@ class Ending:
     """Makes the report, exactly once, however the script ends.
 
     Args:
-        options: of the launch.
+        options: the options of the launch.
         directory: this process's run directory, absolute.
         record: the fields of run.json as written at the start.
         speaks: whether to print the whole report to stderr; if not, only one line if something broke.
@@ -224,7 +224,7 @@ class Ending:
         )
 
     def _before_the_tracker_ends(self) -> None:
-        """Give the tracker all scalars and the page, while the script, which is about to end its tracker's run, goes on."""
+        """Give the tracker all scalars and the page, just before the script ends the tracker's run."""
         if self.over or self._watcher is None:
             return
         try:

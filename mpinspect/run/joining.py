@@ -104,13 +104,13 @@ def with_ranks(
     Waits for ranks that are about to end, and reads for _PATIENCE_S seconds at most.
 
     Args:
-        models: this rank's.
-        own: its directory.
+        models: this rank's models.
+        own: this rank's directory.
         ranks: the other ranks' directories.
         patience_s: most seconds to wait for ranks that still run.
 
     Returns:
-        The models of all ranks, the directories that were read, and sentences on what is not in.
+        The models of all ranks, the directories that were read, and sentences on the parts that are missing.
     """
     from mpinspect.run.ranks import ModelsOfRanks
 
@@ -179,7 +179,7 @@ def with_others(report: RunReport, others: Iterable[Path], added: Collection[Pat
     """Return the report with what other processes have recorded as broken so far; do not wait for those processes.
 
     Args:
-        report: of this process.
+        report: the report of this process.
         others: the other processes' directories.
         added: those whose models are in the report.
     """

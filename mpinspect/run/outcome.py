@@ -65,7 +65,7 @@ def _first_line(what: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-# -- what was recorded of it, and what it was seen to do --------------------------------------------------------------------
+# -- what was recorded, and what the script was seen to do -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class ModelsOfRanks:
 
     def __init__(self, *, each: bool = False) -> None:
         self._each = each
-        #: Sums, and the sessions that stay by themselves, by the name of the model, in the order in which they came.
+        #: Sums of ranks and single sessions by the model's name, in the order in which they were added.
         self._models: dict[str, RankSum | Session] = {}
         self._jobs: dict[str, str] = {}
         self._present: set[int] = set()
@@ -43,11 +43,11 @@ class ModelsOfRanks:
         if found.info.world_size < 2 or self._each:
             self._models[alone] = session
             return
-        # Inspectors of a script's own, each with a log_dir for its rank, are told apart by their directories.
+        # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
         name = name if process else found.info.model or name
         total = self._models.setdefault(name, RankSum())
         try:
-            # A process whose record is gone has no job: its rank tells where it belongs.
+            # A process whose record is missing has no job: only its rank shows where it belongs.
             if job and job != (self._jobs.setdefault(name, job) or job):
                 raise NotOneModelError("it is of another run: two runs are in one folder")
             if not isinstance(total, RankSum):

@@ -81,7 +81,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
 
 
 def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
-    """Yield the processes' sentences, each once; before those of some processes alone stands which."""
+    """Yield the processes' sentences, each once; a sentence of only some processes begins with their names."""
     for sentence, names in saw.items():
         names = list(dict.fromkeys(names))
         ranks = [int(name.removeprefix("rank")) for name in names if name.removeprefix("rank").isdigit()]
@@ -92,8 +92,7 @@ def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
 def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
     """Return the run in which a model was recorded, with the shapes and kernels of its process; its other models are empty.
 
-    Where the session lies in no run directory the run has this part alone. What can't be read is left out and named in
-    ``saw``.
+    If the session is in no run directory, the report has this part alone. Unreadable parts are left out and named in ``saw``.
     """
     place = session_file.parent.parent
     if not (place / RECORD).exists():
@@ -143,7 +142,7 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | ShapeReport | str]:
-    """Yield a process's models, by name, its shapes, and sentences on what can't be read and on what the process saw."""
+    """Yield each model's name and session, the shapes, and sentences on what a process saw and on what can't be read."""
     report, trouble = _report(place)
     if trouble:
         yield trouble
@@ -169,7 +168,7 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
 
 
 def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[ShapeReport | str]:
-    """Yield the shapes, and sentences on what the process saw, from its record or else its report, and on what is missing."""
+    """Yield the shapes, and sentences on what the process saw (from its record, else its report) and on what is missing."""
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
@@ -200,7 +199,7 @@ def _made(path: Path) -> float:
 
 
 def _report(place: Path) -> tuple[dict[str, Any], str]:
-    """Return the fields of the report.json that the run wrote at its end, {} without one, and what is wrong with it."""
+    """Return the fields of the run's final report.json ({} without one), and a sentence on what is wrong with it, or ""."""
     try:
         report = json_of(place / REPORTS[1], _LARGEST_REPORT)
     except FileNotFoundError:

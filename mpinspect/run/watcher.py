@@ -28,7 +28,7 @@ class Watcher(Guarded):
     """Receives the calls that TorchPatches intercepts and passes them to the parts that find, inspect and record.
 
     Args:
-        options: the launch's.
+        options: the options of the launch.
         directory: each model gets a directory below it.
         say: prints a line to stderr.
         seen: the counts to update.

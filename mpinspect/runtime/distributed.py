@@ -43,11 +43,14 @@ def is_distributed(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "_local_tensor")
 
 
-def world_size() -> int:
-    """Return the number of ranks of the default process group; 1 without one. Communicates nothing."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
+def has_process_group() -> bool:
+    """Return whether this process has joined torch's default process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def world_size(group: Any = None) -> int:
+    """Return the number of ranks of a process group (None: the default one); 1 without any. Communicates nothing."""
+    return torch.distributed.get_world_size(group) if has_process_group() else 1
 
 
 def is_pipeline_trial() -> bool:
@@ -67,9 +70,8 @@ def is_pipeline_trial() -> bool:
 
 def rank_and_world() -> tuple[int, int]:
     """Return this process's rank and the number of ranks: the process group's, else the launcher's; (0, 1) without either."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
+    if has_process_group():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):

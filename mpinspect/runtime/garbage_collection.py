@@ -28,7 +28,7 @@ def without_collection() -> Iterator[None]:
 def living(kinds: Iterable[type]) -> list[Any]:
     """Return the objects of exactly these types that the garbage collector tracks, in no particular order.
 
-    Only types are looked at: reading an attribute of a lazy proxy would trigger it. Takes some 0.2 s for a million objects.
+    Reads only types, since reading an attribute of a lazy proxy would trigger it. Takes some 0.2 s for a million objects.
 
     While anything holds all objects, no other thread may run: ``tuple(generator)`` in it raises SystemError where somebody else
     refers to the tuple that it fills (CPython before 3.14). So the list of them is made, searched and freed within one call of a

@@ -71,6 +71,28 @@ def registered(module: nn.Module, table: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def named_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a module's direct submodules, with their names."""
+    from torch import nn
+
+    return [
+        (name, child) for name, child in registered(module, "_modules").items() if issubclass(type(child), nn.Module)
+    ]
+
+
+def submodules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules inside it, each once, without ``module.modules()``, which users may override."""
+    seen = {id(module)}
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        for _, child in named_children(each):
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+
+
 @contextmanager
 def compiled_modules_eager() -> Iterator[None]:
     """Run compiled modules eagerly within the block, since compiled graphs have fixed dtypes and ignore modes."""

@@ -21,6 +21,7 @@ from mpinspect.ranges.analysis import recommend_loss_scale
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.reporting.words import number_or_power
+from mpinspect.runtime.distributed import world_size
 from mpinspect.training.loss_scaler import LossScaler
 
 _log = logging.getLogger("mpinspect.training")
@@ -177,7 +178,7 @@ class AutoScale:
 
     def _is_distributed(self) -> bool:
         group = self._scaler.process_group
-        return group is not False and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        return group is not False and world_size(group) > 1
 
     def _below_window(self) -> bool:
         """Return whether overflows have driven the scale below the window; always False with several ranks."""

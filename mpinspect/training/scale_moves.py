@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpinspect.runtime.distributed import world_size
 from mpinspect.training.checked_steps import CheckedSteps, Iteration
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, checked_scale
 from mpinspect.training.scaled_losses import Cause, ScaledLosses, find_cause, let_go
@@ -182,7 +183,7 @@ class MovingScale(CheckedSteps):
     def _failed_on_any_rank(self) -> torch.Tensor | None:
         """Return a device flag: whether a loss of any rank was non-finite; None if there is only one rank."""
         group = self.process_group
-        if group is False or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        if group is False or world_size(group) == 1:
             return None
         failed = self._iteration.losses.failed(self._check_scale_growth_tracker("update")[0].device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)

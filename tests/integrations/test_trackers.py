@@ -268,8 +268,8 @@ def test_several_models_have_their_names_but_for_the_first_in_each_run(package):
     one, other = active.part("Net"), active.part("Head")
     for first, later in ((one, other), (other, one)):
         package.run = Kept()
-        first.look()
-        later.look()
+        first.find_run()
+        later.find_run()
         later.scalars(0, {"mpinspect/steps/skipped": 2})
         first.scalars(0, {"mpinspect/steps/skipped": 1})
         assert package.run.rows == [

@@ -206,7 +206,7 @@ def test_what_the_floor_hides_is_not_known_and_how_to_know_it_is_said():
     page = " ".join(render(report, ".txt", width=200).split())
     assert "(if one is needed); window ? .. 2^" in page
     assert "serves every" not in page
-    assert "To know it, run at a loss scale of at least 2^" in page
+    assert "To know whether one is needed, run at a loss scale of at least 2^" in page
 
 
 # -- what is no evidence ----------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_a_scale_by_hand_that_nobody_gave_is_not_known(scale, update):
     assert contradictions(report) == []
     assert not report.session.progress.scale_known
     assert report.loss_scale.recommended is None
-    assert "As the gradients arrive FP16 flushes little of what was counted" in report.loss_scale.reason
+    assert "As the gradients arrive, FP16 flushes little of what was counted" in report.loss_scale.reason
     assert report.session.progress.weights_moved is True
     assert "no update" not in render(report, ".txt", width=200)
 
@@ -356,7 +356,7 @@ def test_a_finite_loss_with_an_infinite_gradient_has_a_scale_that_is_too_high():
     broke = finding(report, "non-finite-event")
     assert "the forward was finite, so whatever the loss is multiplied by is too high" in broke.message
     assert "none of 12 backwards led to an update" in broke.message
-    assert "As the gradients arrive they overflow FP16" in report.loss_scale.reason
+    assert "As the gradients arrive, they overflow FP16" in report.loss_scale.reason
     assert report.loss_scale.recommended is None
 
 

@@ -13,7 +13,6 @@ from mpinspect.ranges.analysis.ranges import layer_report
 from mpinspect.ranges.analysis.serving import (
     LOST_L1_TOLERANCE,
     NEGLIGIBLE_L1_SHARE,
-    flush_exponent,
     least_log2_scale,
 )
 from mpinspect.ranges.analysis.visibility import Visibility
@@ -49,7 +48,7 @@ def test_a_scale_that_allows_for_hidden_values_keeps_even_their_worst_case(histo
     assert k >= least_log2_scale(histogram, format)
     whole = histogram.sum_abs().estimate
     lost = histogram.lost_l1_share(format, k).estimate * whole
-    lost += hidden * 2.0 ** min(floor, flush_exponent(format) - k)
+    lost += hidden * 2.0 ** min(floor, format.flush_exponent - k)
     assert lost <= LOST_L1_TOLERANCE * whole * (1 + 1e-9)
 
 

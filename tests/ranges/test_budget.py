@@ -252,7 +252,7 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     report = inspector.report()
     for text in (str(report), report.to_json()):
         assert "max_overhead" in text
-    assert f"the watch looked at {progress.watched_steps} of 400 steps" in " ".join(str(report).split())
+    assert f"the watch checked {progress.watched_steps} of 400 steps" in " ".join(str(report).split())
 
 
 def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
@@ -273,7 +273,7 @@ def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
     events = inspector.session().events
     assert events
     assert 200 <= events[0].step < 210
-    assert "the step before was not looked at" in events[0].explanation
+    assert "the step before was not watched" in events[0].explanation
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1, 1.5, math.nan, math.inf])

@@ -75,7 +75,7 @@ def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None
     finding = _the_finding(inspector)
     assert "'2.bias' held an inf; 1 of 4 parameters are not finite" in finding.message
     assert (
-        f"the watch looked at {inspector.session().progress.watched_steps} of 5 steps (max_overhead)" in finding.message
+        f"the watch checked {inspector.session().progress.watched_steps} of 5 steps (max_overhead)" in finding.message
     )
 
 
@@ -88,7 +88,7 @@ def test_weights_that_broke_without_a_gradient_are_told_of() -> None:
         optimizer.param_groups[0]["lr"] = 3e38
         optimizer.step()
     finding = _the_finding(inspector)
-    assert "of no step that was taken did the watch see anything but finite values" in finding.message
+    assert "every value that the watch read in the steps taken was finite" in finding.message
     assert "learning rate" in finding.fix
 
 

@@ -293,7 +293,7 @@ def _train(
                     each_step(step, network, outputs)
                 (network.head(hidden).flatten(0, 1).square().mean() * (loss_scale or 1.0)).backward()
                 network(tokens).logsumexp(-1).mean().mul(loss_scale or 1.0).backward()
-            looks += [(look.phase, look.what, look.name) for look in watch._log.looks]
+            looks += [(look.phase, look.what, look.name) for look in watch._log.readings]
             optimizer.step()
     values = [float(parameter.detach().double().sum()) for parameter in network.parameters()]
     rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]

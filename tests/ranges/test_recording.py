@@ -348,7 +348,7 @@ def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(
     assert read_session(tmp_path) == before
     (full,) = (note for note in told if "no room" in note)
     assert full.startswith("SessionWriter has had no room to write since step 5 (")
-    assert "waits in memory" in full
+    assert "keeps the counts in memory" in full
     assert len(recording._sinks._keepers[0]._windows) <= WAITING_LIMIT
     disk.make_room()
     steps(range(60, 63))
@@ -360,7 +360,7 @@ def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(
     assert read.progress == recording.progress
     (again,) = (note for note in read.notes if "has room again" in note)
     # The thread that writes may come to it a step or two later.
-    assert re.search("goes on from step 6[0-3]: what was counted since step 5 has been written too", again)
+    assert re.search("goes on from step 6[0-3]: the counts since step 5 have been written too", again)
     assert {full, again, "something else"} <= set(read.notes)
     assert not any("damaged" in note or "within a record" in note for note in read.notes)
 
@@ -374,7 +374,7 @@ def test_a_disk_that_stays_full_is_told_of_at_the_end(tmp_path: Path, disk: Disk
         recording.flush()
     recording.close()
     assert [" ".join(note.split()[:4]) for note in told] == ["SessionWriter has had no", "SessionWriter had no room"]
-    assert "what was counted since step 1 is not in the log_dir; the report is still complete" in told[1]
+    assert "the counts since step 1 are not in the log_dir; the report is still complete" in told[1]
     assert recording.session().progress.steps == 4
     assert read_session(tmp_path).windows == ()
 

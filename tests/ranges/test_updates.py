@@ -15,8 +15,8 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.counting.cpu import available
-from mpinspect.ranges.capture import optimizers
-from mpinspect.ranges.capture.optimizers import lost_updates, unmoved
+from mpinspect.ranges.capture import updates
+from mpinspect.ranges.capture.updates import lost_updates, unmoved
 from mpinspect.ranges.session import LostUpdates, TensorKey, TensorWindow
 
 DTYPES = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
@@ -108,13 +108,13 @@ def test_any_fp16_weight_and_update(weight: float, update: float) -> None:
 
 
 def _by_torch(weight: torch.Tensor, update: torch.Tensor) -> dict[str, list[int]]:
-    return {name: lost_updates(weight, update, dtype).tolist() for name, dtype in optimizers.STORAGE_DTYPES.items()}
+    return {name: lost_updates(weight, update, dtype).tolist() for name, dtype in updates.STORAGE_DTYPES.items()}
 
 
 def _compiled(weight: torch.Tensor, update: torch.Tensor) -> dict[str, list[int]]:
     lost = pytest.importorskip("mpinspect.counting.cpu.lost", exc_type=ImportError)
     assert lost.takes(weight, update)
-    return {name: counts.tolist() for name, counts in optimizers.lost_updates_by_format(weight, update).items()}
+    return {name: counts.tolist() for name, counts in updates.lost_updates_by_format(weight, update).items()}
 
 
 @settings(max_examples=300, deadline=None)
@@ -163,13 +163,13 @@ def test_what_is_not_read_in_one_go_is_judged_by_torch(monkeypatch: pytest.Monke
     expected = _by_torch(weight, update)
     # Of different order in memory, of another dtype, with gaps.
     for one, other in ((weight, update.t().contiguous().t()), (weight.double(), update.double())):
-        found = optimizers.lost_updates_by_format(one, other)
+        found = updates.lost_updates_by_format(one, other)
         assert {name: counts.tolist() for name, counts in found.items()} == expected
     gaps = torch.stack([weight, weight], dim=-1)[..., 0]
-    found = optimizers.lost_updates_by_format(gaps, update)
+    found = updates.lost_updates_by_format(gaps, update)
     assert {name: counts.tolist() for name, counts in found.items()} == expected
     monkeypatch.setattr(available, "loops", lambda: None)
-    found = optimizers.lost_updates_by_format(weight, update)
+    found = updates.lost_updates_by_format(weight, update)
     assert {name: counts.tolist() for name, counts in found.items()} == expected
 
 

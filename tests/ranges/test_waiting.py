@@ -420,7 +420,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Log:
     end_step = Watch.end_step
 
     def recorded(self: Watch, step: int, sampled: bool) -> None:
-        found.extend((look.phase, look.what, look.name) for look in self._log.looks)
+        found.extend((look.phase, look.what, look.name) for look in self._log.readings)
         end_step(self, step, sampled)
 
     monkeypatch.setattr(Watch, "end_step", recorded)

@@ -258,7 +258,7 @@ def test_nothing_to_compare(tmp_path, pair, capsys):
     empty = saved(tmp_path / "empty", dataclasses.replace(Session(), progress=sessions.word_model().progress))
     assert "holds no counts to compare: no step was sampled" in refused(pair[0], empty, capsys)
     begun = saved(tmp_path / "begun", Session())
-    assert "the run still goes on and has written none" in refused(begun, pair[0], capsys)
+    assert "the run is still running and has written none" in refused(begun, pair[0], capsys)
     none = run_of(tmp_path / "none", Net=sessions.word_model())
     (none / "Net" / FILE_NAME).write_bytes(b"PK\x03\x04 not ours")
     assert "no model was recorded that can be read" in refused(none, pair[0], capsys)
@@ -287,7 +287,9 @@ def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp
     assert " ".join(out.split()).startswith(
         "No difference: the counts of 7 tensors are equal in all 20 steps counted of steps 0-19. A "
     )
-    assert "B: WordModel still goes on, or was killed: it is compared as far as it was written" in " ".join(out.split())
+    assert "B: WordModel is still running, or was killed: it is compared as far as it was written" in " ".join(
+        out.split()
+    )
     assert "20 so far" in out
 
 

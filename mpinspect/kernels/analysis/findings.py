@@ -8,7 +8,7 @@ from mpinspect.kernels.analysis.limits import is_layout_conversion
 from mpinspect.kernels.analysis.product_findings import product_findings
 from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.words import duration, percent, some
 from mpinspect.runtime.gpus import Gpu
 
@@ -42,7 +42,7 @@ def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding,
         *_communication(report),
         *_idle(report),
     ]
-    return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
+    return tuple(gravest_first(found))
 
 
 def _layout_conversions(report: KernelReport) -> Iterator[Finding]:

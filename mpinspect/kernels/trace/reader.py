@@ -17,11 +17,11 @@ from mpinspect.kernels.trace.events import EventStream
 from mpinspect.kernels.trace.notes import no_phases, notes
 from mpinspect.kernels.trace.provenance import busy_and_span, devices, job, rank_and_size
 from mpinspect.kernels.trace.recording import Recording
-from mpinspect.kernels.trace.text import CHUNK_BYTES, TextChunks, TraceError, cannot_read
+from mpinspect.kernels.trace.text import TextChunks, TraceError, cannot_read
 from mpinspect.runtime.garbage_collection import without_collection
 
 
-def read_trace_file(path: str | PathLike[str], *, chunk_bytes: int = CHUNK_BYTES) -> KernelTrace:
+def read_trace_file(path: str | PathLike[str]) -> KernelTrace:
     """Read a trace that torch.profiler exported: JSON, gzipped or not, regardless of the file's name.
 
     Takes about 100 bytes of memory per event. For a truncated or damaged file, returns the readable part; ``notes`` of the result
@@ -29,17 +29,16 @@ def read_trace_file(path: str | PathLike[str], *, chunk_bytes: int = CHUNK_BYTES
 
     Args:
         path: path of the file.
-        chunk_bytes: how many bytes to read at a time.
 
     Raises:
         TraceError: the file does not exist, cannot be read, or is not a trace.
     """
     with without_collection():
-        return _read(Path(path), chunk_bytes)
+        return _read(Path(path))
 
 
-def _read(path: Path, chunk_bytes: int) -> KernelTrace:
-    chunks = TextChunks(path, chunk_bytes)
+def _read(path: Path) -> KernelTrace:
+    chunks = TextChunks(path)
     stream, recording = EventStream(chunks), Recording()
     for batch in stream.batches():
         recording.add(batch)

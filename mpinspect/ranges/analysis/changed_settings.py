@@ -12,13 +12,13 @@ from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session
 from mpinspect.reporting.words import NOT_APPLICABLE, format_name, with_power
 
 Record = TypeVar("Record")
-#: Settings in words, by name; what a run does not have, or what is not known of it, has no entry.
+#: Settings in words, by name; a setting that a run lacks, or that is unknown, has no entry.
 Settings = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs: its name, and its value in either run in words ("-" where a run has none)."""
+    """A setting that differs: its name, and its value in each run in words ("-" if the run has none)."""
 
     name: str
     first: str
@@ -26,13 +26,13 @@ class Change:
 
 
 def changed_settings(first: Session, second: Session) -> Iterator[Change]:
-    """Yield the settings that differ, precision first. What is not known of a run is not compared."""
+    """Yield the settings that differ, precision first; settings unknown for a run are not compared."""
     parts = [_shapes, _inspector]
     if first.precision.weights and second.precision.weights:
         parts = [_precision, _optimizers, _scalers, *parts]
     for part in parts:
         one, other = part(first), part(second)
-        # A parameter of one run alone is a layer that differs, not a setting.
+        # A parameter that only one run has counts as a layer that differs, not as a setting.
         names = [name for name in one if name in other] if part is _shapes else dict.fromkeys([*one, *other])
         for name in names:
             here, there = one.get(name, NOT_APPLICABLE), other.get(name, NOT_APPLICABLE)

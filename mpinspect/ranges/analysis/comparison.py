@@ -82,7 +82,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared.
+    """The extent of a comparison.
 
     Args:
         steps: the first and the last step compared; None if the runs counted no steps in common.
@@ -107,14 +107,14 @@ class RangeDiff:
         first, second: the reports, judged in the same format.
         compared: what was compared.
         settings: the settings that differ.
-        differs: where counts differ first; None if all that could be compared are equal.
-        moved: where a tensor moved first: more than it changes by itself; None if none did.
+        differs: the first place where counts differ; None if all that could be compared are equal.
+        moved: the first place where a tensor changed by more than it changes by itself; None if none did.
         layers: the tensors that both runs counted, those that moved most first.
-        only_first, only_second: the tensors that one run alone counted.
-        events_only_first, events_only_second: the events that one run alone has.
+        only_first, only_second: the tensors that only this run counted.
+        events_only_first, events_only_second: the events that only this run has.
         scales_part: the first step at which the loss scales differ, and both scales (None: unknown); None if they agree.
         differences: findings on what differs.
-        new: findings of the second run that the first has not, or has in a milder form; ``gone``: the other way round.
+        new: findings of the second run that the first lacks or has at a lower severity; ``gone``: the other way round.
     """
 
     first: RangeReport
@@ -169,7 +169,7 @@ def compare_ranges(first: RangeReport, second: RangeReport) -> RangeDiff:
 
 
 def _added(before: Sequence[Finding], after: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings of ``after`` that ``before`` has not, or has in a milder form."""
+    """Return the findings of ``after`` that ``before`` lacks or has at a lower severity."""
     known: dict[tuple[str, str], int] = {}
     for finding in before:
         at = finding.id, finding.layer
@@ -189,7 +189,7 @@ def _compared(aligned: Sequence[Stretch], tensors: int) -> Compared:
 def _parting(
     aligned: Sequence[Stretch], found: Mapping[TensorKey, Course], where: Callable[[Course], int | None]
 ) -> Parting | None:
-    """Return the first of the stretches that ``where`` names, and the tensor that differs most among those it names it for."""
+    """Return the earliest stretch that ``where`` gives for any tensor, and the tensor, of those with it, that differs most."""
     at = min((row for course in found.values() if (row := where(course)) is not None), default=None)
     if at is None:
         return None
@@ -335,7 +335,7 @@ def _layers_differ(diff: RangeDiff) -> Finding:
 
 
 def _events_differ(diff: RangeDiff) -> Finding:
-    """Return a warning if the second run alone has an event that did harm."""
+    """Return the finding on events of only one run: a warning if one of the second run's did harm."""
     harm = gravest(diff.events_only_second)
     shown = harm or next(iter((*diff.events_only_second, *diff.events_only_first)))
     whose = "B" if shown in diff.events_only_second else "A"
@@ -351,7 +351,7 @@ def _scale_window(first: LossScaleAdvice, second: LossScaleAdvice) -> Iterator[F
     apart = [abs(math.log2(one) - math.log2(other)) for one, other in (lows, highs) if one and other]
     if max(apart, default=0) < LEAST_RISE:
         return
-    # Where no scale of one run's window is in the other's, what suited the one breaks the other.
+    # If the windows share no scale, every scale that suits one run breaks the other.
     disjoint = any(low and high and low > high for low, high in zip(lows, reversed(highs), strict=True))
     was, now = (f"{as_power(low)} .. {as_power(high)}" for low, high in zip(lows, highs, strict=True))
     message = f"The window of safe loss scales is {was} in A and {now} in B."
@@ -360,5 +360,5 @@ def _scale_window(first: LossScaleAdvice, second: LossScaleAdvice) -> Iterator[F
 
 
 def _lowest(advice: LossScaleAdvice) -> float | None:
-    """Return the window's lower end; None where values flushed before they were counted leave it open."""
+    """Return the window's lower end; None if values flushed before counting leave it unknown."""
     return None if advice.needed is None else advice.lowest

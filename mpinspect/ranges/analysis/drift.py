@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.overflow_odds import log2_room
 from mpinspect.ranges.analysis.report import TimeBlock
-from mpinspect.ranges.analysis.serving import flush_exponent
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, Window, merge_windows
@@ -56,7 +55,7 @@ def divergence(windows: Sequence[Window]) -> str:
     largest = max(max(window.gradient_peaks) for window in seen)
     if after - before >= EXPLOSION and log2_room(after, FLOAT16) < 0:
         course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}"
-    elif log2_room(largest, FLOAT16) <= flush_exponent(FLOAT16):
+    elif log2_room(largest, FLOAT16) <= FLOAT16.flush_exponent:
         course = f"reached 2^{largest}"
     else:
         return ""

@@ -19,7 +19,7 @@ FEWEST_SKIPS = 3
 
 _ID = "non-finite-event"
 
-#: What to do where only the weight gradients of compiled code were seen.
+#: The remedy if only the weight gradients of compiled code were seen.
 _SEARCH_COMPILED = (
     "Inside compiled code no module is seen: run again with eager_samples=True and every=1 (mpinspect run --eager-samples "
     "--every 1), and the event names where it arises. If it does not come then, the compiled code makes it: compile with "
@@ -68,9 +68,9 @@ def _left_broken(event: Event, session: Session) -> Finding:
     if not session.info.watch:
         why, fix = "the watch was off", again
     elif seen is not None:
-        why, fix = f"the watch looked at {seen} of {steps} steps (max_overhead)", again
+        why, fix = f"the watch checked {seen} of {steps} steps (max_overhead)", again
     else:
-        why = "of no step that was taken did the watch see anything but finite values"
+        why = "every value that the watch read in the steps taken was finite"
         fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
     return _finding(
         event,
@@ -87,7 +87,7 @@ def _harmless(events: Sequence[Event]) -> Finding:
     return _finding(
         first,
         "info",
-        f"In step {first.step} {_what(first)} and every gradient was finite all the same: on purpose, perhaps (a mask).",
+        f"In step {first.step} {_what(first)} and every gradient was finite nevertheless: it may be intended (a mask).",
         _evidence(first),
     )
 
@@ -115,7 +115,9 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
 def _look_at(first: Event, in_half: bool) -> str:
     if first.given:
         return f"Look at the data of step {first.step}, and at what is done to it before it reaches the model."
-    overflow = "; where its values grow beyond 65504, compute it, and what takes its result, in FP32 or BF16"
+    overflow = (
+        "; where its values grow beyond 65504, compute it, and the operations that take its result, in FP32 or BF16"
+    )
     return (
         f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
         f"{overflow if in_half else ''}."
@@ -136,8 +138,9 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
         return _finding(
             first,
             "warning",
-            f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: what was not finite "
-            "reached no weight" + ("." if is_explained else ", being masked (by a ReLU, say) or replaced on its way."),
+            f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: no infinity or "
+            "NaN reached a weight"
+            + ("." if is_explained else ", since it was masked (by a ReLU, say) or replaced on its way."),
             evidence,
             _remedy(first, advice, session.progress),
         )
@@ -145,8 +148,8 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
         return _finding(
             first,
             "error",
-            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are no longer sound, and whatever "
-            "is not finite later may come from that.",
+            f"{begin}; the optimizer stepped on it in step {stepped[0].step}, so the weights are damaged, and later infinities "
+            "and NaNs may come from that.",
             evidence,
             f"{_remedy(first, advice, session.progress)} Start again from a checkpoint before that step.",
         )
@@ -248,7 +251,7 @@ def _unseen_skips(session: Session) -> list[Finding]:
     if not skipped or (session.info.watch and progress.watched_steps is None):
         return []
     often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
-    why = "the watch looked at none of them (max_overhead)" if session.info.watch else "the watch was off"
+    why = "the watch checked none of them (max_overhead)" if session.info.watch else "the watch was off"
     return [
         Finding(
             "unwatched-skips",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.session import Event, Session, Window
 from mpinspect.reporting.words import steps_named
 
@@ -77,13 +78,11 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
     A loss scale has collapsed if FP16 would flush even 1 at that scale, or if the scale fell below 1 after steps were
     skipped for a non-finite forward, which no loss scale fixes.
     """
-    changes = session.progress.scales
     useless = min((event.step for event in session.events if event.skipped and forward_broke(event)), default=math.inf)
-    ends = [change.step for change in changes[1:]]
     spans = [
-        (change.step, end, change.scale)
-        for change, end in zip(changes, [*ends, math.inf], strict=False)
-        if change.scale and _has_collapsed(change.scale, after_useless_skips=change.step > useless)
+        (start, end, scale)
+        for scale, start, end in session.reached().scale_spans()
+        if scale and (scale <= 2.0**COLLAPSED_LOG2_SCALE or (scale < 1 and start > useless))
     ]
     kept: list[Window] = []
     dropped: list[Window] = []
@@ -93,7 +92,7 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
     if not dropped:
         return session.windows, ""
     first, last = min(window.first_step for window in dropped), max(window.last_step for window in dropped)
-    least = math.frexp(min(scale for *_, scale in spans))[1] - 1
+    least = floor_log2(min(scale for *_, scale in spans))
     named = steps_named(first, last)
     return (
         tuple(kept),
@@ -104,7 +103,3 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
 def forward_broke(event: Event) -> bool:
     """Return whether the step's forward was already non-finite, so that its gradients say nothing about the loss scale."""
     return event.phase == "forward" or event.forward_finite is False
-
-
-def _has_collapsed(scale: float, *, after_useless_skips: bool) -> bool:
-    return scale <= 2.0**COLLAPSED_LOG2_SCALE or (scale < 1 and after_useless_skips)

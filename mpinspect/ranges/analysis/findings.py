@@ -18,7 +18,7 @@ from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import FROZEN, LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
-from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.words import format_name, number_of, percent
 
 
@@ -46,11 +46,11 @@ def findings(
         *_never_fired(coverage),
         *rank_findings(session, advised),
     ]
-    return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
+    return tuple(gravest_first(found))
 
 
 def _with_ranks(finding: Finding, session: Session) -> Finding:
-    """Return the finding with the ranks on which its step was not finite, if it was on some alone."""
+    """Return the finding; if its step was non-finite on only some ranks, with a sentence that names them."""
     ranks = {event.rank for event in session.events if event.step == finding.step and event.rank is not None}
     if not 0 < len(ranks) < len(session.ranks):
         return finding
@@ -131,7 +131,7 @@ _NAMED = 5
 
 
 def _never_fired(coverage: Coverage) -> list[Finding]:
-    # What is frozen was left out on purpose; the coverage lists it all the same.
+    # Frozen tensors were left out on purpose; the coverage still lists them.
     unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith(FROZEN)]
     if not unexpected:
         return []

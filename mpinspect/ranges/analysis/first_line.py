@@ -1,11 +1,11 @@
-"""What broke, in one line: the first thing to read when a run has failed."""
+"""Words for the event that broke a run, in one line: the first thing to read when a run has failed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.analysis.diagnoses import explains_events
 from mpinspect.ranges.session import END, Event
 
@@ -18,7 +18,7 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 def first_line(event: Event) -> str:
     """Return ``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``, without the unknown parts.
 
-    Of several ranks it begins with the one that saw the event.
+    If there are several ranks, the line begins with the rank that saw the event.
     """
     rank = [] if event.rank is None else [f"rank {event.rank}"]
     if event.phase == END:
@@ -39,9 +39,8 @@ def first_line(event: Event) -> str:
 
 def _scale(scale: float) -> str:
     """Return the scale as a plain number, or as "2^k" if it is a power of two below 1 or above 2^24."""
-    mantissa, exponent = math.frexp(scale)
-    is_known = mantissa != 0.5 or 0 <= exponent - 1 <= 24
-    return f"{scale:.15g}" if is_known else f"2^{exponent - 1}"
+    is_plain = not is_power_of_two(scale) or 1 <= scale <= 1 << 24
+    return f"{scale:.15g}" if is_plain else f"2^{floor_log2(scale)}"
 
 
 def what_broke(report: RangeReport) -> Event | None:

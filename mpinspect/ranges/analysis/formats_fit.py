@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS, FloatFormat
 from mpinspect.ranges.analysis.report import FormatVerdict
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, flush_exponent
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.session import TensorKey, TensorWindow
@@ -34,22 +34,22 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
             for key, window in totals.items()
             if key.kind == kind and key not in noise and len(window.histogram.counts)
         }
-        # A weight's gradient is made of activation gradients: what these lost it lacks.
+        # A weight's gradient is computed from activation gradients, and lacks the values that these lost.
         sources = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
         unknown = {window.passed_through for key, window in totals.items() if key.kind in sources and _hides(window)}
         if histograms and kind != UPDATE:
             found = [format_verdict(kind, histograms, format, scaling) for format, scaling in CANDIDATES]
-            # What was seen may be too much for a format, whatever else was lost before.
+            # Values that were seen may exceed a format whatever was lost before counting: such a verdict stands.
             verdicts += [each for each in found if each.format not in unknown or not each.fits]
     return tuple(verdicts)
 
 
 def _hides(window: TensorWindow) -> bool:
-    """Return whether the format that a tensor passed through may have lost too much of it, unscaled, for the counts to tell."""
+    """Return whether a format that a tensor passed through may have lost so much that the counts allow no verdict."""
     format, seen = FORMATS.get(window.passed_through), Visibility.of(window)
     if format is None or seen.floor_exponent is None:
         return False
-    overflowed_unscaled = window.histogram.infs and seen.floor_exponent >= flush_exponent(format)
+    overflowed_unscaled = window.histogram.infs and seen.floor_exponent >= format.flush_exponent
     return bool(overflowed_unscaled) or seen.lost_l1_share(format).high > LOST_L1_TOLERANCE
 
 

@@ -93,17 +93,9 @@ def why_no_alarm(session: Session, worst: Loss, needed: int, *, several: bool = 
 
 def runs_at_least(session: Session, log2_scale: int) -> bool:
     """Return whether the run's loss scale was known and at least 2^log2_scale in at least 90% of the steps."""
-    changes = session.progress.scales
-    if not changes:
-        return False
-    end = max(session.progress.steps, changes[-1].step + 1)
-    ends = [change.step for change in changes[1:]] + [end]
-    enough = sum(
-        stop - change.step
-        for change, stop in zip(changes, ends, strict=True)
-        if change.scale and math.log2(change.scale) >= log2_scale
-    )
-    return enough >= 0.9 * (end - changes[0].step)
+    spans = list(session.progress.scale_spans())
+    enough = sum(end - start for scale, start, end in spans if scale and math.log2(scale) >= log2_scale)
+    return bool(spans) and enough >= 0.9 * (spans[-1][2] - spans[0][1])
 
 
 def _weights_fine(decision: Decision) -> Finding | None:
@@ -146,7 +138,7 @@ def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision
         f"Of {phrase(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
         f"2^{layer.floor_exponent}; "
         + (
-            "the counts crowd just above that, so part of the zeros were values."
+            "the counts crowd just above that, so some of the zeros were values."
             if alarm
             else "how many of them is not known."
         ),
@@ -232,7 +224,7 @@ def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
         pair = decision.conflicts[0]
         small = "" if pair.needs_large == pair.needs_small else pair.needs_small
         return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
-    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    needs = decision.neediest
     return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
 
 
@@ -284,8 +276,8 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
         "rounding-noise",
         "info",
         names[0],
-        f"The gradients of {some(names)} look like rounding noise, as those do that are zero in theory: no scale need serve "
-        "them.",
+        f"The gradients of {some(names)} look like the rounding noise of gradients that are zero in theory: no scale need "
+        "serve them.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
         "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation, a softmax or a difference behind it "
         "cancels it) and can be left out.",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
+from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format, floor_log2
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, divergence, time_blocks
 from mpinspect.ranges.analysis.evidence import Evidence, evidence
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings
@@ -140,12 +139,11 @@ def _without_overflows(session: Session, group: list[Window], peaks: dict[int, i
     """Return the peaks without those of overflowed steps: overflow at scale 2^k gives 2^(16 - k) whatever the true peak."""
     if "float16" not in session.passed_through():
         return peaks
-    changes, first, last = session.progress.scales, group[0].first_step, max(part.last_step for part in group)
-    ends = [change.step for change in changes[1:]] + [last + 1]
+    first, last = group[0].first_step, max(part.last_step for part in group)
     shown = {
-        FLOAT16.max_exponent + 1 - (math.frexp(change.scale)[1] - 1)
-        for change, end in zip(changes, ends, strict=False)
-        if change.scale and change.step <= last and end > first
+        FLOAT16.max_exponent + 1 - floor_log2(scale)
+        for scale, start, end in session.reached().scale_spans()
+        if scale and start <= last and end > first
     }
     return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
 

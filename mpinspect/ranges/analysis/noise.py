@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
 
@@ -20,7 +21,7 @@ from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
 FP32_NOISE_SHARE = 2.0**-16
 #: Terms rounded to FP16 or BF16 carry errors of up to 2^-9 each that do not cancel: at most this share remains ...
 NARROW_NOISE_SHARE = 2.0**-9
-#: ... and about 2^-9/sqrt(N) if the errors have random signs. This share over sqrt(N) lies between that and 1/sqrt(N).
+#: ... and about 2^-9/sqrt(N) if the errors have random signs. This value over sqrt(N) lies between that and 1/sqrt(N).
 NARROW_NOISE_SHARE_OF_ONE_TERM = 2.0**-6
 #: If the output's gradients were not captured: the ratio of the bias's to the weight's average gradient up to which the bias
 #: gradient is noise. A true one is that small only with inputs of 2^16; noise in sums of many terms goes undetected.
@@ -63,7 +64,7 @@ def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHisto
     """Return the histogram without the exponents entirely below the ceiling (a fused bias is partly noise)."""
     if not len(histogram.counts) or ceiling <= 0:
         return histogram
-    drop = math.frexp(ceiling)[1] - 1 - histogram.min_exponent
+    drop = floor_log2(ceiling) - histogram.min_exponent
     if drop <= 0:
         return histogram
     return ExponentHistogram.from_counts(

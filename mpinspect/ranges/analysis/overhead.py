@@ -26,27 +26,27 @@ def overhead_line(session: Session) -> str:
         )
         if progress.overhead > _CLEARLY_ABOVE * most:
             cost += (
-                ", above what was asked for: the first two steps are sampled whatever they cost, and of very short steps the "
-                "hooks alone take more"
+                ", more than requested: the first two steps are sampled at any cost, and in very short steps the hooks alone "
+                "exceed the budget"
             )
     parts = [cost]
     if session.info.kinds:
         parts.append(f"sampled {_share(progress.sampled_steps, progress.steps)}")
     if session.info.watch and progress.watched_steps is not None:
-        watched = f"the watch looked at {_share(progress.watched_steps, progress.steps)}"
+        watched = f"the watch checked {_share(progress.watched_steps, progress.steps)}"
         if progress.watched_steps < progress.steps:
-            watched += ": an infinity or a NaN that came and went between them was not seen"
+            watched += ": infinities and NaNs in the other steps were not seen"
         parts.append(watched)
     return "; ".join(parts)
 
 
-def _share(looked_at: int, steps: int) -> str:
+def _share(number: int, steps: int) -> str:
     if not steps:
         return "none so far"
-    if looked_at >= steps:
+    if number >= steps:
         return f"all {steps:,} steps"
-    if not looked_at:
+    if not number:
         return f"none of {steps:,} steps"
-    interval = steps / looked_at
+    interval = steps / number
     about = f", about 1 in {interval:.1f}" if interval < 10 else f", about 1 in {interval:,.0f}"
-    return f"{looked_at:,} of {steps:,} steps{about}"
+    return f"{number:,} of {steps:,} steps{about}"

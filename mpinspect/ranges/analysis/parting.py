@@ -1,9 +1,9 @@
 """Aligns the windows of two runs, and finds the first step from which each tensor's counts differ.
 
-Two questions are kept apart. Whether counts are *equal* is a fact, where both runs counted the same steps. Whether a
-tensor *moved* is an estimate: rounding, another seed or another batch changes the share of its elements in a power of
-two no more than one stretch of the training differs from the next. What changes more than that, added up over the
-powers of two, is the share *beyond*.
+Two questions are kept apart. Whether counts are *equal* is a fact if both runs counted the same steps. Whether a tensor
+*moved* is an estimate: rounding, another seed or another batch changes the share of its elements in a power of two no more
+than one stretch of the training differs from the next. The excess of a change over that, added up over the powers of two,
+is the share *beyond*.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Flags = npt.NDArray[np.bool_]
 _LOW, _HIGH = -160, 140
 #: Zeros, infinities and NaNs have places of their own after the exponents.
 _OTHERS = 3
-#: Stretches on each side from which it is learned how far a tensor moves by itself.
+#: Number of stretches on each side that show how far a tensor moves by itself.
 _NEAR = 4
-#: A share may change by so many times the largest change between neighbours near by, in the steadier of both runs. Of two
-#: sets of some ten changes drawn alike, the larger maximum is hardly ever twice the smaller.
+#: A share may change by this multiple of the largest change between neighbouring stretches near by, in the steadier run. Of
+#: two sets of some ten changes drawn alike, the larger maximum is hardly ever twice the smaller.
 _OF_NEIGHBOURS = 2.0
-#: Or by so many standard deviations of drawing as many elements independently: small tensors differ by chance.
+#: A share may also change by this many standard deviations of as many independent draws: small tensors differ by chance.
 _OF_CHANCE = 3.0
 #: A tensor moved if more than this share of its elements lies beyond. The demo's model keeps below 0.047 in FP16 at the
 #: recommended loss scale, and below 0.05 with another seed; unscaled in FP16 its output layer has 0.098 in the first steps.
@@ -136,7 +136,7 @@ def _overlap(ours: Sequence[Window], theirs: Sequence[Window]) -> bool:
 def _made(ours: Sequence[Window], theirs: Sequence[Window], first: Session, second: Session) -> Stretch:
     one, other = merge_windows(*ours), merge_windows(*theirs)
     extents = {(window.first_step, window.last_step, window.sampled_steps) for window in (one, other)}
-    # With a budget the time decides which steps are counted.
+    # With a budget, the measured time decides which steps are counted.
     by_rule = first.info.every == second.info.every and first.info.max_overhead is second.info.max_overhead is None
     is_dense = one.sampled_steps == one.last_step - one.first_step + 1
     return Stretch(
@@ -152,7 +152,7 @@ def _made(ours: Sequence[Window], theirs: Sequence[Window], first: Session, seco
 
 
 def _distances(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> tuple[Floats, Floats, Flags]:
-    """Return, by stretch and tensor: the shares elsewhere and beyond, and whether one run alone is not finite."""
+    """Return, by stretch and tensor: the shares elsewhere and beyond, and whether only one run has infinities or NaNs."""
     first, elements = _shares([stretch.first for stretch in aligned], keys)
     second, others = _shares([stretch.second for stretch in aligned], keys)
     change = np.abs(first - second)

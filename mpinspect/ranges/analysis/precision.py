@@ -44,7 +44,7 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
 
 
 def _is_out_of_sight(session: Session) -> bool:
-    """Return whether autocast is not known: it shows at the calls of modules, and none is seen where all is compiled."""
+    """Return whether autocast is unknown: it is read at module calls, and none is seen if the whole model is compiled."""
     return "" in session.progress.compiled and not session.precision.autocast
 
 

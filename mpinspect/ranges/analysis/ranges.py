@@ -29,6 +29,7 @@ from mpinspect.ranges.session import (
     TensorInfo,
     TensorKey,
     TensorWindow,
+    containers,
     merge_tensor_windows,
     merge_windows,
 )
@@ -64,7 +65,7 @@ def over_the_run(
         else _over_the_run(
             layer,
             spoken.get(layer.key),
-            # Beside infinities and NaNs what is finite is mostly zeros, and says nothing of how much is flushed.
+            # The finite values beside infinities and NaNs are mostly zeros, and do not show how much is flushed.
             [part[layer.key] for part in blocks if layer.key in part and not part[layer.key].histogram.nonfinite],
             format,
         )
@@ -90,7 +91,7 @@ def _over_the_run(
 
 
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
-    """Return the reports with each gradient's ``log2_scale_needed`` set as decided: by the block that needs most."""
+    """Return the reports with each gradient's ``log2_scale_needed`` set to that of the block that needs the largest scale."""
     needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
     return tuple(
         replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers
@@ -104,7 +105,7 @@ def _between(
     known = [(layer, found) for layer in (run, *blocks) if (found := share_of(layer)) is not None]
     if not known or known[0][0] is not run:
         return None
-    # A block in which every element was zero may have lost all of them, but it shows none that was kept.
+    # A block of zeros alone may have lost every value, but shows none that was kept: it gives no lower bound.
     lows = [found.low for layer, found in known if layer.histogram is not None and layer.histogram.nonzero]
     return replace(known[0][1], low=min(lows, default=0.0), high=max(found.high for _, found in known))
 
@@ -182,30 +183,27 @@ def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[
 
 
 class _Frozen:
-    """Tells which modules' gradients nobody needed, since all weights in them, or around them, are frozen."""
+    """Finds modules whose activation gradients no weight needs.
+
+    These are modules in which all weights are frozen; for a module without weights, its nearest container with weights counts.
+    """
 
     def __init__(self, infos: Iterable[TensorInfo]) -> None:
         #: Whether each module holds trained weights; modules without any weights are missing.
         self._trains: dict[str, bool] = {}
         for info in infos:
             if info.kind == WEIGHT_GRADIENT:
-                for module in (info.module, *_around(info.module)):
+                for module in (info.module, *containers(info.module)[:-1]):
                     self._trains[module] = self._trains.get(module, False) or not info.note.startswith(FROZEN)
 
     def reason(self, info: TensorInfo) -> str:
-        """Return the reason for a module without activation gradients; "" if it is another."""
+        """Return why a tensor has no activation gradients if frozen weights are the reason; "" if not."""
         if info.kind != ACTIVATION_GRADIENT or info.note:
             return ""
-        nearest = next((name for name in (info.module, *_around(info.module)) if name in self._trains), None)
+        nearest = next((name for name in (info.module, *containers(info.module)[:-1]) if name in self._trains), None)
         if nearest is None or self._trains[nearest]:
             return ""
         return f"{FROZEN}: nothing in it or before it needs a gradient"
-
-
-def _around(module: str) -> list[str]:
-    """Return the names of the modules around a module, the innermost first, without the model itself."""
-    parts = module.split(".")[:-1]
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:

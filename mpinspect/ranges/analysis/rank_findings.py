@@ -21,7 +21,7 @@ from mpinspect.reporting.words import format_name, number_of, upper_first, with_
 Value = TypeVar("Value", bound=Hashable)
 #: Bits of the significand, the hidden one among them: a value added to 2^bits times as much is rounded away.
 _SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
-#: Ranks start within so many seconds of each other, or are of two runs, or one was started again.
+#: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
 _SECONDS_APART = 600.0
 
 
@@ -40,7 +40,7 @@ def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
 
 
 def rank_sentences(session: Session) -> Iterator[str]:
-    """Yield sentences on what the sum of the ranks is of; none for a session of one process."""
+    """Yield sentences on what the sum of the ranks contains; none for a session of one process."""
     if not session.ranks:
         return
     ranks, world = [rank.info.rank for rank in session.ranks], session.info.world_size
@@ -96,7 +96,7 @@ def _missing(session: Session) -> Iterator[Finding]:
 
 
 def _events(session: Session) -> Iterator[Finding]:
-    """Yield a finding if some ranks alone saw infinities or NaNs, or far more of them."""
+    """Yield a finding if only some ranks saw infinities or NaNs, or if some saw far more of them."""
     counts = {rank.info.rank: rank.events for rank in session.ranks}
     hit = {rank: count for rank, count in counts.items() if count}
     if not hit or len(counts) < 2 or min(counts.values()) * 2 > max(counts.values()):
@@ -202,7 +202,7 @@ def _steps(session: Session) -> Iterator[Finding]:
 
 
 def _settings(session: Session) -> Iterator[Finding]:
-    """Yield one finding on ranks whose settings, versions or models are not those of most."""
+    """Yield one finding on the ranks whose settings, versions or models differ from most ranks'."""
     parts: list[tuple[str, Callable[[RunInfo], str]]] = [
         ("model", lambda info: info.model or "?"),
         (

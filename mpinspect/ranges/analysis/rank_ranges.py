@@ -12,16 +12,16 @@ from mpinspect.ranges.session import Measurement, Session, TensorKey, Window, me
 
 Floats = npt.NDArray[np.float64]
 
-#: Names of the measurements made here: a rank whose ranges lie elsewhere, and one whose replicas are not the first rank's.
+#: Names of the measurements made here: a rank whose ranges differ, and one whose replicas differ from the first rank's.
 DIFFERS, UNEQUAL = "rank-ranges-differ", "rank-replicas-unequal"
 #: A tensor lies elsewhere if the mean exponent of its elements differs by this many powers of two beyond what is allowed:
 #: ranks that draw their batches from one data set differ by tenths.
 LEAST_POWERS = 1.0
-#: Allowed is so many times the largest change between neighbouring windows of a rank: as in ``parting``.
+#: Allowed is this multiple of the largest change between neighbouring windows of a rank, as in ``parting``,
 _OF_NEIGHBOURS = 2.0
-#: And so many standard deviations of the mean of as many independent elements, whose exponents scatter by about _SCATTER.
+#: and this many standard deviations of the mean of as many independent elements, whose exponents scatter by _SCATTER.
 _OF_CHANCE, _SCATTER = 3.0, 3.0
-#: Windows from which it can be said how much a tensor changes by itself.
+#: Fewest windows that show how much a tensor changes by itself.
 _LEAST_WINDOWS = 4
 #: Most windows of which means are taken: enough for a change between neighbours.
 _MOST_WINDOWS = 16
@@ -81,11 +81,11 @@ class RankRanges:
         for row, rank in enumerate(ranks):
             table[row, :, : self._found[rank].shape[1]] = self._found[rank]
         means, by_itself, elements = table[:, 0], table[:, 1], table[:, 2]
-        # Shards are different elements, replicas the same ones: neither tells of the rank's data.
+        # Shards hold different elements and replicas the same ones: neither shows anything about the rank's data.
         own = np.array(
             [key.kind in (*GRADIENT_KINDS, ACTIVATION) and key not in self._shards for key in self._keys], dtype=bool
         )
-        # The middle of all ranks, which one that lies elsewhere does not move; of two ranks, the other one.
+        # Compare with the median of all ranks, which one deviating rank does not move; with two ranks, with the other one.
         middle = _median(means), _median(by_itself), _median(elements)
         for row, rank in enumerate(ranks):
             mean, change, number = middle if len(ranks) > 2 else (means[1 - row], by_itself[1 - row], elements[1 - row])
@@ -95,11 +95,11 @@ class RankRanges:
                 chance = _SCATTER * np.sqrt(1 / elements[row] + 1 / number)
                 beyond = np.abs(apart) - np.fmax(_OF_NEIGHBOURS * changes, _OF_CHANCE * chance)
             hit = own & (beyond > LEAST_POWERS)
-            # Of two ranks none is the odd one: the one whose values are the larger is named.
+            # With two ranks neither is the odd one: name the one with the larger values.
             if not hit.any() or (len(ranks) == 2 and np.nanmedian(apart[hit]) < 0):
                 continue
             keys = list(self._keys)
-            # Of equal ones the first by name: keys stand in the order in which the ranks came.
+            # In a tie take the first by name, since the order of the keys depends on the order of the ranks.
             worst = min(np.flatnonzero(hit).tolist(), key=lambda place: (-round(float(beyond[place]), 9), keys[place]))
             key = keys[worst]
             figures = {"powers": float(apart[worst]), "beyond": float(beyond[worst]), "tensors": float(hit.sum())}

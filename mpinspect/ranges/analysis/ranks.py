@@ -36,7 +36,7 @@ MOST_EVENTS = 1000
 
 
 class NotOneModelError(ValueError):
-    """A rank's tensors do not fit those of the other ranks; the message is a phrase that says which."""
+    """Raised if a rank's tensors do not fit those of the other ranks; the message is a phrase that names one."""
 
 
 def merge_ranks(sessions: Iterable[Session]) -> Session:
@@ -61,7 +61,7 @@ class RankSum:
     def __init__(self) -> None:
         self._sum: Session | None = None
         self._ranges = RankRanges()
-        #: Each note's ranks, in the order in which the notes came.
+        #: The ranks of each note, in the order in which the notes were added.
         self._notes: dict[str, list[int]] = {}
 
     @property
@@ -111,7 +111,7 @@ class RankSum:
         return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found))
 
     def _all_notes(self) -> Iterator[str]:
-        """Yield the notes; before those of some ranks alone stands which."""
+        """Yield the notes; a note that only some ranks have begins with their numbers."""
         for note, ranks in self._notes.items():
             some = ranks and len(ranks) < len(self.ranks)
             yield f"{ranks_named(ranks)}: {note}" if some else note
@@ -156,7 +156,7 @@ def of_rank(session: Session) -> Session:
 
 
 def _added(first: Session, second: Session) -> Session:
-    """Return the sum of two sums; their notes are left to the caller."""
+    """Return the sum of two sums of ranks; the caller merges their notes."""
     ranks = {rank.info.rank for rank in first.ranks}
     if twice := [rank.info.rank for rank in second.ranks if rank.info.rank in ranks]:
         raise NotOneModelError(f"{ranks_named(twice)} came twice")

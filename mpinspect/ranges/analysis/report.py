@@ -183,7 +183,7 @@ class LossScaleAdvice:
         conflicts: pairs of layers that no one scale serves.
         samples: number of sampled steps that do not overflow at ``recommended``.
         overflow_probability_bound: 95% upper bound of a step's overflow probability at ``recommended``; 3/n if none of
-            n did; None if some were not finite, since how large their gradients were is not known.
+            n did; None if some steps were not finite, since the size of their gradients is unknown.
         static_scale: ``recommended``, for a scale that stays fixed.
         dynamic: settings for a dynamic scaler. It starts at ``recommended``, or, if no one scale serves the whole run,
             at the scale that suits the first block.
@@ -209,6 +209,11 @@ class LossScaleAdvice:
     blocks: tuple[TimeBlock, ...]
     reason: str
     all_finite: bool = True
+
+    @property
+    def serves_none(self) -> bool:
+        """Whether no one scale serves every layer, since the window of safe scales is empty."""
+        return self.lowest is not None and self.highest is not None and self.lowest > self.highest
 
     def __repr__(self) -> str:
         """Return the scale, its window and the headroom in one line."""

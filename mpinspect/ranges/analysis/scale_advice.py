@@ -125,6 +125,11 @@ class Decision:
         return self.losses[0]
 
     @property
+    def neediest(self) -> Loss:
+        """The gradient that needs the largest scale, judged by its counted values."""
+        return max(self.losses, key=lambda loss: loss.log2_lowest)
+
+    @property
     def doubtful(self) -> Loss:
         """The gradient that needs the largest scale on the assumption that every zero was flushed before counting."""
         return max(self.losses, key=lambda loss: loss.log2_certain)

@@ -56,7 +56,7 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
 
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
     """Return why an unknown loss scale prevents advice, and how the gradients, still scaled, fit the format."""
-    cause = (session.progress.scale_unknown_reason or "the loss scale of a backward could not be told").rstrip(".")
+    cause = (session.progress.scale_unknown_reason or "the loss scale of a backward is not known").rstrip(".")
     ask = "Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
     if "loss_scale=" in cause:
         ask = ""
@@ -70,18 +70,18 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         return ""
     name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
-        return f"As the gradients arrive they overflow {name}: whatever the loss is multiplied by is too much."
+        return f"As the gradients arrive, they overflow {name}: whatever the loss is multiplied by is too much."
     if window is None:
         return ""
     if window.log2_lowest > 0:
         return (
-            f"As the gradients arrive {name} flushes too much of them: whatever the loss is multiplied by, "
+            f"As the gradients arrive, {name} flushes too much of them: whatever the loss is multiplied by, "
             f"2^{window.log2_lowest} times more is needed, and up to 2^{window.log2_highest} times more overflows nothing seen."
         )
     may_weigh = any(gradient.seen.lost_l1_share(format).high > tolerance for gradient in gradients)
     hidden = "; what it flushed before they could be counted is not known" if may_weigh else ""
     return (
-        f"As the gradients arrive {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
+        f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
         "overflows nothing seen."
     )
 
@@ -104,7 +104,7 @@ def _at_scale_1(decision: Decision) -> str:
     if decision.needed is None and decision.likely_needed:
         return (
             f"Whether a loss scale is needed is not known, but it is likely: {phrase(*decision.likely.key)} had been rounded "
-            "before counting, and the counts crowd just above the smallest value, so part of the zeros were values."
+            "before counting, and the counts crowd just above the smallest value, so some of the zeros were values."
         )
     if decision.needed is None:
         doubtful = decision.doubtful.key
@@ -164,7 +164,7 @@ def _no_scale(decision: Decision) -> str:
             f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow"
             f"{_by_the_finite(decision)}."
         )
-    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    needs = decision.neediest
     return (
         f"No one scale serves the whole run: {needs.key.name!r} needs at least 2^{needs.log2_lowest}{in_steps(needs.steps)}, and "
         f"{chosen} is the largest without overflow{_by_the_finite(decision)}."
@@ -196,8 +196,8 @@ def _hidden(decision: Decision) -> str:
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
-        sure = f"{with_power(2.0**window.log2_certain)} would be enough whatever that was. " if keeps else ""
-        return f"{sure}To know it, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
+        sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""
+        return f"{sure}To know whether one is needed, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
     whatever = f"whatever they were, {with_power(2.0**window.log2_certain)} would keep them"
     return "Smaller gradients were flushed before they could be counted; " + (
         f"{whatever}." if keeps else "no scale without overflow is sure to keep them."

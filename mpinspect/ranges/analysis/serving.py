@@ -27,11 +27,6 @@ LOST_L1_TOLERANCE = 1e-2
 NEGLIGIBLE_L1_SHARE = 2.0**-24
 
 
-def flush_exponent(format: FloatFormat) -> int:
-    """Return the exponent of the magnitude up to which the format flushes to zero (-25 for FP16)."""
-    return format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
-
-
 def least_log2_scale(
     histogram: ExponentHistogram,
     format: FloatFormat,
@@ -83,7 +78,7 @@ class LostMass:
         below = np.cumsum(mass) - mass
         # A format with subnormals also flushes a value exactly at the edge: the tie rounds to even, which is zero.
         lost = below if format.flushes_subnormals else below + unit * powers
-        return cls(histogram.max_exponent, flush_exponent(format), lost, float(mass.sum()))
+        return cls(histogram.max_exponent, format.flush_exponent, lost, float(mass.sum()))
 
     def least_log2_scale(self, tolerance: float, *, hidden: int = 0, floor_exponent: int | None = None) -> int:
         """Return the least k that loses at most ``tolerance``, like the function ``least_log2_scale``."""

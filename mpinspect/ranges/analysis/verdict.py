@@ -45,7 +45,7 @@ def verdict(
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:
-    """Return "Computes in BF16: "; "Computes in FP32 and BF16: " if only some of the FP32 modules do."""
+    """Return a lead like "Computes in BF16: ", or "Computes in FP32 and BF16: " if only some modules compute in 16 bits."""
     if format is None:
         return ""
     ledger = session.precision

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.serving import flush_exponent
 from mpinspect.ranges.session import TensorWindow
 
 
@@ -64,7 +63,7 @@ class Visibility:
         share = self.histogram.lost_l1_share(format, log2_scale)
         if not self.hidden:
             return share
-        ratio = self._hidden_mass_ratio(flush_exponent(format) - log2_scale)
+        ratio = self._hidden_mass_ratio(format.flush_exponent - log2_scale)
         if ratio is None:
             return Interval(0.0, 0.0, 1.0)
         low = share.low if self.hidden_flush(format, log2_scale) else share.low / (1 + ratio)
@@ -94,7 +93,7 @@ class Visibility:
         if self.floor_exponent is None:
             return True
         # A format that flushes subnormals keeps a value exactly at the edge.
-        edge = flush_exponent(format) - int(format.flushes_subnormals)
+        edge = format.flush_exponent - int(format.flushes_subnormals)
         return self.floor_exponent + log2_scale <= edge
 
     def _hidden_mass_ratio(self, edge: int) -> float | None:

@@ -5,7 +5,6 @@ An arrangement depends on names and scales, not on values. Consecutive steps mos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.numeric.formats import is_power_of_two
+from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponent
@@ -52,7 +51,7 @@ class StepScale(NamedTuple):
             return cls(value, 0)
         if value is None or not is_power_of_two(value):
             return cls(value, None)
-        return cls(value, math.frexp(value)[1] - 1)
+        return cls(value, floor_log2(value))
 
 
 class RowSet(NamedTuple):

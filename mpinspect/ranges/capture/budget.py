@@ -22,11 +22,11 @@ FIRST_STEPS = 2
 PLANNED = 0.9
 #: The watch's share of the time earned; the watch and the samples pass on to each other what they don't need.
 _WATCH_SHARE = 0.8
-#: The number of steps whose median time is the usual one, and the most usual times that a step counts; a longer one is a stall.
+#: The usual time of a step is the median over this many steps. A step longer than this multiple of it counts as a stall.
 _USUAL_OF = 15
 _MOST_EARNED = 2.0
-#: The most that a step is charged: so many times the usual cost, or the earnings of so many steps, whichever is more; a higher
-#: cost is a stall too. Short stalls of a busy machine are charged in full because they are frequent.
+#: The most that a step is charged: this multiple of the usual cost or the earnings of this many steps, whichever is more.
+#: A higher cost counts as a stall too. Short stalls of a busy machine are charged in full because they are frequent.
 _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
 
@@ -58,7 +58,7 @@ class Budget:
         #: What a second of bare training earns, in seconds.
         self._earning = PLANNED * check_max_overhead(max_overhead)
         self._every = every
-        self._counts, self._looks = samples, watches
+        self._has_samples, self._has_watch = samples, watches
         self._watch_share = _WATCH_SHARE if samples and watches else float(watches)
         #: Seconds that may be spent; a negative number is a debt.
         self._for_samples = self._for_watch = 0.0
@@ -109,8 +109,8 @@ class Budget:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        self._samples = self._counts and self._is_due(self._for_samples, self._last_sample, self._every)
-        self._watches = self._looks and (self._samples or self._is_due(self._for_watch, self._last_watch, 1))
+        self._samples = self._has_samples and self._is_due(self._for_samples, self._last_sample, self._every)
+        self._watches = self._has_watch and (self._samples or self._is_due(self._for_watch, self._last_watch, 1))
 
     def _is_due(self, credit: float, last: int, least: int) -> bool:
         pause = self._ended - last
@@ -129,7 +129,7 @@ class Budget:
         most = self._watch_share * seconds
         samples = self._for_samples + (1 - self._watch_share) * seconds + max(watch - most, 0.0)
         watch = min(watch, most)
-        if self._looks and samples > seconds:
+        if self._has_watch and samples > seconds:
             watch = min(watch + samples - seconds, most)
         self._for_watch, self._for_samples = watch, min(samples, seconds)
 
@@ -149,5 +149,5 @@ class Budget:
         self._for_samples = max(self._for_samples - (1 - on_watch) * seconds, deepest)
 
     def _earned_in(self, steps: int) -> float:
-        """Return the earnings of so many usual steps, in seconds."""
+        """Return what this many usual steps earn, in seconds."""
         return steps * self._earning * self._usual_bare

@@ -19,10 +19,11 @@ from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
 from mpinspect.ranges.capture.listener import Listener
-from mpinspect.ranges.capture.optimizers import ModelOptimizers, Updates
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
 from mpinspect.ranges.capture.tally import Tally
+from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
@@ -46,7 +47,6 @@ class Capture(Dispatcher):
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.
         eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
-        clock: returns monotonic seconds, to measure the cost.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class Capture(Dispatcher):
         recording: Recording,
         max_overhead: float | None = None,
         eager_samples: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
         self._kinds = frozenset(kinds)
@@ -87,7 +86,7 @@ class Capture(Dispatcher):
         )
         if budget is not None:
             on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
-            self.meter = Meter(clock, CudaStopwatch() if on_cuda else None)
+            self.meter = Meter(time.perf_counter, CudaStopwatch() if on_cuda else None)
         self._model_parameters = ModelParameters(self._layers, self._parameters)
         #: Exists while attached.
         self.listener: Listener | None = None
@@ -269,7 +268,7 @@ class Capture(Dispatcher):
         new = self._model_parameters.unwatched()
         if new:
             self._recording.note(
-                f"{len(new)} parameters came into the model after the inspector was made and were not watched: "
+                f"{len(new)} parameters were added to the model after the inspector was made, and were not watched: "
                 f"{', '.join(new[:5])}{', ...' if new[5:] else ''}. Make it after whatever adds or replaces parameters"
             )
 

@@ -45,7 +45,7 @@ class CompiledCode(Guarded):
         self._known_graphs = 0
 
     def attach(self) -> None:
-        """Record that sampled steps are to run eagerly, if they are."""
+        """Record that sampled steps are to run eagerly, if that was requested."""
         if self._eager_calls is not None:
             self._recording.ran_eagerly(0)
 
@@ -58,7 +58,7 @@ class CompiledCode(Guarded):
         """Reroute what has been compiled since the last sampled step, if this one is sampled."""
         self.ran_eagerly = False
         if sampled and self._eager_calls is not None:
-            self.attempt("find compiled", self._eager_calls.look)
+            self.attempt("find compiled", self._eager_calls.reroute)
 
     @guarded
     def step_ended(self, sampled: bool) -> None:
@@ -101,7 +101,10 @@ class CompiledCode(Guarded):
         return bool(self._clock.backwards) and self._hooks.any_on_modules
 
     def _record(self, search: bool) -> None:
-        """Record the compiled modules. If none is to run eagerly, one inside which calls were seen was called in another way."""
+        """Record the compiled modules inside which no hook ran.
+
+        Without eager calls, a module inside which calls were seen was called uncompiled, and is left out.
+        """
         paths = unseen_regions(self._layers, search=search) if self.called else [""]
         if self._eager_calls is None:
             paths = [path for path in paths if not any(is_below(called, path) for called in self.called)]

@@ -19,7 +19,7 @@ import torch
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
-from mpinspect.runtime.wrappers import registered, unwrapped
+from mpinspect.runtime.wrappers import submodules, unwrapped
 
 #: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
 #: ``model.forward = torch.compile(model.forward)``, and that of ``module.compile()``.
@@ -50,10 +50,10 @@ def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
 
 
 def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
-    """Return the paths of the layers in whose compiled code hooks can't run; of a compiled leaf in a wrapper all is seen.
+    """Return the paths of the layers with compiled code in which no hook runs; a compiled leaf in a wrapper is not one.
 
     Args:
-        search: search the living objects for wrappers of ``torch.compile`` that the model is in and does not know of.
+        search: also search all living objects for wrappers of ``torch.compile`` that contain the model.
     """
     layers = list(layers)
     paths = {id(unwrapped(layer.module)): layer.path for layer in layers}
@@ -88,7 +88,7 @@ def compiled_graphs() -> int:
 
 
 class EagerCalls:
-    """Reroutes the calls of a model's compiled regions, from ``look`` to ``remove``.
+    """Reroutes the calls of a model's compiled regions, from ``reroute`` to ``remove``.
 
     Args:
         layers: the model's modules. Compiled wrappers around the model, or around a module that contains it, count too.
@@ -101,7 +101,7 @@ class EagerCalls:
         self._entries: list[_Entry] = []
         self._graphs: int | None = None
 
-    def look(self) -> None:
+    def reroute(self) -> None:
         """Find the regions that exist now, and reroute them; does nothing unless something was compiled since the last call."""
         graphs = compiled_graphs()
         if graphs == self._graphs:
@@ -120,11 +120,11 @@ class EagerCalls:
 
 
 def may_run_eagerly() -> bool:
-    """Return whether a compiled region that is called now may run eagerly, so that nothing changes but its values.
+    """Return whether a compiled region that is called now may run eagerly without changing anything but its values.
 
-    It may not where no gradient is wanted; in a recomputation, or where hooks pack saved tensors (a checkpoint compares what it
-    saved with what it recomputes, compiled); inside other compiled code; nor under a stance of the user's, which could forbid
-    compiling what the eager code calls.
+    It must run compiled if gradients are disabled; in a recomputation, or where hooks pack saved tensors (a checkpoint
+    compares what it saved with what it recomputes, compiled); inside other compiled code; and under a stance set by the
+    user, which could forbid compiling what the eager code calls.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
@@ -159,13 +159,13 @@ class _Entry:
         self._region = region
         asks, compiled, eager = self.asks, region.function, region.function._torchdynamo_orig_callable  # type: ignore[attr-defined]
 
-        # The wrapped function's attributes are copied: compiled code that reaches the entry inlines what it would have inlined.
+        # ``wraps`` copies the compiled function's attributes, so that compiled code that calls the entry inlines the same code.
         @not_compiled
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
-            # All are asked, since each tells its own clock of the call.
+            # Ask every inspector, since each reports the call to its own step clock.
             wanted = [ask() for ask in tuple(asks)]
             return eager(*args, **kwargs) if any(wanted) else compiled(*args, **kwargs)
 
@@ -209,18 +209,8 @@ def _wrappers_around(modules: Mapping[int, torch.nn.Module]) -> list[torch.nn.Mo
     if dynamo is None:
         return []
     wrappers = [each for each in living([dynamo.OptimizedModule]) if id(each) not in modules]
-    return [each for each in wrappers if any(id(part) in modules for part in _parts(each))]
+    return [each for each in wrappers if any(id(part) in modules for part in submodules(each))]
 
 
 def _is_compiled(function: FunctionType) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
-
-
-def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a module and all below it. Reads ``_modules`` only: a lazy proxy must not wake."""
-    found, waiting = {id(module)}, [module]
-    while waiting:
-        yield (part := waiting.pop())
-        below = [each for each in registered(part, "_modules").values() if each is not None and id(each) not in found]
-        found.update(map(id, below))
-        waiting += below

@@ -84,7 +84,7 @@ class Counting(Observer):
         self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
         #: Layers whose outputs were counted in this step with their gradients enabled.
         self._counted_layers: set[str] = set()
-        #: Containers whose output gradient is counted although they are not: the same gradient goes on to a counted layer.
+        #: Uncounted containers whose output gradient is counted, since they pass it on to a counted layer.
         self._counted_ahead: set[str] = set()
         #: The layer of the previous output gradient; "" if that layer is counted.
         self._last_path = ""
@@ -167,7 +167,7 @@ class Counting(Observer):
             # With a divisor the row counts the divided values, which are not the gradient's own.
             gradient.found = row
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Count the gradients of several parameters together."""
         self._tally.count_together(gradients)
         for each in gradients:

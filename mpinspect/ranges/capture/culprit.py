@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import LOSSES, Event
+from mpinspect.ranges.session import LOSSES, Event, containers, is_below
 
 FORWARD, BACKWARD = "forward", "backward"
 #: The number of maxima kept for each tensor.
@@ -136,9 +136,9 @@ class Culprit:
     module: str
     first: Seen
     explanation: str
-    #: Whether the infinity or NaN arose after the module: in the loss, or in a function.
+    #: Whether the infinity or NaN arose in code after the module: in the loss, or in a function.
     after: bool = False
-    #: Whether it was in what the model was given.
+    #: Whether it was already in the model's input.
     given: bool = False
 
 
@@ -229,7 +229,7 @@ def _in_forward(
             FORWARD, look.module, look, f"its output was the first that was not finite; {_what_went_in(call, read)}"
         )
     inner, outermost = look.module, look.module == ""
-    for container in _containers(look.module):
+    for container in containers(look.module):
         # A container's call returns after the calls inside it. A ModuleList or a Sequential that code loops over is never called.
         around = next((call for call in calls[at + 1 :] if call.module == container), None)
         if around is None:
@@ -313,7 +313,7 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
-    for container in _containers(producer):
+    for container in containers(producer):
         if container in finite_at_output:
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
@@ -335,20 +335,10 @@ def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[
     return Culprit(BACKWARD, producer, look, reason, after=True)
 
 
-def _containers(module: str) -> list[str]:
-    """Return the containers of a module, innermost first; the model itself, "", is the last."""
-    parts = module.split(".")[:-1] if module else []
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
-
-
 def _innermost(modules: Sequence[str]) -> list[str]:
     """Return those of the modules that contain none of the others."""
     unique = list(dict.fromkeys(modules))
-    return [
-        one
-        for one in unique
-        if not any(other != one and (one == "" or other.startswith(one + ".")) for other in unique)
-    ]
+    return [one for one in unique if not any(is_below(other, one) for other in unique)]
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool | None:

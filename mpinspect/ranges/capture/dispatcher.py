@@ -1,7 +1,7 @@
 """The dispatcher: turns the calls of hooks during training into observations, and passes them to the observers of the step.
 
 The dispatcher handles the model's hooks and the steps, the ``listener`` the calls of optimizers and scalers; the observers
-(``counting``, ``watch``, ``optimizers.Updates``) process the tensors. Every method that the training calls is guarded: no error
+(``counting``, ``watch``, ``updates``) process the tensors. Every method that the training calls is guarded: no error
 of the inspector reaches the training.
 """
 
@@ -70,7 +70,9 @@ class Dispatcher(Guarded):
         #: Paths of the modules whose calls were seen.
         self._called = self._compiled.called
         #: Weight gradients held until the end of their backward.
-        self.waiting = WaitingGradients(Backward.waited, recording.note, functools.partial(backward_ended, me))
+        self.waiting = WaitingGradients(
+            Backward.parameter_gradients, recording.note, functools.partial(backward_ended, me)
+        )
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
         self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._precision = StepPrecision(self.scale)
@@ -149,7 +151,7 @@ class Dispatcher(Guarded):
         """Return whether a compiled region that is about to be called runs eagerly: in training forwards of sampled steps."""
         if not may_run_eagerly() or self._is_out_of_reach():
             return False
-        # In compiled steps too: no hook inside the region tells the clock.
+        # Also in steps that run compiled, since no hook inside the region reports to the clock.
         self._forward_begins()
         self._compiled.ran_eagerly |= self._pace.sampled
         return self._pace.sampled
@@ -192,7 +194,7 @@ class Dispatcher(Guarded):
 
     @entrance
     def backward_ended(self, finish: Callable[[], None]) -> None:
-        """Call ``finish`` at the end of a backward: it observes the held gradients, or notifies observers."""
+        """Call ``finish`` at the end of a backward. It observes the held gradients, or notifies the observers."""
         finish()
 
     def _context(self, gradient: torch.Tensor) -> Backward | None:
@@ -241,7 +243,7 @@ class Dispatcher(Guarded):
             torch.autograd.Variable._execution_engine.queue_callback(tell)
         counts = any(observer.lets_gradients_wait for observer in backward.observers)
         if counts and backward.divisor is None and not self._hooks.others_change_gradients:
-            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.looks)
+            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.readings)
         else:
             self.waiting.stop()
         return backward

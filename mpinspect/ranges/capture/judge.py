@@ -25,7 +25,7 @@ from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.guard import Unread
 
 
-class Look(NamedTuple):
+class Reading(NamedTuple):
     """One tensor that was read, like ``culprit.Seen``, but its value may still be on a device."""
 
     phase: str
@@ -49,9 +49,9 @@ class StepLog:
     """Everything observed in one step. Holds no tensor of the model, only reduced values."""
 
     step: int = 0
-    looks: list[Look] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
     calls: StepCalls = field(default_factory=StepCalls)
-    last_output: Look | None = None
+    last_output: Reading | None = None
     #: Numbers of the inputs that no observed module made and that have not been read yet.
     unseen_inputs: set[int] = field(default_factory=set)
     #: Numbers of the tensors and names of the parameters' gradients that are made of values of all ranks.
@@ -112,19 +112,19 @@ class Judge:
 
     def find_innocent(self, log: StepLog) -> None:
         """Record which modules can't have made the last gradient's infinity or NaN, if any, before the weights are updated."""
-        if log.innocent is None and log.looks and log.looks[-1].phase == BACKWARD and log.looks[-1].is_broken:
+        if log.innocent is None and log.readings and log.readings[-1].phase == BACKWARD and log.readings[-1].is_broken:
             # Values still on a device count as finite, to avoid waiting for them.
-            seen = _seen(log.looks, [on_host(look.value) or 0.0 for look in log.looks])
+            seen = _seen(log.readings, [on_host(reading.value) or 0.0 for reading in log.readings])
             stories, _ = log.calls.stories()
             log.innocent = self._innocent(seen, stories)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _copies(self, log: StepLog) -> list[tuple[list[int], HostCopy]]:
-        """Return one host copy for each group of looks with the same device and kind of value, of shape (n, 2) or (n, HEADER)."""
+        """Return one host copy for each device and kind of value, of shape (n, 2) or (n, HEADER), with its readings' places."""
         groups: dict[Any, list[int]] = {}
         values: dict[int, Any] = {
-            index: look.value for index, look in enumerate(log.looks) if isinstance(look.value, tuple)
+            index: reading.value for index, reading in enumerate(log.readings) if isinstance(reading.value, tuple)
         }
         for index, value in values.items():
             groups.setdefault((value[0].device, value[0].dtype, value[0].shape, len(value)), []).append(index)
@@ -132,26 +132,26 @@ class Judge:
 
         def failed(index: int, error: Exception) -> None:
             lost.add(index)
-            self._unread.failed(TensorKey(log.looks[index].name, log.looks[index].what), error)
+            self._unread.failed(TensorKey(log.readings[index].name, log.readings[index].what), error)
 
         copies = copy_groups(
             groups.values(), lambda places: HostCopy(stacked([values[index] for index in places])), failed
         )
         if not lost:
             return copies
-        log.looks = [look for index, look in enumerate(log.looks) if index not in lost]
+        log.readings = [reading for index, reading in enumerate(log.readings) if index not in lost]
         return self._copies(log)
 
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
-        largest = _largest(log.looks, arrived.copies)
+        largest = _largest(log.readings, arrived.copies)
         if arrived.found_inf is not None:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
         if all(map(math.isfinite, largest)):
             self._remember(log, largest)
             return None
-        seen = _seen(log.looks, largest)
+        seen = _seen(log.readings, largest)
         # Gradients do not depend on the value of the loss: an infinite scaled loss with finite gradients is harmless.
         loss_matters = bool(log.skipped) or culprit.finite_gradients(seen) is not True
         suspicious = [
@@ -159,7 +159,7 @@ class Judge:
         ]
         stories, calls = log.calls.stories()
         innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
-        read = {look.tensor for look in log.looks}
+        read = {reading.tensor for reading in log.readings}
         found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
         event = self._event(found, suspicious, log) if found is not None else None
         self._remember(log, largest)
@@ -180,9 +180,9 @@ class Judge:
         )
 
     def _remember(self, log: StepLog, largest: list[float]) -> None:
-        for look, value in zip(log.looks, largest, strict=True):
-            if not look.is_input:
-                self._history.remember((look.name, look.what), value)
+        for reading, value in zip(log.readings, largest, strict=True):
+            if not reading.is_input:
+                self._history.remember((reading.name, reading.what), value)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
         if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
@@ -208,16 +208,13 @@ def _scale_value(scale: BackwardScale | None) -> float | None:
     return float(scale.on_device)
 
 
-def _seen(looks: Iterable[Look], largest: Iterable[float]) -> list[Seen]:
-    return [
-        Seen(look.phase, look.what, look.name, look.module, look.tensor, look.micro_batch, value, look.is_input)
-        for look, value in zip(looks, largest, strict=True)
-    ]
+def _seen(readings: Iterable[Reading], largest: Iterable[float]) -> list[Seen]:
+    return [Seen(*read[:6], value, read.is_input) for read, value in zip(readings, largest, strict=True)]
 
 
-def _largest(looks: list[Look], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
-    """Return the largest magnitude of each look, which may be inf or NaN."""
-    largest = [look.value if isinstance(look.value, float) else 0.0 for look in looks]
+def _largest(readings: list[Reading], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
+    """Return the largest magnitude of each reading, which may be inf or NaN."""
+    largest = [reading.value if isinstance(reading.value, float) else 0.0 for reading in readings]
     for indices, copy in copies:
         for index, value in zip(indices, from_stacked(copy.values()), strict=True):
             largest[index] = value

@@ -122,7 +122,7 @@ class Listener(Guarded):
             observer.optimizer_steps(optimizer)
 
     def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step is none of the training: nothing ran before it, and it changes no weight."""
+        """Return whether a step only makes the optimizer's states: nothing ran before it, and it changes no weight."""
         return not self._dispatcher.quiet and not self._clock.begun and stands_still(optimizer)
 
     @entrance

@@ -75,7 +75,7 @@ class ModelHooks:
         self._later = later
 
     def rehook(self, replaced: Collection[WatchedParameter]) -> None:
-        """Move the hooks of these parameters, those that have any, from the tensor that they were to the one that they are."""
+        """Move the hooks of these parameters, if hooked, from the tensors that were replaced to those that replaced them."""
         self._put_back()
         hooked, self._on_parameters = self._on_parameters, []
         for watched, handle in hooked:
@@ -101,7 +101,7 @@ class ModelHooks:
         self.wrapped_inputs = any(module._backward_hooks for module, _ in self._on_modules)
         self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
         for module, number in self._on_modules:
-            # A hook added later may change the output; running last, ours sees what the next module is given.
+            # A hook added later may change the output; running last, ours sees the input of the next module.
             hooks: Any = module._forward_hooks
             if number in hooks and next(reversed(hooks)) != number:
                 hooks.move_to_end(number)
@@ -156,7 +156,7 @@ class ModelHooks:
         for parameter, number, hook in parameters:
             known: Any = parameter._backward_hooks
             if known is not None:
-                # Autograd calls them in the order in which they were added to the dictionary, whatever that calls its order.
+                # Autograd reads the plain dictionary, in the order of insertion: ``move_to_end`` would have no effect.
                 since = list(known.items())
                 known.clear()
                 known[number] = hook

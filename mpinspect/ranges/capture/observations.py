@@ -87,10 +87,10 @@ class Backward(NamedTuple):
     observers: tuple[Observer, ...]
     checked_by_scaler: bool
 
-    def waited(self, gradients: list[ParameterGradient]) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient]) -> None:
         """Pass parameter gradients that were held until the end of this backward to the observers."""
         for observer in self.observers:
-            observer.waited(gradients, self)
+            observer.parameter_gradients(gradients, self)
 
 
 #: Outside of any backward.
@@ -151,7 +151,7 @@ class Observer:
 
     #: Whether the observer is at work in this step.
     at_work = False
-    #: Whether the observer accepts parameter gradients together, at the end of their backward (``waited``).
+    #: Whether the observer accepts parameter gradients together, at the end of their backward (``parameter_gradients``).
     lets_gradients_wait = False
     #: Whether ``backward_ends`` is called at the end of each backward.
     wants_backward_end = False
@@ -174,7 +174,7 @@ class Observer:
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Handle a parameter's gradient that has arrived."""
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Handle parameter gradients at the end of their backward; their values are unchanged since they arrived."""
 
     def scaler_used(self, scaler: Any) -> None:
@@ -211,9 +211,8 @@ class Observer:
 class LastValues(Generic[Known]):
     """Remembers the result of reading one tensor, to reuse it if the next tensor holds the same values.
 
-    A container returns the tensor that its last layer made, or a reshaped view of it, and the gradient at its output
-    goes on to
-    that layer in the same way: both are read only once. The tensor is referenced weakly.
+    A container returns the tensor that its last layer made, or a reshaped view of it, and passes the gradient at its output
+    on to that layer likewise: both are read only once. The tensor is referenced weakly.
     """
 
     __slots__ = ("_address", "_dtype", "_found", "_length", "_owner", "_version", "remembers")

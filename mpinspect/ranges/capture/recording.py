@@ -39,8 +39,8 @@ class WindowList:
         self._windows: list[Window] = []
         #: Target length of a window, in sampled steps.
         self.length = 1
-        #: Index up to which windows have been checked for merging since the length doubled; None: all have been.
-        self._looked_at: int | None = None
+        #: Index of the first window not yet checked for merging since the length doubled; None if all have been checked.
+        self._next_check: int | None = None
 
     def add(self, window: Window, limit: int) -> None:
         """Add a window that follows the last one, merging neighbours where needed to stay below the limit."""
@@ -49,11 +49,11 @@ class WindowList:
             self._windows[-1] = merge_windows(self._windows[-1], window)
         else:
             self._windows.append(window)
-        if self._looked_at is not None:
+        if self._next_check is not None:
             self._merge_a_pair()
         while len(self._windows) >= 2 * limit:
             self.length *= 2
-            self._looked_at = 0
+            self._next_check = 0
             self._merge_a_pair()
 
     def __len__(self) -> int:
@@ -64,12 +64,12 @@ class WindowList:
         return tuple(self._windows)
 
     def _merge_a_pair(self) -> None:
-        for index in range(self._looked_at or 0, len(self._windows) - 1):
+        for index in range(self._next_check or 0, len(self._windows) - 1):
             if self._fit(*self._windows[index : index + 2]):
                 self._windows[index : index + 2] = [merge_windows(*self._windows[index : index + 2])]
-                self._looked_at = index
+                self._next_check = index
                 return
-        self._looked_at = None
+        self._next_check = None
 
     def _fit(self, first: Window, second: Window) -> bool:
         # A window without samples has length 1 here, so that such windows are not merged without end.
@@ -140,7 +140,7 @@ class Recording:
         self._unwritten: list[Window] = []
         #: Sampled steps of all windows added.
         self._sampled_steps = 0
-        #: The number of sampled steps at whose multiples a write that is due may be done; 0 while none is due.
+        #: A write that is due is done when the number of sampled steps is a multiple of this; 0 while none is due.
         self._stride = 0
         self._sinks = Sinks(sinks)
         self._clock = clock
@@ -224,7 +224,7 @@ class Recording:
         if self.progress.scale_known:
             self._progress(scale_known=False, scale_unknown_reason=reason)
             self.note(
-                f"the loss scale is not known ({reason}): counts are of the gradients as they are, without advice"
+                f"the loss scale is not known ({reason}): gradients are counted as they arrive, and no scale is advised"
             )
 
     def weights_moved(self, moved: bool | None) -> None:
@@ -232,7 +232,7 @@ class Recording:
         self._progress(weights_moved=moved)
 
     def ran_eagerly(self, steps: int = 1) -> None:
-        """Add to the number of sampled steps whose compiled regions ran eagerly; with 0, record that they are to."""
+        """Add to the number of sampled steps whose compiled regions ran eagerly; 0 only records that this was requested."""
         self._progress(eager_steps=(self.progress.eager_steps or 0) + steps)
 
     def compiled(self, paths: Sequence[str]) -> None:
@@ -337,8 +337,8 @@ class Recording:
     def _write_due(self, open_steps: int = 0) -> bool:
         """Return whether to write now; ``open_steps`` is the number of sampled steps in the open window.
 
-        The clock decides when a write is due. It is done at the next multiple of the largest power of two of steps that are
-        unwritten then, so that two runs, however fast, end most windows at the same steps and can be compared.
+        The clock tells when a write is due. It then waits until the number of sampled steps is a multiple of the largest power
+        of two that the unwritten steps reach: runs of different speed end most windows at the same steps, and can be compared.
         """
         if not self._sinks or self._sinks.busy:
             return False

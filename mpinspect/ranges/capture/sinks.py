@@ -137,7 +137,7 @@ class Sinks:
             made = windows()
         except Exception as error:
             self._failures.append(
-                f"mpinspect failed to merge what was to be written ({error!r}): it is not in the log_dir"
+                f"mpinspect failed to merge the windows to be written ({error!r}): they are not in the log_dir"
             )
         self._tell(lambda keeper: keeper.take_windows(made, progress))
         self.cost_s = time.thread_time() - started
@@ -165,14 +165,14 @@ class Sinks:
             if keeper.told <= MOST_TOLD:
                 self._failures.append(
                     f"{name} has had no room to write since step {self._steps:,} ({error}): it tries again at each write, "
-                    "and what is counted meanwhile waits in memory"
+                    "and until then keeps the counts in memory"
                 )
 
     def _went_on(self, keeper: _Keeper) -> None:
         if keeper.full_since is not None and keeper.told <= MOST_TOLD:
             self._failures.append(
-                f"{type(keeper.sink).__name__} has room again and goes on from step {self._steps:,}: what was counted "
-                f"since step {keeper.full_since:,} has been written too, in longer windows"
+                f"{type(keeper.sink).__name__} has room again and goes on from step {self._steps:,}: the counts "
+                f"since step {keeper.full_since:,} have been written too, in longer windows"
             )
         keeper.full_since = None
 
@@ -181,8 +181,8 @@ class Sinks:
         for keeper in tuple(self._keepers):
             if keeper.full_since is not None:
                 self._failures.append(
-                    f"{type(keeper.sink).__name__} had no room to the end: what was counted since step {keeper.full_since:,} "
-                    "is not in the log_dir; the report is still complete"
+                    f"{type(keeper.sink).__name__} had no room until the end: the counts since step {keeper.full_since:,} "
+                    "are not in the log_dir; the report is still complete"
                 )
             try:
                 keeper.sink.close()

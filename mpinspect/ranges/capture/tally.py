@@ -27,7 +27,7 @@ from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import LostUpdates, TensorKey, Window
 from mpinspect.runtime.guard import Unread
 
-#: Narrow dtypes, whose values have been rounded before they are counted, and the names of their formats.
+#: The formats of narrow dtypes, to which values have been rounded before they are counted.
 _NARROW = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -146,8 +146,8 @@ class Tally:
                 except Exception as error:
                     # One gradient may have caused the error: count each one alone below.
                     self._drop(
-                        f"weight gradients could not be counted together ({type(error).__name__}: {error}) and are one by one; "
-                        "the training is not affected"
+                        f"weight gradients could not be counted together ({type(error).__name__}: {error}), so each is counted "
+                        "alone; the training is not affected"
                     )
             for each in group:
                 if each.found is None:

@@ -17,6 +17,7 @@ import torch
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.runtime.distributed import has_process_group
 
 #: Libraries that reduce gradients over processes without torch.distributed, from hooks on autograd nodes we can't detect.
 _REDUCERS = ("horovod.torch", "byteps.torch")
@@ -54,17 +55,17 @@ class WaitingGradients(Generic[Context]):
         #: The thread in which this backward began, and the context of its gradients.
         self._thread = 0
         self._context: Context | None = None
-        self._looks: Sized = ()
+        self._readings: Sized = ()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begin(self, context: Context, looks: Sized) -> None:
+    def begin(self, context: Context, readings: Sized) -> None:
         """Start holding the gradients of the running backward, unless gradients of another thread's backward are held.
 
         Args:
             context: the context to pass to ``show``.
-            looks: the tensors that the watch has read in this step.
+            readings: the tensors that the watch has read in this step.
         """
         if self._waiting:
             if self._thread != threading.get_ident():
@@ -76,7 +77,7 @@ class WaitingGradients(Generic[Context]):
             if not self._waiting:
                 task = torch._C._current_graph_task_id()
                 self.task = NO_BACKWARD if task == -1 or _may_be_reduced() else task
-                self._thread, self._context, self._looks = threading.get_ident(), context, looks
+                self._thread, self._context, self._readings = threading.get_ident(), context, readings
 
     def stop(self) -> None:
         """Hold no further gradients until the next ``begin``."""
@@ -105,7 +106,7 @@ class WaitingGradients(Generic[Context]):
         # A detached alias: autograd can still move the gradient itself to .grad, but would copy it if it had another reference.
         values = gradient.detach()
         stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
-        waiting = ParameterGradient(watched, values, values._version, len(self._looks), stream)
+        waiting = ParameterGradient(watched, values, values._version, len(self._readings), stream)
         with self._lock:
             if self.task != torch._C._current_graph_task_id():
                 # Another thread's backward has begun meanwhile.
@@ -149,7 +150,7 @@ class WaitingGradients(Generic[Context]):
         self.finish()
         with self._lock:
             if not self._waiting:
-                self.task, self._context, self._looks = NO_BACKWARD, None, ()
+                self.task, self._context, self._readings = NO_BACKWARD, None, ()
 
     def _backward_ends(self) -> None:
         self._enter(self.end)
@@ -157,6 +158,4 @@ class WaitingGradients(Generic[Context]):
 
 def _may_be_reduced() -> bool:
     """Return whether gradients may be reduced over processes on arrival, through .data, unseen by the version counter."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return True
-    return any(name in sys.modules for name in _REDUCERS)
+    return has_process_group() or any(name in sys.modules for name in _REDUCERS)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
-from mpinspect.ranges.capture.judge import Judge, Look, StepLog
+from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
 from mpinspect.ranges.capture.largest import Found, Value, largest_of
 from mpinspect.ranges.capture.observations import (
     Backward,
@@ -78,9 +78,9 @@ class Watch(Observer):
         self._steps = 0
 
     @property
-    def looks(self) -> Sized:
+    def readings(self) -> Sized:
         """The tensors read in this step."""
-        return self._log.looks
+        return self._log.readings
 
     def forward_broke(self) -> bool | None:
         """Return whether the last output of this step is non-finite; None if there is none, or its value is still on a device.
@@ -120,19 +120,19 @@ class Watch(Observer):
         if before is not None:
             found = before
             self._handed_on.add(self._last_module)
-        look = self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, found)
-        self._log.last_output = look
-        if look is None:
+        reading = self._log_reading(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, found)
+        self._log.last_output = reading
+        if reading is None:
             return True
-        if not isinstance(look.value, float):
+        if not isinstance(reading.value, float):
             return False
         if self._steps < _LEARNING_STEPS or module in self._handed_on:
             # A container may return this output: after the first steps the watch knows which outputs those are.
-            self._last_output.keep(tensor, look.value)
+            self._last_output.keep(tensor, reading.value)
             self._last_module = module
         else:
             self._last_output.forget()
-        if math.isfinite(look.value):
+        if math.isfinite(reading.value):
             return True
         self._log.broken = True
         return False
@@ -143,7 +143,7 @@ class Watch(Observer):
             number = self._log.calls.number_of(tensor)
             if number is not None and number in self._log.unseen_inputs:
                 self._log.unseen_inputs.discard(number)
-                self._look(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
+                self._log_reading(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, None, is_input=True)
 
     def unseen_input(self) -> int:
         """Return a new number for a tensor that is not accessible, because it is inside a wrapper."""
@@ -169,8 +169,8 @@ class Watch(Observer):
             gradient.found = None
             return
         path = layer.path
-        self._log.looks.append(
-            Look(
+        self._log.readings.append(
+            Reading(
                 BACKWARD,
                 ACTIVATION_GRADIENT,
                 path,
@@ -190,7 +190,7 @@ class Watch(Observer):
             watched = gradient.watched
             if is_distributed(watched.parameter):
                 self._log.of_all_ranks.add(watched.name)
-            self._look(
+            self._log_reading(
                 BACKWARD,
                 WEIGHT_GRADIENT,
                 watched.name,
@@ -201,20 +201,20 @@ class Watch(Observer):
                 gradient.found,
             )
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
-        looks, merged, done = self._log.looks, [], 0
+        readings, merged, done = self._log.readings, [], 0
         for each in gradients:
             if each.found is None and backward.checked_by_scaler:
                 continue
             value = self._read(each.watched.gradient_key, each.values, each.found, False)
             if value is None:
                 continue
-            merged += looks[done : each.place]
+            merged += readings[done : each.place]
             done = max(done, each.place)
             name, owner = each.watched.name, each.watched.owner
-            merged.append(Look(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value))
-        looks[:] = merged + looks[done:]
+            merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value))
+        readings[:] = merged + readings[done:]
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the outputs at which a backward begins: their gradients are given to it."""
@@ -223,9 +223,9 @@ class Watch(Observer):
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Read the losses, and the scaled losses at which the backward begins."""
         for loss in losses:
-            self._look(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
+            self._log_reading(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
         for loss in scaled:
-            self._look(BACKWARD, SCALED_LOSS, "", "", -1, micro_batch, loss, None)
+            self._log_reading(BACKWARD, SCALED_LOSS, "", "", -1, micro_batch, loss, None)
 
     # -- the optimizers ---------------------------------------------------------------------------------------------
 
@@ -257,7 +257,9 @@ class Watch(Observer):
                 micro_batch = self._clock.micro_batch
                 if many:
                     self._log.of_all_ranks.add(watched.name)
-                self._look(BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, micro_batch, gradient, None)
+                self._log_reading(
+                    BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, micro_batch, gradient, None
+                )
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class Watch(Observer):
         log.calls.forget_tensors()
         self._last_output.forget()
         log.step = step
-        if log.looks or log.found_inf:
+        if log.readings or log.found_inf:
             self._steps += 1
             self._judge.send(log)
         self._record(wait=False)
@@ -296,13 +298,13 @@ class Watch(Observer):
             unmoved = event.skipped or (event.skipped is None and self._clock.has_optimizers)
             event = self._broken_weights.explain(event, unmoved=event.step == self._clock.step and unmoved)
         if event.step in self._after_pause:
-            gap = "the step before was not looked at (max_overhead), so it may have begun earlier"
+            gap = "the step before was not watched (max_overhead), so it may have begun earlier"
             event = replace(event, explanation=f"{event.explanation}; {gap}")
         return event
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _look(
+    def _log_reading(
         self,
         phase: str,
         what: str,
@@ -313,13 +315,13 @@ class Watch(Observer):
         tensor: torch.Tensor,
         found: Found | None,
         is_input: bool = False,
-    ) -> Look | None:
+    ) -> Reading | None:
         value = self._read(TensorKey(name, what), tensor, found, phase == FORWARD)
         if value is None:
             return None
-        look = Look(phase, what, name, module, number, micro_batch, value, is_input)
-        self._log.looks.append(look)
-        return look
+        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input)
+        self._log.readings.append(reading)
+        return reading
 
     def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
         """Return a tensor's largest magnitude; None if the tensor has no values or can't be read."""

@@ -38,7 +38,7 @@ class WeightChanges:
         self._parameters = parameters
         #: Each weight with its state at the beginning of the run.
         self._first: list[tuple[torch.Tensor, _State]] = []
-        #: The weight whose state tells of updates, its state, and whether it held a gradient when the last backward ended.
+        #: The weight whose state shows updates, its state, and whether it held a gradient when the last backward ended.
         self._witness: torch.Tensor | None = None
         self._last: _State | None = None
         self._held_gradient = False
@@ -59,9 +59,9 @@ class WeightChanges:
         return False if all(values is not None for _, (_, values) in first) else None
 
     def backward_ended(self) -> None:
-        """Let the first weight that holds a gradient tell of updates.
+        """Choose the first weight that holds a gradient as the one whose state shows updates.
 
-        After ``torch.autograd.grad``, or a backward whose gradients are not reduced yet (FSDP2), none may.
+        After ``torch.autograd.grad``, or a backward whose gradients are not reduced yet (FSDP2), no weight may hold one.
         """
         held = next((watched.parameter for watched in self._parameters if watched.parameter.grad is not None), None)
         self._held_gradient = held is not None
@@ -69,7 +69,7 @@ class WeightChanges:
             self._witness, self._last = held, _state(held)
 
     def updated(self) -> bool:
-        """Return whether weights changed since the last call, or the gradients that the last backward left are gone."""
+        """Return whether weights changed since the last call, or the gradients left by the last backward were cleared."""
         if self._witness is None:
             trained = (watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter))
             self._witness = next(trained, None)

@@ -31,7 +31,7 @@ IntArray = npt.NDArray[np.int64]
 _MANTISSA = (1 << 52) - 1
 _BIAS = 1023
 _SMALLEST_SUBNORMAL = -1074
-#: Mantissa bits of the significand 2 - 2^-11, from which on a significand rounds up to 2 in 11 bits.
+#: Mantissa bits of 2 - 2^-11, the smallest significand that rounds up to 2 in 11 bits.
 _NEAR_TOP = 0x7FF << 41
 
 

@@ -53,7 +53,7 @@ _LAYERS = (
     Column("updates lost", meaning="share that rounding loses", priority=3, is_optional=True),
 )
 _LEGEND = "A -> B; ~ estimate, 0%..88% bounds, ? not known"
-#: Bounds of a share that are further apart say more than the estimate between them.
+#: If the bounds of a share are further apart than this, they say more than the estimate between them.
 _FAR = 0.1
 
 
@@ -87,7 +87,7 @@ def _nothing_moved(diff: RangeDiff) -> str:
 
 
 def _besides(diff: RangeDiff) -> str:
-    """Return words on what no count shows: tensors of one run alone, settings."""
+    """Return words on differences that no count shows: tensors of only one run, and settings; "" if there are none."""
     alone = len(diff.only_first) + len(diff.only_second)
     words = [f"{number_of(alone, 'tensor')} in one run alone"] if alone else []
     # How far the runs went is no setting.
@@ -139,7 +139,7 @@ def _equal(diff: RangeDiff) -> str:
 
 
 def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
-    """Return what stands below the headline; ``everything`` shows every tensor."""
+    """Return the blocks below the headline; ``everything`` shows every tensor."""
     return (
         *_layers(diff, everything),
         *section("Settings that differ", _settings(diff)),
@@ -156,7 +156,7 @@ def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
 def _layers(diff: RangeDiff, everything: bool) -> Iterator[Block]:
     """Yield the table of the tensors that moved; if none did, of those whose counts differ."""
     moved = [change for change in diff.layers if change.moved_from is not None]
-    # In stretches of other steps equality is not known, and the distance speaks.
+    # In stretches of different steps equality is unknown, so the distance decides.
     differ = [change for change in diff.layers if change.elsewhere_fraction > 0 or change.differs_from is not None]
     shown = diff.layers if everything else moved or differ
     title = f"What moved, worst first: {len(moved):,} of {len(diff.layers):,} tensors"
@@ -205,7 +205,7 @@ def _window(layer: LayerReport) -> str:
 
 
 def _flushed(layer: LayerReport) -> str:
-    """Return the share flushed; its bounds alone where these are far apart, as after a run in the format itself."""
+    """Return the share flushed in words; only its bounds if these are far apart, as after a run in the format itself."""
     found = layer.flushed_fraction
     if found is None or found.high - found.low <= _FAR:
         return share(found)

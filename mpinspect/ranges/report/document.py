@@ -65,7 +65,7 @@ EVENTS = Limit(5, 10)
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
-#: What a page explains where a word first occurs.
+#: The terms that a page explains where they first occur.
 TERMS = (
     Term(
         "loss scale",
@@ -210,9 +210,8 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
     scales = report.session.progress.scales
     yield Line(reserve_line(advice, scales[-1].scale if scales and not _would_change(report) else None))
     # Where layers are at odds, no scale is worth beginning with.
-    fits = advice.highest is None or advice.lowest is None or advice.lowest <= advice.highest
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
-    if advice.dynamic is not None and advice.needed is not False and (fits or moves):
+    if advice.dynamic is not None and advice.needed is not False and (moves or not advice.serves_none):
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
         which = "it" if start == advice.static_scale else "the scale of the first steps"
         scaler = f"torch.amp.GradScaler(device_type, init_scale={start:.17g}, growth_interval={interval})"

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FORMATS, FloatFormat
+from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
@@ -91,9 +91,9 @@ def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -
 
 
 def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> dict[str, Any]:
-    """Return all that the script needs: formats, every tensor's counts in each block of the run, and the run's history.
+    """Return the data of the script: formats, every tensor's counts in each block of the run, and the run's history.
 
-    ``name`` tells the model from the others of its page; "" for its class.
+    ``name`` distinguishes the model from others on its page; "" stands for its class.
     """
     layers = _shown(report)
     windows = coarsen(report.session.windows, max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers))))
@@ -148,7 +148,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
 def _own_scale(report: RangeReport) -> int:
     """Return the run's last known loss scale as a power of two, rounded down; 0 if it had none."""
     scales = [change.scale for change in report.session.progress.scales if change.scale and math.isfinite(change.scale)]
-    return math.frexp(scales[-1])[1] - 1 if scales else 0
+    return floor_log2(scales[-1]) if scales else 0
 
 
 def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:

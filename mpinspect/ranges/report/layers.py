@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
-from mpinspect.numeric.formats import FORMATS, FloatFormat
+from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
@@ -49,7 +48,7 @@ def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Rep
 
     Args:
         layers: any layers.
-        at_most: up to this many layers are not grouped, each standing alone; None: never group.
+        at_most: if there are at most this many layers, each stands alone; None: never group.
     """
     layers = list(layers)
     if at_most is None or len(layers) <= at_most:
@@ -61,7 +60,7 @@ def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Rep
 
 
 def by_pattern(layers: Iterable[Named]) -> list[list[Named]]:
-    """Return the layers in groups as ``repeated`` makes them."""
+    """Group layers of one kind and module class whose names differ only in the numbers of their blocks."""
     groups: dict[tuple[object, ...], list[Named]] = {}
     for layer in layers:
         parts = layer.name.split(".")
@@ -108,7 +107,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
 
 def log2_recommended(advice: LossScaleAdvice) -> int | None:
     """Return the recommended scale as a power of two, rounded down; None where there is none."""
-    return None if advice.recommended is None else math.frexp(advice.recommended)[1] - 1
+    return None if advice.recommended is None else floor_log2(advice.recommended)
 
 
 def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval | None:

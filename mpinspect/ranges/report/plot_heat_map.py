@@ -39,10 +39,10 @@ from mpinspect.reporting.plot_style import (
 from mpinspect.reporting.words import UNKNOWN, format_name, percent, share
 
 MAX_ROWS = 60
-#: So many layers have a row each; of more, the repeated blocks share one.
+#: Up to this many layers have a row each; if there are more, repeated blocks share one.
 _ONE_BY_ONE = 24
 _NAME_LENGTH = 60
-#: Lightness alone tells the classes of shares apart: the bounds, and a colour for each class.
+#: The bounds of the classes of shares, and a colour for each class; their lightness alone suffices to distinguish them.
 _BOUNDS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 COLOURS = ("#dcebf7", "#a6cbe6", "#5f9fd0", "#2068a8", "#08306b")
 #: Width of a column beside the map in points.

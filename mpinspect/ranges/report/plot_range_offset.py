@@ -77,7 +77,7 @@ def _finding(report: RangeReport) -> str:
     advice, name = report.loss_scale, format_name(report.format)
     if not advice.available:
         return f"Gradients against the range of {name}"
-    if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
+    if advice.serves_none:
         return f"No single loss scale serves every gradient in {name}"
     if advice.needed is None:
         return f"It is not known whether {name} needs a loss scale"

@@ -7,7 +7,7 @@
   scale in use, 0..1: an estimate (the report tolerates 0.01); ``flushed/worst_layer_unscaled``: the same at scale 1;
 - ``steps/not_finite``, ``steps/skipped``: steps with an infinity or a NaN, and steps that the optimizer skipped, so far.
 
-The format is the one in which the run computes, or FP16 for a run in FP32, as in the report. What is not known is left out.
+The format is the one in which the run computes, or FP16 for a run in FP32, as in the report. Unknown scalars are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USED = "loss_scale/used"
 
 
 class ScalarSink(ABC):
-    """A sink that makes scalars of each window when the run's progress, which holds the loss scale in use, has followed."""
+    """A sink that computes a window's scalars when the progress record after it arrives, which contains the loss scale in use."""
 
     def __init__(self) -> None:
         self._watched: tuple[TensorInfo, ...] = ()
@@ -43,11 +43,11 @@ class ScalarSink(ABC):
         """Log the scalars of a window whose last step this is."""
 
     def watched(self, infos: Sequence[TensorInfo]) -> None:
-        """Keep the descriptions of the tensors, from which rounding noise is told from gradients."""
+        """Keep the tensors' descriptions, which are needed to recognise gradients that are rounding noise."""
         self._watched = tuple(infos)
 
     def precision(self, precision: Precision) -> None:
-        """Keep the run's dtypes, which name the format to judge by."""
+        """Keep the run's dtypes, which determine the format to judge against."""
         self._precision = precision
 
     def event(self, event: Event) -> None:
@@ -65,7 +65,7 @@ class ScalarSink(ABC):
         self._waiting.append(window)
 
     def progress(self, progress: Progress) -> None:
-        """Log the scalars of the windows that came since the last call."""
+        """Log the scalars of the windows added since the last call."""
         while self._waiting:
             window = self._waiting.pop(0)
             self.scalars(window.last_step, self._of(window, progress))
@@ -81,7 +81,7 @@ class ScalarSink(ABC):
             progress=progress,
             precision=self._precision,
         )
-        format, used = judged_in(session), _log2(_scale_at(progress, window.last_step))
+        format, used = judged_in(session), _log2(progress.scale_at(window.last_step))
         advice = recommend_loss_scale(session, format=format)
         scales = {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest}
         found |= {f"loss_scale/{name}": log2 for name, k in scales.items() if (log2 := _log2(k)) is not None}
@@ -94,7 +94,7 @@ class ScalarSink(ABC):
 
 
 def _flushed(session: Session, format: FloatFormat, scales: Mapping[str, float | None]) -> dict[str, float]:
-    """Return, for each of the scales (in log2) that is known, the share that the layer which loses most loses."""
+    """Return by name, for each known scale (in log2), the largest lost L1 share of any layer, 0..1."""
     totals = session.totals()
     noise = noise_of(totals, rounding_noise_ceilings(tensor_infos(session, totals), totals))
     worst: dict[str, float] = {}
@@ -108,11 +108,6 @@ def _flushed(session: Session, format: FloatFormat, scales: Mapping[str, float |
                 lost = tensor.histogram.lost_l1_share(format, math.floor(scale)).estimate
                 worst[name] = max(worst.get(name, 0.0), lost, hidden)
     return worst
-
-
-def _scale_at(progress: Progress, step: int) -> float | None:
-    before = [change.scale for change in progress.scales if change.step <= step]
-    return before[-1] if before else None
 
 
 def _log2(scale: float | None) -> float | None:

@@ -42,7 +42,7 @@ def scale_line(advice: LossScaleAdvice) -> str:
     """Return the suggested loss scale, its window and the headroom in words, or a sentence that no scale fits."""
     if not advice.available:
         return "No loss scale can be suggested"
-    if advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest:
+    if advice.serves_none:
         largest = as_power(advice.highest)
         return (
             f"No loss scale to suggest; no scale serves all: {as_power(advice.lowest)} is needed, {largest} the largest"
@@ -69,7 +69,7 @@ def reserve_line(advice: LossScaleAdvice, used: float | None = None) -> str:
     """
     if advice.needed is None or not advice.available or advice.recommended is None:
         return ""
-    if advice.lowest is None or advice.highest is None or advice.lowest > advice.highest:
+    if advice.lowest is None or advice.highest is None or advice.serves_none:
         return ""
     ends = math.log2(advice.lowest), math.log2(advice.highest)
     words = [_reserve("suggested", advice.recommended, ends)]

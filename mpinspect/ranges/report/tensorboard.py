@@ -78,7 +78,7 @@ class TensorBoardLog:
         self._file.add([self._bits_kept()], 0)
 
     def charts(self, infos: Sequence[TensorInfo]) -> None:
-        """Add the layout of the custom scalars page, with charts of these tensors; the last one counts."""
+        """Add a layout of the custom scalars page, with charts of these tensors; TensorBoard shows the last one added."""
         made = layout(infos, {info.key: self._tag(info.key) for info in infos})
         self._file.add(self._summary.custom_scalars(made).value, 0)
 
@@ -154,7 +154,7 @@ class TensorBoardLog:
         return self._bars(tag, low, counts)
 
     def _bars(self, tag: str, low: int, counts: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
-        """Return a histogram of counts by exponent from ``low`` on; the first of its tag says the format's limits."""
+        """Return a histogram of counts by exponent from ``low`` on; each tag's first one describes the format's limits."""
         edges = np.arange(low, low + len(counts) + 1, dtype=np.float64)
         rows = np.stack([edges[:-1], edges[1:], counts], axis=1)
         # TensorBoard's own form: of the older message, HistogramProto, its fast loader drops the description.
@@ -172,10 +172,7 @@ class TensorBoardLog:
         """Return a histogram that shows the format: how many significant bits it keeps of a magnitude, by exponent."""
         format = self._format
         low, high = _range(format.min_subnormal_exponent, format.max_exponent)
-        exponents = np.arange(low, high)
-        lowest = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent
-        bits = np.minimum(exponents, format.min_normal_exponent) - format.min_subnormal_exponent + 1
-        kept = np.where((exponents >= lowest) & (exponents <= format.max_exponent), bits, 0)
+        kept = np.array([format.significant_bits(exponent) for exponent in range(low, high)])
         return self._bars(f"exponents/_bits_that_{format.name}_keeps", low, kept)
 
     def _scalar(self, tag: str, value: float) -> Any:
@@ -214,10 +211,10 @@ class TensorBoardSink(ScalarSink):
         self._clock = clock
         self._begun = clock()
         self._concludes_at = self._begun + _FIRST_CONCLUSION_S
-        #: Makes verdict and maps while the run goes on. The log is written by this sink's own caller alone.
+        #: The thread that makes verdict and maps during the run; only the thread that calls this sink writes to the log.
         self._aside = Background()
         self._concluded: _Conclusion | None = None
-        #: Whether the page's charts are those of tensors no longer all that are watched.
+        #: Whether the watched tensors have changed since the page's charts were written.
         self._charts_are_old = False
         self._scales: tuple[ScaleChange, ...] = ()
 
@@ -235,7 +232,7 @@ class TensorBoardSink(ScalarSink):
         super().window(window)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write a window's scalars, without the scale in use, which is written at the very steps at which it changes."""
+        """Write a window's scalars except the scale in use, which ``progress`` writes at exactly the steps where it changes."""
         self._log.scalars(step, {name: value for name, value in values.items() if name != USED})
 
     def event(self, event: Event) -> None:
@@ -245,7 +242,7 @@ class TensorBoardSink(ScalarSink):
         self._log.text("events", f"step {event.step}, {event.phase}: first {event.value} in {place}", event.step)
 
     def progress(self, progress: Progress) -> None:
-        """Write the scalars of the windows that came before, and each new change of the loss scale in use."""
+        """Write the scalars of the windows added since the last call, and each new change of the loss scale in use."""
         super().progress(progress)
         known = set(self._scales)
         for change in progress.scales:
@@ -273,7 +270,7 @@ class TensorBoardSink(ScalarSink):
             session = self._session()
             self._concluded = None if session is None else _conclude(session)
         except Exception:
-            # What can't be judged so far is tried again; the last one, at the run's end, tells its error.
+            # The next attempt may succeed; the last one, at the run's end, propagates its error.
             self._concluded = None
         cost = time.thread_time() - begun
         now = self._clock()
@@ -314,7 +311,7 @@ def _conclude(session: Session) -> _Conclusion:
 
 def _limits(format: FloatFormat) -> str:
     """Return a sentence on where a format's range ends."""
-    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
+    flush = format.flush_exponent
     fewer = f", fewer bits are kept below 2^{format.min_normal_exponent}" if flush < format.min_normal_exponent else ""
     return (
         f"log2 of the magnitude. {format_name(format.name)} flushes to zero below 2^{flush}{fewer}, and overflows from "

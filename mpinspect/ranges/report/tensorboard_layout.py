@@ -1,8 +1,8 @@
 """The charts of TensorBoard's "custom scalars" page.
 
-TensorBoard gives a run one colour, whatever its lines are, and tells them apart by markers: a chart of every layer is one
-knot. So each kind of tensor has a chart of its median layer between the lowest and the highest, and each chart of single
-layers holds a few that belong together: the same layer of a model's blocks.
+TensorBoard draws all lines of a run in one colour and distinguishes them by markers: a chart of every layer is unreadable.
+So each kind of tensor has a chart of its median layer between the lowest and the highest, and each chart of single layers
+holds a few that belong together: the same layer of a model's blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def layout(infos: Iterable[TensorInfo], tags: Mapping[TensorKey, str]) -> dict[s
 
 
 def _charts(infos: list[TensorInfo]) -> Iterable[tuple[str, list[TensorInfo]]]:
-    """Yield the title and the tensors of each chart: those that a model's blocks repeat, and then the others."""
+    """Yield the title and the tensors of each chart: first layers repeated in the model's blocks, then the others."""
     groups = by_pattern(infos)
     singles = [info for group in groups if len(group) == 1 for info in group]
     taken: set[str] = set()
@@ -66,7 +66,7 @@ def _charts(infos: list[TensorInfo]) -> Iterable[tuple[str, list[TensorInfo]]]:
             title = printable(
                 common_name(names) if group is not singles else " .. ".join(dict.fromkeys((names[0], names[-1])))
             )
-            # Two kinds of module may have the same names.
+            # Modules of two classes may have the same merged name.
             while title in taken:
                 title += "'"
             taken.add(title)

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 #: Most rows of a map; repeated layers share one.
 MOST_ROWS = 60
-#: Pixels of a row and of a power of two, and of what stands around them.
+#: Pixels of a row's height and of a power of two's width, and of the margins.
 _ROW, _COLUMN, _TOP, _BOTTOM, _RIGHT = 18, 9, 34, 46, 20
 _FONT_SIZE, _MOST_LETTERS = 12, 46
 #: Powers of two shown beyond the format's range at least, and at most.
 _LEAST_MARGIN, _MOST_MARGIN = 6, 24
-#: Shares of the non-zero elements from 10^-5 on are told apart.
+#: Decades of shares that the shading distinguishes: shares below 10^-5 look alike.
 _DECADES = 5
 _INK, _SOFT, _GRID = (28, 33, 38), (89, 99, 110), (225, 229, 234)
 _FILL, _FLUSHED, _SUBNORMAL, _OVERFLOWED = (0, 84, 147), (253, 236, 200), (250, 247, 236), (249, 214, 210)
 
 
 def layers_by_kind(report: RangeReport) -> dict[str, list[LayerReport]]:
-    """Return the layers that a map can show, by kind; no updates, since flushing does not decide whether one is lost."""
+    """Return the layers that a map can show, by kind, without updates: flushing does not decide whether an update is lost."""
     found: dict[str, list[LayerReport]] = {}
     for layer in seen_layers(report):
         if layer.kind != UPDATE and layer.histogram is not None and layer.histogram.nonzero:
@@ -77,13 +77,12 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
 
 
 def _edges(format: FloatFormat) -> tuple[int, int, int]:
-    """Return the exponents from which on not everything is flushed, all bits are kept, and everything overflows."""
-    flush = format.min_normal_exponent if format.flushes_subnormals else format.min_subnormal_exponent - 1
-    return flush, format.min_normal_exponent, format.max_exponent + 1
+    """Return the exponents of the flush edge and of the smallest normal number, and the first exponent beyond the top."""
+    return format.flush_exponent, format.min_normal_exponent, format.max_exponent + 1
 
 
 def _ends(rows: list[Repeated], format: FloatFormat) -> tuple[int, int]:
-    """Return the first exponent drawn and the one after the last; what lies further out is counted at the ends."""
+    """Return the first exponent drawn and one past the last; values beyond them are drawn in the outermost cells."""
     flush, _, top = _edges(format)
     used = [row.worst.histogram for row in rows if row.worst.histogram is not None]
     low = min(min(histogram.min_exponent for histogram in used), flush - _LEAST_MARGIN)
@@ -131,6 +130,6 @@ def _cells(pen: ImageDraw, row: Repeated, low: int, high: int, left: int, top: i
 
 
 def _shortened(name: str) -> str:
-    """Return the end of a name, which tells layers apart, in characters that the font has."""
+    """Return a name's last characters, which distinguish layers best, with those that the font lacks replaced."""
     plain = printable(name).encode("ascii", "backslashreplace").decode("ascii")
     return plain if len(plain) <= _MOST_LETTERS else f"...{plain[3 - _MOST_LETTERS :]}"

@@ -137,7 +137,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         return replace(self, columns={**self.columns, **{n: self.columns[n].astype(np.int64) * weight for n in names}})
 
     def once(self, keys: Collection[TensorKey], parts: Sequence[TensorColumns]) -> TensorColumns:
-        """Return the same tensors, merged of these parts, with each sample of these keys counted once: see ``Window.once``."""
+        """Return the same tensors, with the parts' shards of these keys counted as one sample: see ``Window.once``."""
         place = {key: number for number, key in enumerate(self.order)}
         samples, numel = (np.zeros(len(self.order), dtype=np.int64) for _ in range(2))
         for part in parts:
@@ -151,7 +151,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         )
 
     def only(self, wanted: Callable[[TensorKey], bool]) -> TensorColumns:
-        """Return the tensors whose keys are wanted."""
+        """Return only the tensors for whose keys ``wanted`` returns True."""
         kept = np.array([wanted(key) for key in self.order], dtype=bool)
         if kept.all():
             return self

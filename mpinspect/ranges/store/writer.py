@@ -36,7 +36,7 @@ RECORD_LIMIT = 1000
 SCALE_LIMIT = 1000
 #: Bytes of superseded records that the file may hold before it is rewritten.
 STALE_BYTES = 1 << 20
-#: Seconds between two flushes to disk: a power failure loses at most so much, a kill loses nothing.
+#: Seconds between two flushes to disk: a power failure loses at most the records of these seconds, a kill loses nothing.
 SYNC_INTERVAL_S = 10.0
 #: Largest share of the run's time spent in flushes; on a slow disk they are less frequent.
 SYNC_SHARE = 0.005

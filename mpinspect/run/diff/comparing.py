@@ -66,13 +66,13 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
 
 
 def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept], Found]) -> Found | None:
-    """Return the comparison; None where a run has nothing to compare."""
+    """Return the comparison; None if either run has nothing to compare."""
     return None if first is None or second is None else compare(first, second)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read of a run; ``shapes`` and ``kernels`` are None where it has none, ``command`` is "" without a script."""
+    """A run as read; ``shapes`` and ``kernels`` are None if it has none, ``command`` is "" without a script."""
 
     path: str
     parts: tuple[ModelPart, ...]
@@ -101,7 +101,7 @@ def _require_counts(run: _Read) -> None:
     goes_on = any(not part.ranges.session.progress.ended for part in run.parts)
     why = "no model was recorded that can be read" if not run.parts else "no step was sampled"
     if goes_on:
-        why = "the run still goes on and has written none, or it was killed before it did"
+        why = "the run is still running and has written none, or it was killed before it did"
     raise SessionError(f"{run.path or 'A session'} holds no counts to compare: {why}.")
 
 
@@ -151,7 +151,7 @@ def _side(run: _Read, before: _Read | None = None) -> Side:
         words.append(", ".join(filter(None, (part.name, f"{progress.steps:,} steps", ledger_line(session)))))
         if not progress.ended:
             notes.append(
-                f"{part.name or 'the run'} still goes on, or was killed: it is compared as far as it was written"
+                f"{part.name or 'the run'} is still running, or was killed: it is compared as far as it was written"
             )
         notes += session.notes
     return Side(run.path, "; ".join(filter(None, words)), tuple(dict.fromkeys(notes)))

@@ -88,7 +88,7 @@ def _alone(report: DiffReport) -> Iterator[Item]:
 
 def _notes(report: DiffReport) -> Iterator[str]:
     for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
-        # What both runs say, each of its own directory, says nothing on their difference.
+        # A note that both runs have, apart from the name of their directory, says nothing about their difference.
         known = {note.replace(f"{other.path}/", f"{side.path}/") for note in other.notes}
         yield from (f"{name}: {note}" for note in side.notes if note not in known)
 

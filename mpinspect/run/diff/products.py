@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 #: The ids of the findings on shapes and kernels that differ.
 PRODUCT_DIFF_IDS = ("kernels-differ", "shapes-differ")
 
-#: Changes of a module's share on Tensor Cores that count: verdicts are facts, but one step's times weigh them.
+#: Smallest change of a module's share on Tensor Cores that is reported: the share is weighted by the times of one step.
 LEAST_SHARE = 0.05
-#: Ratio of a module's times in two profiled steps that counts: a busy GPU's clock and its other work make less.
+#: Smallest ratio of a module's times that is reported: a GPU's clock and its other work cause smaller ones.
 LEAST_RATIO = 1.25
-#: Least share of a run's kernel time that a module's change of time must come to.
+#: Least change of a module's time that is reported, as a share of the run's kernel time.
 _LEAST_TIME = 0.01
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product of one step: what of its row is compared (docs/shape-lint.md)."""
+    """A matrix product of one step, with the fields of its row (docs/shape-lint.md) that are compared."""
 
     module: str
     role: str
@@ -59,7 +59,7 @@ class ProductChange:
 
 @dataclass(frozen=True)
 class ShapesDiff:
-    """The modules whose products differ, of so many products in the second run."""
+    """The modules whose products differ; ``products`` is the number of products in the second run."""
 
     changes: tuple[ProductChange, ...]
     products: int
@@ -90,7 +90,7 @@ class KernelsDiff:
         time_us: time of all kernels.
         tensor_core_fraction: share of the matrix products' time on Tensor Cores; None without products.
         changes: the modules whose kernels changed, the largest change of time first.
-        new, gone: findings that one run alone has.
+        new, gone: findings that only the second, or only the first, run has.
     """
 
     time_us: tuple[float, float]
@@ -129,7 +129,7 @@ def compare_shapes(first: Sequence[Product], second: Sequence[Product]) -> Shape
 
 
 def compare_kernels(first: KernelReport, second: KernelReport) -> KernelsDiff:
-    """Return the modules whose time on Tensor Cores, or time at all, changed by more than two steps of one run differ."""
+    """Return the modules whose kernel time, or its share on Tensor Cores, differs by more than between two steps of one run."""
     one, other = _by_module(first), _by_module(second)
     total = max(first.shares.kernel_time_us, second.shares.kernel_time_us)
     none = (0.0, 0.0)
@@ -160,7 +160,7 @@ def _order(product: Product) -> tuple[object, ...]:
 
 
 def _by_module(report: KernelReport) -> dict[str, tuple[float, float]]:
-    """Return the time and the time on Tensor Cores of each module whose name is known."""
+    """Return each named module's kernel time and its time on Tensor Cores, in microseconds."""
     return {
         row.module: (row.time_us, row.verdict_time_us.get("native", 0.0) + row.verdict_time_us.get("degraded", 0.0))
         for row in report.by_module

@@ -24,12 +24,12 @@ class ModelDiff:
 
 @dataclass(frozen=True)
 class Side:
-    """One of both runs.
+    """One of the two runs.
 
     Args:
-        path: where it lies; "" for a session in memory.
-        words: what it is, in a few words: the model, its steps and its precision.
-        notes: sentences on what of it can't be read, and on whether it still goes on.
+        path: its directory or file; "" for a session in memory.
+        words: a summary: the model, its steps and its precision.
+        notes: sentences on parts that can't be read, and on whether the run is still going on.
     """
 
     path: str
@@ -63,7 +63,7 @@ class DiffReport(RendersItself):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What differs, and what B has and A has not, the gravest first; empty if nothing differs."""
+        """The differences, and findings that only B has, the gravest first; empty if nothing differs."""
         found = [finding for model in self.models for finding in model.ranges.findings]
         for products in (self.shapes, self.kernels):
             found += () if products is None else products.findings

@@ -47,7 +47,7 @@ class PendingOptimizer:
         #: Whether any module holds its parameters.
         self.has_modules = False
         self.held: list[weakref.ref[torch.nn.Module]] = []
-        #: The modules to inspect, by the id of the module called first; under the key None: if no module is called.
+        #: The modules to inspect, by the id of the module called first. The key None holds those to inspect if none is called.
         self.targets: dict[int | None, list[weakref.ref[torch.nn.Module]]] = {}
         #: Labels of the targets, and the script's variables, by id.
         self.labels: dict[int, Label] = {}

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from mpinspect.run.models.owners import submodules
+from mpinspect.runtime.wrappers import submodules
 
 
 class Compiled:

@@ -14,9 +14,10 @@ from mpinspect.run.models.attach_lock import AttachLock, is_unsafe_to_detach
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.launched_inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, free_name
-from mpinspect.run.models.owners import parameter_ids, submodules
+from mpinspect.run.models.owners import parameter_ids
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import RecordedModel, Seen
+from mpinspect.runtime.wrappers import submodules
 
 #: Most models that are recorded: if a script trains hundreds (a sweep, federated clients), the first ones suffice.
 MOST_MODELS = 16
@@ -67,7 +68,7 @@ class InspectedModels:
     """Attaches inspectors to models, and pauses and ends them.
 
     Args:
-        options: the launch's.
+        options: the options of the launch.
         directory: each model gets a directory below it.
         say: prints a line to stderr.
         seen: the counts to update.

@@ -32,7 +32,7 @@ class LaunchedInspector(Inspector):
 
     Args:
         model: the model to inspect; held only while attached.
-        options: the launch's.
+        options: the options of the launch.
         optimizers: optimizers known to step the model.
         log_dir: directory of its session file and TensorBoard log.
         say: prints a line to stderr.
@@ -56,7 +56,6 @@ class LaunchedInspector(Inspector):
         self._say = say
         self._has_announced = False
         self._model = weakref.ref(model)
-        self._loss_scale, self._eager_samples = options.loss_scale, options.eager_samples
         self._selection = model_layers.Selection(options.include, options.exclude)
         kinds = _kinds(model, options.kinds)
         chosen: dict[str, Any] = {} if kinds is None else {"capture": kinds}
@@ -74,7 +73,6 @@ class LaunchedInspector(Inspector):
             tracker=tracker,
             **chosen,
         )
-        self._schedule = Schedule(every=options.every, dense=options.dense)
         if unhookable:
             self._capture = self._on(model, optimizers, unhookable)
 
@@ -110,7 +108,7 @@ class LaunchedInspector(Inspector):
             self._left = self._capture.weights_left(self._broken_before)
             self._recording.write()
         clock = self._capture.clock
-        self._capture = self._made((), (), ())
+        self._capture = self._new_capture((), (), ())
         self._continue(clock)
 
     def resume(self, optimizers: Sequence[torch.optim.Optimizer], unhookable: Collection[int]) -> None:
@@ -155,7 +153,7 @@ class LaunchedInspector(Inspector):
         layers = [layer for layer in found if id(layer.module) not in unhookable]
         if len(layers) < len(found):
             self._note_compiled(found, unhookable)
-        return self._made(layers, model_layers.find_parameters(model, self._selection), optimizers)
+        return self._new_capture(layers, model_layers.find_parameters(model, self._selection), optimizers)
 
     def _note_compiled(self, layers: Sequence[model_layers.Layer], unhookable: Collection[int]) -> None:
         """Record the outermost modules that got no hooks because they are compiled."""
@@ -163,21 +161,6 @@ class LaunchedInspector(Inspector):
         outermost = [path for path in paths if not any(is_below(path, other) for other in paths)]
         self._recording.compiled(outermost)
         self.note(not_seen_inside(outermost))
-
-    def _made(self, layers: Any, parameters: Any, optimizers: Collection[torch.optim.Optimizer]) -> Capture:
-        return Capture(
-            layers,
-            parameters,
-            kinds=self._recording.info.kinds,
-            schedule=self._schedule,
-            watch=self._recording.info.watch,
-            loss_scale=self._loss_scale,
-            optimizers=optimizers,
-            scalers=[],
-            recording=self._recording,
-            max_overhead=self._recording.info.max_overhead,
-            eager_samples=self._eager_samples,
-        )
 
     def _continue(self, clock: Any) -> None:
         new = self._capture.clock

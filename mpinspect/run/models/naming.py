@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from mpinspect.run.models.owners import Holders, Parameters, named_children
-from mpinspect.runtime.wrappers import class_of, unwrapped, wrapped_by
+from mpinspect.run.models.owners import Holders, Parameters
+from mpinspect.runtime.wrappers import class_of, named_children, unwrapped, wrapped_by
 
 #: Packages whose frames do not count as the script's.
 _OTHERS = ("torch", "mpinspect")

@@ -13,11 +13,12 @@ import torch
 
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
-from mpinspect.run.models.owners import submodules
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
+from mpinspect.runtime.distributed import has_process_group
 from mpinspect.runtime.guard import Guarded, guarded
+from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
@@ -33,7 +34,7 @@ class OneStep(Guarded):
     """Records everything between the end of one step of an optimizer and the end of its next.
 
     Args:
-        options: the launch's; ``lint`` and ``kernels`` say what to record.
+        options: the options of the launch; ``lint`` and ``kernels`` say what to record.
         directory: where the trace is written.
         models: the inspected models.
         seen: receives the notes.
@@ -225,7 +226,7 @@ def _doubt(models: Iterable[torch.nn.Module]) -> str:
 
     FSDP and quantised weights, for example, may put their own tensor types and modes below autograd.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         return "the run is distributed"
     plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
     if any(type(parameter) not in plain for model in models for parameter in model.parameters()):

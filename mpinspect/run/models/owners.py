@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mpinspect.runtime.garbage_collection import living, with_subclasses
-from mpinspect.runtime.wrappers import registered, unwrapped
+from mpinspect.runtime.wrappers import named_children, registered, submodules, unwrapped
 
 #: Modules alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
 _frozen: list[weakref.ref[nn.Module]] = []
@@ -153,26 +153,6 @@ def parameter_ids(module: nn.Module) -> Iterator[int]:
     """Yield the ids of the parameters of a module and its submodules."""
     for each in submodules(module):
         yield from _own_parameters(each)
-
-
-def submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all modules inside it, each once, without ``module.modules()``, which users may override."""
-    seen = {id(module)}
-    waiting = [module]
-    while waiting:
-        each = waiting.pop()
-        yield each
-        for child in _children(each):
-            if id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-
-
-def named_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a module's direct submodules, with their names."""
-    return [
-        (name, child) for name, child in registered(module, "_modules").items() if issubclass(type(child), nn.Module)
-    ]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

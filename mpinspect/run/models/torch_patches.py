@@ -1,6 +1,6 @@
 """Temporarily wraps a few of torch's functions, to call a listener when an optimizer is made or a backward begins.
 
-Optimizers are listened to as an inspector does, in ``ranges/capture/optimizer_steps.py``.
+Optimizers' steps are reported by ``ranges/capture/optimizer_steps.py``, as they are to an inspector.
 
 The wrappers' frames appear in the tracebacks of errors raised through them; ``run/script.py`` removes these frames from
 printed tracebacks.
@@ -21,6 +21,7 @@ from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime import backward_calls
 from mpinspect.runtime.hooks import ModelHook
+from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.run.watcher import Watcher
@@ -108,7 +109,7 @@ def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
 def _set_aside(model: torch.nn.Module) -> Iterator[None]:
     tables: list[Any] = [
         hooks
-        for module in owners.submodules(model)
+        for module in submodules(model)
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         if any(isinstance(hook, ModelHook) for hook in hooks.values())
     ]

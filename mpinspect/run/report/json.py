@@ -10,7 +10,7 @@ from mpinspect.reporting.json_text import Layout, fields, headed, plain
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.run.report import ModuleRow, RunReport, by_module
 
-#: Nested deeply enough that each finding of a part has its own line.
+#: Depth to which each member has its own line: five levels reach each finding of each part.
 LAYOUT = Layout(5)
 
 

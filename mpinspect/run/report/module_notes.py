@@ -45,7 +45,7 @@ def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
     found = {}
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else f"{part.name}."
-        # Of several models each path begins with the model's name, which stands alone for the model itself.
+        # With several models each path begins with the model's name; that name alone means the model itself.
         own = {f"{lead}{layer.module}".rstrip("."): layer.module for layer in part.ranges.layers}
         found[part.name] = ModuleNotes(
             tuple(_COLUMNS[place] for place in kept),

@@ -75,17 +75,17 @@ class Call:
             raise UnknownSizesError
         return int(found)
 
-    def flag(self, place: int, default: bool = False) -> bool:
-        """Return the bool at a position."""
-        return bool(self.value(place, default))
+    def flag(self, place: int) -> bool:
+        """Return the bool at a position; False if it was not passed or not recorded."""
+        return bool(self.value(place))
 
-    def sizes(self, place: int, dims: int, default: int | None = None) -> tuple[int, ...]:
+    def sizes(self, place: int, dims: int) -> tuple[int, ...]:
         """Return the ints at a position, one for each of ``dims`` dimensions; a single int applies to all dimensions.
 
         Raises:
             UnknownSizesError: there are no ints, or their number is neither 1 nor ``dims``.
         """
-        found = self.value(place, default)
+        found = self.value(place)
         if isinstance(found, int):
             found = [found]
         if not isinstance(found, Sequence) or not all(isinstance(size, int) for size in found):

@@ -9,7 +9,7 @@ be finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpinspect.shapes.operators import product_name
+from mpinspect.shapes.record.meta import tensors_in
 from mpinspect.shapes.record.stand_ins import on_meta
 
 aten = torch.ops.aten
@@ -206,7 +207,7 @@ def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
         for place, one in enumerate(func._schema.arguments)
         if one.alias_info is not None and one.alias_info.is_write
     ]
-    return list(_tensors(found))
+    return list(tensors_in(found))
 
 
 class Values:
@@ -228,7 +229,7 @@ class Values:
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = _Rule.of(func)
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
         written = targets(func, args, kwargs) if rule.writes else []
         if here:
@@ -264,7 +265,7 @@ class Values:
             raise error
         result = func(*args, **kwargs)
         if lack is not None:
-            for one in _tensors((result,)):
+            for one in tensors_in((result,)):
                 forget(one, lack)
         return result
 
@@ -308,12 +309,12 @@ def _keep_results(
         lack = None
     if lack is COMPUTED:
         return
-    made = list(_tensors((result,)))
+    made = list(tensors_in((result,)))
     if lack is None and any(one.numel() * one.element_size() > MOST_BYTES for one in made):
         lack = TOO_LARGE
     if lack is None and made:
         try:
-            values = list(_tensors((_filled(rule, made[0], args) or _computed(func, args, kwargs),)))
+            values = list(tensors_in((_filled(rule, made[0], args) or _computed(func, args, kwargs),)))
         except Exception:
             return
         for one, value in zip(made, values, strict=False):
@@ -375,14 +376,6 @@ def _placed(result: Any, kwargs: dict[str, Any]) -> Any:
 
 def _on_meta(kwargs: dict[str, Any]) -> bool:
     return getattr(kwargs.get("device"), "type", "") == "meta"
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 # -- tensors made without an operator --------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Diagnoses: findings that name a cause, each with its evidence, the fix as code, and how sure it is.
 
-A diagnosis is one pure function over the record of a run. It says nothing where the record does not show its cause.
+A diagnosis is one pure function over the record of a run. It yields no finding unless the record shows the cause.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mpinspect.ranges.analysis.diagnoses import arithmetic, culprit_inputs, hand
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
 from mpinspect.reporting.finding import Finding
 
-#: In this order among findings of one severity: what comes first explains most.
+#: The order of findings of one severity: those that explain most come first.
 DIAGNOSES: tuple[Diagnosis, ...] = (
     *culprit_inputs.DIAGNOSES,
     *handed_over.DIAGNOSES,
@@ -21,7 +21,7 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
 )
 
 
-#: Diagnoses that, as errors, say why a step was not finite. As warnings they did no harm.
+#: Diagnoses that explain non-finite steps if they are errors; as warnings they describe faults that did no harm.
 _CAUSES = frozenset(
     {
         "argument-out-of-range",
@@ -50,13 +50,13 @@ def diagnose(case: Case) -> Iterator[Finding]:
         try:
             yield from diagnosis(case)
         except (ArithmeticError, LookupError, ValueError) as error:
-            # A record that was damaged, or that another version wrote, may lack a figure.
+            # A damaged record, or one that another version wrote, may lack a figure.
             name = getattr(diagnosis, "__name__", "").replace("_", " ")
             yield Finding(
                 "diagnosis-failed",
                 "info",
                 "",
-                f"Whether this run has the fault {name!r} is not known: what was recorded for it can't be read ({error!r}). The "
+                f"Whether this run has the fault {name!r} is not known: its record can't be read ({error!r}). The "
                 "file may be damaged or of another version.",
                 {"diagnosis": name, "error": repr(error)},
             )

@@ -1,11 +1,11 @@
-"""What 16 bits do to losses, statistics, positions and scores."""
+"""Diagnoses of losses, statistics, positions and scores that are computed or kept in 16 bits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, quoted
+from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent
 
@@ -13,7 +13,8 @@ from mpinspect.reporting.words import format_name, percent
 def statistics_broken(case: Case) -> Iterator[Finding]:
     """Running statistics that are not finite, or that never move.
 
-    False alarms: Statistics that are frozen on purpose are not written, and not reported; those of a constant input do not move.
+    False alarms: Statistics that are frozen on purpose are not written, and so are not reported. A mean of zeros stays
+    zero, and is reported.
     """
     found = list(case.measured("statistics"))
     broken = [each for each in found if each.text.startswith("not finite")]
@@ -28,8 +29,8 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "statistics-broken",
             "error",
             module,
-            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the batch's "
-            "own statistics and goes on, evaluation uses these and gives zeros or NaN."
+            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the "
+            "batch's own statistics and goes on, but evaluation uses the running statistics and gives zeros or NaN."
             + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
             "Look at what makes the values too large, infinite or NaN, and begin the statistics anew."
@@ -56,15 +57,15 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
 
 
 def loss_in_16_bits(case: Case) -> Iterator[Finding]:
-    """A loss that is computed in 16 bits: it overflows, or what is left of a sum of terms that cancel is rounding.
+    """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
 
-    False alarms: A warning where the operators of the loss can cancel (differences, products, KL), which does not say that
-    they do in this run.
+    False alarms: The warning is given if the loss has operators whose results may cancel (differences, products, KL),
+    whether or not they do in this run.
     """
     for found in case.measured("loss"):
-        value, name, bits = found.figures["value"], format_name(found.text), _SIGNIFICAND_BITS[found.text]
+        value, name, bits = found.figures["value"], format_name(found.text), SIGNIFICAND_BITS[found.text]
         overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
-        # A cross-entropy is rounded once, behind a log-softmax; a sum of products or differences at each term.
+        # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
         broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
         cancels = any(operator in _CANCELLING for operator in found.names) and "NllLoss" not in found.names
         yield Finding(
@@ -77,7 +78,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 + ("." if broke else "; the gradients are finite all the same.")
                 if overflowed
                 else f" ({' of '.join(found.names[:4])}): each of its terms is rounded to {bits} bits (a relative 2^-{bits}), "
-                "so that where they nearly cancel what is left is rounding."
+                "so that where they nearly cancel only rounding error is left."
                 if cancels
                 else f": its value and first gradient have {bits} bits."
             ),
@@ -86,7 +87,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 "dtype": found.text,
                 "operators": list(found.names),
             },
-            "Compute the loss in FP32: cast what the model returns before anything of the loss, a softmax of the target too."
+            "Compute the loss in FP32: cast the model's output before the loss begins, and the target before its softmax."
             if overflowed or cancels
             else "",
             "output = model(x).float()  # and the target's logits, before their softmax\nloss = loss_fn(output, target)"
@@ -97,8 +98,6 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         return
 
 
-#: Bits of the significand, the hidden one among them.
-_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 
@@ -106,9 +105,9 @@ _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 def positions_collapse(case: Case) -> Iterator[Finding]:
     """Positions that become equal to their neighbours when they are cast to 16 bits.
 
-    False alarms: Measured where a table of more than 264 rows (BF16; 2056 in FP16) has equal neighbours exactly where whole
-    numbers in the format have. Inferred where a module is given one whole number a row, the largest beyond these: it may be
-    a count that is meant to be rounded.
+    False alarms: It is measured if a table of more than 264 rows (BF16; 2056 in FP16) has equal neighbours exactly where
+    whole numbers in the format have them. It is inferred if a module's input holds one whole number per row and the largest
+    exceeds these limits: it may be a count that is meant to be rounded.
     """
     for found in case.measured("positions"):
         figures = found.figures
@@ -117,10 +116,10 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
             "warning",
             found.name,
             f"In {found.name or 'the model'!r} whole numbers up to {figures['largest']:.0f} are in "
-            f"{format_name(found.text)}, which leaves {figures['after']:.0f} of these {figures['before']:.0f} apart: "
+            f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
             "neighbours become one position, timestep or index.",
             {**figures, "dtype": found.text},
-            "Compute positions and what is made of them in FP32, and cast the cosines and sines.",
+            "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines.",
             "angles = positions.float()[:, None] * inv_freq.float()\ncos, sin = angles.cos().to(dtype), angles.sin().to(dtype)",
             certainty=MEASURED if figures["is_table"] else INFERRED,
             step=found.step,
@@ -131,8 +130,7 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
 def router_ties(case: Case) -> Iterator[Finding]:
     """Scores in 16 bits of which several are equal at the edge of the top k.
 
-    False alarms: Ties in one row in a hundred or more; where equal experts are fine (a random tie-break is meant) it is reported
-    all the same.
+    False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
     """
     for found in case.measured("ties"):
         share = found.figures["fraction"]

@@ -1,4 +1,4 @@
-"""What every diagnosis is given: the record of a run and what its ranges tell."""
+"""The input of every diagnosis: the record of a run, and the results derived from its ranges."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from mpinspect.ranges.session import (
 )
 from mpinspect.reporting.finding import Finding
 
+#: Bits of the significand, including the hidden one: 8 in BF16, 11 in FP16.
+SIGNIFICAND_BITS = {format.name: format.mantissa_bits + 1 for format in (BFLOAT16, FLOAT16)}
+
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """One run, with the results that diagnoses need.
 
     Args:
-        session: its record.
-        layers: one report a watched tensor.
+        session: the record of the run.
+        layers: one report per watched tensor.
         totals: every tensor's counts over the run.
-        infos: what is known of each tensor.
-        advised: the loss scale that fits.
+        infos: every tensor's description.
+        advised: the advice on the loss scale, with the decision behind it.
         format: the format in which the run is judged.
     """
 

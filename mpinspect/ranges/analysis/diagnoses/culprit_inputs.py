@@ -1,4 +1,4 @@
-"""What the operation was given in which the first infinity or NaN arose."""
+"""Diagnoses of the operation in which the first infinity or NaN arose, made from its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _event_at(case: Case, step: int) -> Event | None:
 
 
 def _where(case: Case, found: Measurement) -> str:
-    """Return the module in which it arose, by the watch; "" for the loss and for code after the last module."""
+    """Return the module in which the infinity or NaN arose; "" for the loss and for code after the last module."""
     event = _event_at(case, found.step)
     is_after = event is None or event.after or event.what in LOSSES
     return found.name or ("" if is_after or event is None else event.module)
@@ -47,10 +47,10 @@ def _elements(found: Measurement) -> str:
 
 
 _EDGE = (
-    "Keep the argument away from the edge before the operation; torch.where after it does not help, for its gradient is "
-    "computed all the same."
+    "Keep the argument away from the edge before the operation. A torch.where after it does not help, because the gradient of "
+    "the discarded value is computed too."
 )
-#: What to do, in words and as code, by a word of what was done.
+#: The remedy, in words and as code, for each word that the operation's description may contain.
 _MENDS = (
     (
         "ignored",
@@ -64,7 +64,7 @@ _MENDS = (
     ),
     (
         "with a weight",
-        "Look at how the weights are made: a class that never occurs, divided by its number.",
+        "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity.",
         "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
     ),
     ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # of a softmax: torch.log_softmax(logits, -1)"),
@@ -87,12 +87,12 @@ _MENDS = (
 def batch_not_finite(case: Case) -> Iterator[Finding]:
     """The batch itself held infinities or NaNs.
 
-    False alarms: The inputs of the model's outermost call are searched, and the targets that its loss keeps; a batch that the
-    model is meant to clean (NaN for missing values) is reported all the same once the loss is not finite.
+    False alarms: Only the inputs of the model's outermost call are searched, and the targets that its loss keeps. A batch
+    that the model is meant to clean (NaN for missing values) is still reported if the loss is not finite.
     """
     for found in case.session.measurements:
         event = _event_at(case, found.step)
-        # A difference from a target is told by the target only where the model's own output was finite.
+        # A non-finite difference from a target is the target's fault only if the model's own output was finite.
         of_targets = found.what == "examined-target" or (
             found.what == "examined-difference" and (event is None or event.forward_finite is not False)
         )
@@ -117,8 +117,8 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
 def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
     """A softmax or an attention in which a mask hides every element of a row.
 
-    False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that were -inf for
-    another reason are not.
+    False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
+    another reason are not reported.
     """
     for found in case.measured("examined-mask"):
         module = _where(case, found)
@@ -132,7 +132,7 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
             "wrong side, a mask that is applied twice.",
-            "mask[~mask.any(-1)] = True  # True: is seen. A row that sees nothing sees all, and the loss ignores it",
+            "mask[~mask.any(-1)] = True  # True: visible. A row without keys gets them all; ignore it in the loss",
             step=found.step,
         )
         return
@@ -141,8 +141,8 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
 def zero_row_normalized(case: Case) -> Iterator[Finding]:
     """A row of zeros divided by its own maximum or norm.
 
-    False alarms: Where nothing in a module is trained there is no graph: then rows of zeros that came out as NaN are taken
-    for a division, which is inferred.
+    False alarms: If nothing in a module is trained, there is no graph: rows of zeros that come out as NaN are then taken
+    for a division, and the finding is inferred.
     """
     for found in case.measured("examined-zero-row"):
         module = _where(case, found)
@@ -153,7 +153,7 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
             f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
             f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
             {"rows": list(found.names)},
-            "Add an epsilon to what is divided by, or bound it from below.",
+            "Add an epsilon to the divisor, or bound it from below.",
             "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
             INFERRED if found.name else MEASURED,
             found.step,
@@ -162,10 +162,10 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
 
 
 def argument_out_of_range(case: Case) -> Iterator[Finding]:
-    """An operation at the edge of what it is defined for.
+    """An operation whose argument is at the edge of its domain, or beyond it.
 
-    False alarms: The operation that was run first counts. One whose result a later torch.where discards may be harmless in
-    the forward; its gradient is not.
+    False alarms: The operation that ran first counts. If a later torch.where discards its result it may be harmless in the
+    forward; its gradient is not.
     """
     for found in case.measured("examined-argument"):
         module, event = _where(case, found), _event_at(case, found.step)
@@ -196,8 +196,8 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
 def weights_exploded(case: Case) -> Iterator[Finding]:
     """Weights that had grown out of all proportion before anything became infinite.
 
-    False alarms: A norm that is 16 times what it was is no fault where weights begin near zero (LoRA's B, a zero-initialised
-    head): it is reported only if something also became infinite or the loss diverged.
+    False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
+    zero-initialised head): it is reported only if something also became infinite or the training diverged.
     """
     grown = list(case.measured("weight-growth"))
     broken = [event for event in case.events if event.phase in ("forward", END) and not event.gradients_finite]

@@ -1,4 +1,4 @@
-"""What the backward gave, against what the optimizer was given."""
+"""Diagnoses of gradients that changed, or were lost, between the backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import some, with_power
 
-#: Measured steps in which gradients of the steps before were found, from which on nobody zeroes them.
+#: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
-#: ... and the share of the parameters that hold some.
+#: Share of the parameters that must hold such gradients.
 _MOST_LEFT_OVER = 0.9
-#: A factor below this is no clipping: it leaves nothing to learn from.
+#: A smaller factor is not clipping: it leaves nothing to learn from.
 _NOTHING = 1e-6
-#: Ratios that differ by no more are one.
+#: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
-#: A gradient that is at most this many times the true one was divided by the scale, and changed beside, by somebody else.
+#: A gradient of at most this multiple of the true one has been divided by the scale by other code.
 _UNSCALED_BY_HAND = 2.0
-#: A gradient divided by a whole number up to this is averaged over micro-batches, which may be done before or after unscaling.
+#: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
 
 
 def unscale_missing(case: Case) -> Iterator[Finding]:
     """Gradients that were clipped, or changed otherwise, while they were multiplied by the loss scale.
 
-    False alarms: Dividing by a whole number of micro-batches is no change. A limit that was multiplied by the scale on
-    purpose is reported all the same.
+    False alarms: Division by a whole number of micro-batches is not reported. A limit that was multiplied by the loss scale
+    on purpose is reported.
     """
     found = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
     scales = {change.step: change.scale for change in case.progress.scales}
     if not found or not scales or all(scale in (1.0, None) for scale in scales.values()) or _is_average(found):
         return
     first = found[0]
-    factor, scale = first.figures["factor"], _scale_at(case, first.step)
+    factor, scale = first.figures["factor"], case.progress.scale_at(first.step)
     is_by_norm = first.figures["is_uniform"]
     clip = f"clip_grad_{'norm' if is_by_norm else 'value'}_(model.parameters(), {'max_norm' if is_by_norm else 'clip_value'})"
     how = "clipped by their norm" if first.figures["is_uniform"] else "changed, or clipped value by value,"
@@ -63,12 +63,12 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
 
 
 def stepped_while_scaled(case: Case) -> Iterator[Finding]:
-    """Steps taken on gradients that a scaler had multiplied and nobody divided.
+    """Optimizer steps on gradients that are still multiplied by a scaler's loss scale.
 
-    False alarms: Gradients that became at least half as small as dividing by the scale makes them are taken for unscaled by hand.
+    False alarms: Gradients of at most twice their true size are taken to have been unscaled by hand, and are not reported.
     """
     for found in case.measured("stepped-while-scaled"):
-        scale, factor = _scale_at(case, found.step), found.figures["factor"]
+        scale, factor = case.progress.scale_at(found.step), found.figures["factor"]
         if not scale or scale <= 1 or not factor * scale > _UNSCALED_BY_HAND:
             continue
         yield Finding(
@@ -86,7 +86,7 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 
 def _again(found: Sequence[Measurement]) -> str:
-    """Return in words in how many further checked steps it was so."""
+    """Return words on the further checked steps with the same fault; "" if there are none."""
     return f" (and in {len(found) - 1} later ones; only a few steps are checked for it)" if len(found) > 1 else ""
 
 
@@ -97,11 +97,6 @@ def _is_average(found: list[Measurement]) -> bool:
     is_whole = divisor <= _MOST_MICRO_BATCHES and abs(divisor - round(divisor)) < _SAME * divisor
     is_one = all(abs(factor - factors[0]) <= _SAME * factors[0] for factor in factors)
     return is_whole and is_one and all(each.figures["is_uniform"] for each in found)
-
-
-def _scale_at(case: Case, step: int) -> float | None:
-    before = [change.scale for change in case.progress.scales if change.step <= step]
-    return before[-1] if before else None
 
 
 def gradients_gone(case: Case) -> Iterator[Finding]:
@@ -153,19 +148,19 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "error",
         "",
         f"In step {first.step} the backward gave gradients, and the optimizer was given "
-        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times of them")
+        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
         + f"{_again(found)}: the weights learn nothing from them.",
         evidence,
-        "Look at what stands between backward() and step(): zero_grad(), a mask, a factor.",
+        "Look at the code between backward() and step(): zero_grad(), a mask, a factor.",
         "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
         step=first.step,
     )
 
 
 def gradients_replaced(case: Case) -> Iterator[Finding]:
-    """Infinities and NaNs in gradients that somebody replaced before the optimizer stepped.
+    """Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step.
 
-    False alarms: torch.nan_to_num on gradients is reported even where it is meant; a scaler's own skip is not.
+    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not.
     """
     found = list(case.measured("replaced-before-step"))
     if not found:
@@ -178,7 +173,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
         f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
         f"finite values before the optimizer stepped{_again(found)}: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Mend what makes them, and until then skip a step that has one, as a GradScaler does, instead of replacing them.",
+        "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
         "# in place of the replacement\n"
         "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
         step=first.step,
@@ -186,7 +181,7 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
 
 
 def gradients_stale(case: Case) -> Iterator[Finding]:
-    """Gradients of an earlier step that the optimizer was given again.
+    """Gradients of an earlier step that the optimizer received again.
 
     False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is reported.
     """
@@ -210,8 +205,8 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
 def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     """Gradients that add up over optimizer steps.
 
-    False alarms: Only where nine in ten parameters still hold gradients when the next step's backward begins; a loop that
-    accumulates over several optimizer steps on purpose is reported.
+    False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
+    begins. A loop that accumulates over several optimizer steps on purpose is reported too.
     """
     found = [
         each
@@ -226,8 +221,8 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "gradients-never-zeroed",
         "error",
         "",
-        f"When the backward of step {found[0].step} began, the gradients of the step before were still there, and so in "
-        f"{len(found)} measured steps: each step is taken with the sum of all gradients so far{grown}.",
+        f"When the backward of step {found[0].step} began, .grad still held the gradients of the step before, as in "
+        f"{len(found)} measured steps in all: each step is taken with the sum of all gradients so far{grown}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step, those of the model too where the optimizer steps copies of its weights.",
         "optimizer.zero_grad()  # or model.zero_grad()",
@@ -236,10 +231,10 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
 
 
 def gradients_missing(case: Case) -> Iterator[Finding]:
-    """Trainable parameters in an optimizer that never had a gradient; parameters frozen by a prefix that caught too many.
+    """Parameters in an optimizer that never got a gradient, and parameters that a name's prefix froze by mistake.
 
-    False alarms: Modules that the run so far did not need (a head for a later phase) are reported. A frozen prefix is inferred
-    from names alone.
+    False alarms: Modules that the run has not needed so far (a head for a later phase) are reported. A frozen prefix is
+    inferred from names alone.
     """
     never = {name for name, kind, _ in _never_fired(case) if kind == WEIGHT_GRADIENT}
     for found in case.measured("missing"):
@@ -250,8 +245,8 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
                 "warning",
                 names[0],
                 f"{len(names)} parameters that the optimizer is to train never got a gradient, those of {_grouped(names)}: "
-                "nothing of the loss reaches them. A result is detached, taken as a number or under no_grad, or the module is "
-                "not used.",
+                "no gradient of the loss reaches them. A result is detached, converted to a number or computed under no_grad, or "
+                "the module is not used.",
                 {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
                 "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
                 "meant to learn.",
@@ -268,7 +263,7 @@ def _never_fired(case: Case) -> Iterator[tuple[str, str, str]]:
 
 
 def _caught_by_prefix(case: Case) -> Iterator[Finding]:
-    """Frozen blocks 1, 10, 11, ... while 2..9 are trained: a name's prefix without the dot behind it."""
+    """Yield a finding if blocks 1, 10, 11, ... are frozen and 2..9 are trained, as by a name's prefix without its final dot."""
     frozen: dict[tuple[str, str], set[str]] = defaultdict(set)
     trained: dict[tuple[str, str], set[str]] = defaultdict(set)
     for info in case.infos.values():
@@ -303,18 +298,18 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
 def parameters_not_optimized(case: Case) -> Iterator[Finding]:
     """Parameters that get gradients and that no optimizer steps.
 
-    False alarms: Parameters that the script steps by hand are reported; where most of a model is left out it is "info", for then
-    a head is trained on a backbone.
+    False alarms: Parameters that the script steps by hand are reported. If most of the model is left out the finding is
+    only "info", since usually a head is trained on a backbone.
     """
     for found in case.measured("not-optimized"):
         share, module = found.figures["fraction"], found.name.rpartition(".")[0]
         yield Finding(
             "parameters-not-optimized",
-            # Where most of the model is left out that is mostly meant: a head is trained on a backbone that nobody froze.
+            # Leaving out most of a model is usually intended: a head is trained on a backbone that was not frozen.
             "warning" if share < 0.5 else "info",
             found.name,
             f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "
-            f"{_grouped(found.names)}: they stay as they are.",
+            f"{_grouped(found.names)}: they never change.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
             "Make the optimizer after the last module was added, or add it to the optimizer; freeze what is not meant to learn.",
             f'optimizer.add_param_group({{"params": model.get_submodule({quoted(module)}).parameters()}})',

@@ -1,4 +1,4 @@
-"""Loss scales that are too high, too low, missing, shared or of no use."""
+"""Diagnoses of loss scales that are too high, too low, missing, shared or of no use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, with_power
 
-#: A scaler's search at the beginning is worth a warning where it takes more than this share of the run, and three steps or more.
+#: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
 _FEWEST_STEPS = 3
 #: torch.amp.GradScaler's default initial scale, as a power of two.
 _LOG2_INITIAL = 16
-#: A scale that most of the steps overflow at never settles.
+#: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
 
 
@@ -54,14 +54,15 @@ def _powers(scale: float) -> float:
 def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     """A dynamic scaler whose first steps were all skipped until it had come down.
 
-    False alarms: Every dynamic scaler may skip a few steps: up to two, or a tenth of the run, it is "info".
+    False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
+    "info".
     """
     opening, steps = _opening(_skips(case)), case.progress.steps
     first = opening[0].loss_scale if opening else None
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
-    # The last of them overflowed too; what came next did not.
+    # The last of these scales overflowed too; the next one did not.
     history = case.session.scale_history()
     after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
     settled = min(after or last / 2, last / 2)
@@ -95,7 +96,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
 def scale_too_high(case: Case) -> Iterator[Finding]:
     """A scale at which most steps overflow, and that does not come down.
 
-    False alarms: A short run that ends while the scaler still comes down is reported only if its scale did not fall.
+    False alarms: A run that ends while the scaler is still searching is reported only if its scale has not fallen.
     """
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
@@ -129,31 +130,26 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
 
 
 def scale_too_low(case: Case) -> Iterator[Finding]:
-    """A run in FP16 whose own scale lies below what its gradients need in nine steps of ten.
+    """An FP16 run whose loss scale is below what its gradients need in at least nine of ten steps.
 
-    False alarms: Judged by nine steps in ten and by the share of L1 that is lost; where small gradients were flushed before
-    they could be counted it is inferred.
+    False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
+    could be counted, it is inferred.
     """
     decision, scales = case.advised.decision, case.progress.scales
     known = [change.scale for change in scales if change.scale]
     if run_format(case.session) != FLOAT16 or decision is None or not known or len(known) < len(scales):
         return
-    # A script that does not scale at all is another finding's, and so is one that no scale serves.
+    # Other findings cover a script that does not scale at all, and gradients that no scale serves.
     if _serves_none(case) or not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
         return
-    needs = max(decision.losses, key=lambda loss: loss.log2_lowest)
+    needs = decision.neediest
     lowest, certainty = decision.window.log2_lowest, MEASURED
     if lowest <= _powers(known[-1]) and decision.likely_needed:
-        # What was flushed before it could be counted shows by what crowds just above.
+        # Values flushed before counting show by a crowd of values just above the flush edge.
         needs, lowest, certainty = decision.likely, decision.likely.log2_certain, INFERRED
-    end = max(case.progress.steps, scales[-1].step + 1)
-    ends = [change.step for change in scales[1:]] + [end]
-    below = [
-        (change.scale, stop - change.step)
-        for change, stop in zip(scales, ends, strict=True)
-        if change.scale and _powers(change.scale) < lowest
-    ]
-    if sum(steps for _, steps in below) < 0.9 * (end - scales[0].step):
+    spans = list(case.progress.scale_spans())
+    below = [(scale, end - start) for scale, start, end in spans if scale and _powers(scale) < lowest]
+    if sum(steps for _, steps in below) < 0.9 * (spans[-1][2] - spans[0][1]):
         return
     used = below[-1][0]
     powers = round(lowest - _powers(used))
@@ -168,7 +164,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
             "for many values lie just above the smallest that it keeps; "
             f"{with_power(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
             if certainty == INFERRED
-            else f"which need one {2**powers} times ({powers} powers of two) larger: at least {with_power(2.0**lowest)}."
+            else f"whose values need one {2**powers} times ({powers} powers of two) larger, at least {with_power(2.0**lowest)}."
         ),
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
         f"Scale by {with_power(2.0**wanted)}, or begin with it in a dynamic scaler.",
@@ -179,7 +175,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
 
 
 def scaler_shared(case: Case) -> Iterator[Finding]:
-    """A scale that falls more often than this model's own steps overflow: what else is scaled by it drags it down.
+    """A loss scale that falls more often than this model's steps overflow, since another loss that uses the scaler overflows.
 
     False alarms: A script that lowers its scaler's scale by hand looks the same.
     """
@@ -214,9 +210,10 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
 
 
 def overflow_recurs(case: Case) -> Iterator[Finding]:
-    """Overflows that come back, and not because the scaler had grown again.
+    """Overflows that recur although the scaler has not raised its scale.
 
-    False alarms: A scaler with a growth interval as short as the gaps is left out, for it overflows as often as it grows.
+    False alarms: A scaler whose growth interval is as short as the gaps between overflows is left out, since it overflows
+    as often as it grows.
     """
     skips = _skips(case)
     later = skips[len(_opening(skips)) :]
@@ -256,9 +253,9 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
 
 
 def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
-    """A scaler that backs off for a forward that is broken: no scale mends it.
+    """A scaler that lowers its scale because of a non-finite forward, which no scale mends.
 
-    False alarms: Three skipped steps or more; a single bad batch is a non-finite event.
+    False alarms: It is reported from three skipped steps on; a single bad batch only gives a non-finite event.
     """
     broken = [event for event in case.events if event.skipped and event.forward_finite is False]
     steps = sorted({event.step for event in broken})
@@ -269,7 +266,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     mend, code = f"Mend the forward of {module}", ""
     if run_format(case.session) == FLOAT16:
         mend = (
-            f"Look for what exceeds {FLOAT16.max_finite:g} in the forward of {module}, and compute it, and what takes its "
+            f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it, and the operations that take its "
             "result, in FP32 or BF16"
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
@@ -280,7 +277,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
         f"loss scale is not the cause, and every such step takes half of it away.",
         {"steps": len(steps), "first_step": steps[0]},
-        f"{mend}; then begin with a new scaler, since this one's scale fell for nothing.",
+        f"{mend}. Then begin with a new scaler, since this one's scale was lowered without need.",
         code,
         step=steps[0],
     )
@@ -301,7 +298,7 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
         "",
         f"The run computes in {name}, whose range is FP32's, and multiplies its loss by a scale that it does not need"
         + (
-            f"; the scaler skipped {skipped} steps, so that what was not finite went unnoticed."
+            f"; the scaler skipped {skipped} steps, so that infinities and NaNs went unnoticed."
             if skipped
             else "; should anything become infinite or NaN the scaler would skip those steps without a word."
         ),
@@ -312,14 +309,14 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
 
 
 def _room(case: Case) -> int | None:
-    """Return the largest k at which no gradient that was seen, as it arrived, overflows FP16 times 2^k; None if none was seen."""
+    """Return the largest k such that no gradient, as it arrived, overflows FP16 when multiplied by 2^k; None without any."""
     gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
     highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
     return min(highest, default=None)
 
 
 def scaler_missing(case: Case) -> Iterator[Finding]:
-    """A run in FP16 whose losses nobody was seen to scale.
+    """An FP16 run in which no scaled loss was seen.
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale.
     """
@@ -331,7 +328,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     ):
         return
     if any(change.scale not in (1.0, None) for change in case.progress.scales):
-        # The loop scales by hand, and the inspector was told.
+        # The loop scales by hand, and the inspector was given the scale.
         return
     recommended = case.advised.advice.recommended
     in_half = FLOAT16.name in case.precision.weights

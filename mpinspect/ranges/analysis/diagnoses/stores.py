@@ -1,51 +1,52 @@
-"""Sums that are kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
+"""Diagnoses of sums kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
+from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, percent
 
-#: An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d gives
-#: the very same number back where d is below half the least relative step of the format: that of numbers just below a power of
-#: two, 2^-bits (bits of the significand, the hidden one among them: 8 of BF16, 11 of FP16), halved.
-_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
-#: The setting that says how much of a state is kept, by the state's name.
+#: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
-#: States that a denominator is made of, to which epsilon is added.
+#: States from which a denominator is computed, to which epsilon is added.
 _SQUARES = ("exp_avg_sq", "square_avg")
-#: torch's default in AdamW, which many never asked for.
+#: torch's default weight decay in AdamW, which many scripts have without having chosen it.
 _DEFAULT_DECAY = 0.01
 #: Optimizers that shrink the weights themselves; the others add the decay to the gradient.
 _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 
 
 def never_decays(dtype: str, kept: float) -> bool:
-    """Return whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded."""
-    bits = _SIGNIFICAND_BITS.get(dtype)
+    """Return whether no number of a 16-bit dtype becomes smaller when it is multiplied by ``kept`` and rounded.
+
+    An average v = beta v + (1 - beta) x is multiplied by beta and rounded before the new value is added. A factor of 1 - d
+    returns the same number if d is below half the least relative step of the format, 2^-bits, which is the step of numbers
+    just below a power of two.
+    """
+    bits = SIGNIFICAND_BITS.get(dtype)
     return bits is not None and 0 < 1 - kept < 2.0 ** -(bits + 1)
 
 
 def moments_cannot_decay(case: Case) -> Iterator[Finding]:
-    """Moments kept in 16 bits whose decay rounds away: known without any data.
+    """Moments kept in 16 bits whose decay is lost to rounding, as the settings alone show.
 
-    False alarms: None by the arithmetic; an optimizer that rounds its states stochastically is not told apart.
+    False alarms: The arithmetic gives none, but an optimizer that rounds its states stochastically is reported too.
     """
     for optimizer in case.precision.optimizers:
         for state, dtype in optimizer.states.items():
             kept = optimizer.settings.get(_KEPT.get(state, ""))
             if kept is None or not never_decays(dtype, kept):
                 continue
-            name, limit = format_name(dtype), 2.0 ** -(_SIGNIFICAND_BITS[dtype] + 1)
+            name, limit = format_name(dtype), 2.0 ** -(SIGNIFICAND_BITS[dtype] + 1)
             yield Finding(
                 "moments-cannot-decay",
                 "warning",
                 "",
                 f"{optimizer.type} keeps {state} in {name} and multiplies it by {kept:g} a step, which {name} rounds back to "
-                f"what it was (a decay below 2^-{_SIGNIFICAND_BITS[dtype] + 1} = {limit:.2g} does nothing): it only grows, and "
+                f"what it was (a decay below 2^-{SIGNIFICAND_BITS[dtype] + 1} = {limit:.2g} does nothing): it only grows, and "
                 "the steps stay as small as the largest gradients made them.",
                 {"optimizer": optimizer.type, "state": state, "dtype": dtype, "kept": kept, "least_decay": limit},
                 f"Keep the weights that {optimizer.type} steps in FP32 and compute in 16 bits by autocast.",
@@ -54,10 +55,10 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
 
 
 def weight_decay_lost(case: Case) -> Iterator[Finding]:
-    """Decoupled weight decay in 16-bit weights whose factor rounds to 1: known without any data.
+    """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show.
 
-    False alarms: None by the arithmetic with the learning rate at the first step; "info" where the decay is the optimizer's
-    default, which few have chosen.
+    False alarms: The arithmetic gives none at the recorded learning rate. The finding is only "info" if the decay is the
+    optimizer's default, which few scripts have chosen.
     """
     for optimizer in case.precision.optimizers:
         decay, rate = optimizer.settings.get("weight_decay", 0.0), optimizer.settings.get("lr", 0.0)
@@ -78,13 +79,14 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
 
 
 def epsilon_zero(case: Case) -> Iterator[Finding]:
-    """An epsilon that the dtype of the denominator rounds to zero, so that 0/0 is next.
+    """An epsilon that is rounded to zero in the dtype of the denominator, which makes 0/0 possible.
 
-    False alarms: A warning without an event: it harms only elements whose squared gradients are flushed as well.
+    False alarms: Without a non-finite event it is only a warning: it harms only elements whose squared gradients are
+    flushed as well.
     """
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
-        dtypes = {optimizer.states.get(state, "") for state in _SQUARES} & set(_SIGNIFICAND_BITS)
+        dtypes = {optimizer.states.get(state, "") for state in _SQUARES} & set(SIGNIFICAND_BITS)
         for dtype in sorted(dtypes):
             edge = FORMATS[dtype].flush_edge
             if not 0 < epsilon <= edge:
@@ -95,8 +97,8 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 "epsilon-zero",
                 "error" if broke else "warning",
                 "",
-                f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (what is at most "
-                f"{edge:.2g} is flushed): an element whose squared gradients are flushed as well is divided by zero.",
+                f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (magnitudes up to "
+                f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero.",
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
                 "Keep the weights and states in FP32; a larger eps (2^-14 = 6e-05, say) avoids 0/0 and holds small steps back.",
                 fp32_weights(dtype),
@@ -108,7 +110,7 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
 def average_lost(case: Case) -> Iterator[Finding]:
     """A 16-bit copy of the weights that is written and does not follow them.
 
-    False alarms: An average that has caught up with its weights moves little; only elements that differ from the weights
+    False alarms: An average that has caught up with its weights moves little, so only elements that differ from the weights
     count.
     """
     for found in case.measured("average"):
@@ -127,9 +129,9 @@ def average_lost(case: Case) -> Iterator[Finding]:
 
 
 def accumulation_lost(case: Case) -> Iterator[Finding]:
-    """Gradients of micro-batches that addition into a 16-bit .grad rounds away.
+    """Gradients of micro-batches that are lost when they are added to a 16-bit .grad.
 
-    False alarms: A micro-batch whose gradient is truly negligible beside the others' is lost likewise.
+    False alarms: A micro-batch whose gradient really is negligible beside the others' is reported likewise.
     """
     found = [each for each in case.measured("accumulation") if each.figures.get("nonzero", 0) > 0]
     if not found:
@@ -153,7 +155,7 @@ def accumulation_lost(case: Case) -> Iterator[Finding]:
     )
 
 
-#: As for updates (``findings.LOST_UPDATES_TOLERANCE``): a tenth lost is worth a warning.
+#: Share of lost gradients from which on a warning is given, as for updates (``findings.LOST_UPDATES_TOLERANCE``).
 _LOST_TOLERANCE = 0.1
 
 DIAGNOSES: tuple[Diagnosis, ...] = (

@@ -171,7 +171,7 @@ class ArrayCapture:
         if self._step is None:
             return
         self._step.add(taken)
-        self._watch.look(taken)
+        self._watch.add(taken)
         known = self._infos.get(taken.key)
         if known is None or known.note:
             self._announce(taken.key, taken.shape, taken.dtype)

@@ -25,7 +25,7 @@ class NonFiniteWatch:
         self._times: dict[TensorKey, int] = {}
         self._history = History()
 
-    def look(self, sample: ArraySample) -> None:
+    def add(self, sample: ArraySample) -> None:
         """Add a sample of the open step; a repeated key is assumed to be from the next micro-batch."""
         name, kind = sample.key
         phase = FORWARD if kind in _FORWARD_KINDS else BACKWARD

@@ -14,7 +14,7 @@ from mpinspect.counting import layout
 from mpinspect.counting.arrays import count_array
 from mpinspect.counting.foreign import on_host
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import is_power_of_two
+from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.capture.arrays.given import Given
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, narrowest, overflow_exponent
@@ -69,7 +69,7 @@ def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
     power_of_two = given.scale is None or is_power_of_two(given.scale)
     row, shape, dtype = _counted(array, None if power_of_two else given.scale)
     counts = layout.decode(row)
-    shift = _log2(given.scale) if power_of_two else 0
+    shift = floor_log2(given.scale) if power_of_two and given.scale else 0
     narrow = narrowest((given.passed_through, _FORMAT_OF.get(dtype, "float32")))
     histogram = counts.shifted(-shift)
     peak = _peak(key, histogram, narrow, given.scale)
@@ -117,8 +117,3 @@ def _largest(counts: ExponentHistogram, divisor: float) -> float:
     if counts.nans:
         return math.nan
     return math.inf if counts.infs else counts.max_abs * divisor
-
-
-def _log2(scale: float | None) -> int:
-    """Return log2 of a scale that is a power of two; 0 for an unknown scale."""
-    return 0 if scale is None else math.frexp(scale)[1] - 1

@@ -23,7 +23,7 @@ class Accumulation(Observer):
     change has lost that gradient. Only a step's last micro-batch is recorded, whose gradient is added to the largest sum.
 
     Args:
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurements.
     """
 
@@ -42,7 +42,7 @@ class Accumulation(Observer):
         self._before.clear()
 
     @torch.no_grad()
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Compare the accumulated gradients with their copies from before this backward, and copy them for the next."""
         before, self._before = self._before, {}
         room = _MOST_COPIED

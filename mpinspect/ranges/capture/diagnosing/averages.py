@@ -26,7 +26,8 @@ _LOOKED_FOR = (8, 64)
 _FEWEST_WRITES, _MOST_UNMOVED = 3, 0.5
 #: The number of elements that are compared, evenly spaced in a tensor: only a copy of these is kept.
 _ELEMENTS = 4096
-#: A tensor farther than this from every weight of its shape, in mean magnitudes of the weight, belongs to another network.
+#: A tensor belongs to another network if its mean distance from every weight of its shape exceeds this multiple of the
+#: weight's mean magnitude.
 _FARTHEST = 0.5
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NAMES = 20
@@ -44,9 +45,9 @@ class Averages(Observer):
     """Finds tensors that look like copies of the model's weights, and compares their values later. Holds none of the tensors.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
         optimizers: those that step the parameters; their states do not count as copies.
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurement.
     """
 

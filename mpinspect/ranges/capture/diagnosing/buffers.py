@@ -25,7 +25,7 @@ class Buffers(Observer):
 
     Args:
         layers: the model's modules.
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurements, and holds the events.
     """
 

@@ -34,7 +34,7 @@ class EqualByRounding(Observer):
     """Compares, in measured steps, tensors that need no gradient and the scores of each top k. Waits for the device.
 
     Args:
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurements.
     """
 

@@ -29,7 +29,7 @@ _MOST_NODES, _NEAREST_NODES = 20_000, 48
 _MOST_ELEMENTS = 1 << 16
 #: The most steps that are examined.
 _MOST_EXAMINED = 3
-#: The growth factor of a weight's norm since the first step from which on the weight is recorded.
+#: A weight is recorded once its norm has grown by this factor since the first step.
 _GROWN = 16.0
 
 
@@ -38,8 +38,8 @@ class Examination(Observer):
 
     Args:
         layers: the model's modules.
-        parameters: the model's.
-        clock: the run's.
+        parameters: the model's parameters.
+        clock: the run's step clock.
         recording: receives the measurements, and holds the events.
     """
 

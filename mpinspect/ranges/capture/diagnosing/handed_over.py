@@ -21,13 +21,14 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.distributed import has_process_group
 
 #: The names of the measurements, which the diagnoses look up.
 CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
 STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
 STEPPED_SCALED = "stepped-while-scaled"
 
-#: The number of steps after an event in which the observer is active too, and the most of them in all.
+#: The number of steps after each event in which the observer is active too, and the most such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
 #: The most records of one kind.
 _MOST_RECORDS = 10
@@ -93,9 +94,9 @@ class HandedOver(Observer):
     """Compares gradients between a backward's end and the optimizer's step.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
         optimizers: those that step the parameters.
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
     """
 
@@ -133,8 +134,7 @@ class HandedOver(Observer):
         is_armed = (sampled or watched) and self._armed > 0 and self._armed_in_all < _MOST_AFTER_EVENTS
         self._armed -= self._armed > 0
         self._armed_in_all += is_armed
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not distributed
+        self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not has_process_group()
         self._moments.clear()
         self._left.clear()
         self._arrived.clear()
@@ -154,9 +154,9 @@ class HandedOver(Observer):
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Record that a gradient has arrived."""
-        self.waited([gradient], backward)
+        self.parameter_gradients([gradient], backward)
 
-    def waited(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Record that gradients have arrived, and whether their backward's loss was scaled."""
         names = [each.watched.name for each in gradients]
         self._arrived.update(names)
@@ -271,7 +271,7 @@ class HandedOver(Observer):
             self._tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
 
     def _find_left_over(self, step: int, number: int) -> None:
-        """Record the gradients that were non-zero at the first backward, if no later one began with all zero (a zero_grad())."""
+        """Record the gradients left over at the first backward, unless a later one began with only zeros (zero_grad())."""
         left = [found.read() for found in self._left]
         old = [name for name, value in left[0].items() if value > 0] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):

@@ -26,11 +26,11 @@ class Ledger(Observer):
     """Records dtypes in measured steps. Reads no tensor's values.
 
     Args:
-        parameters: the model's.
+        parameters: the model's parameters.
         optimizers: those that step the parameters.
-        clock: the run's.
+        clock: the run's step clock.
         recording: receives the ledger.
-        modules: the model's.
+        modules: the model's modules.
     """
 
     def __init__(
