@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpinspect.ranges.analysis.ranks import NotOneModelError, RankSum, ranks_named
-from mpinspect.ranges.session import Session
+from mpinspect.ranges.analysis.ranks import LEFT, NotOneModelError, RankSum, ranks_named
+from mpinspect.ranges.session import Measurement, Session
+from mpinspect.run.record import KILLED, ProcessRecord
 
 _RANK = re.compile(r"rank(\d+)")
+#: What torch's collectives raise on the ranks that are left when another is gone.
+_LEFT_ALONE = re.compile(r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out")
 
 
 class ModelsOfRanks:
@@ -26,6 +29,7 @@ class ModelsOfRanks:
         self._jobs: dict[str, str] = {}
         self._present: set[int] = set()
         self._world = 0
+        self._left: dict[int, Measurement] = {}
         #: Sentences on what was not added up, and why.
         self.notes: list[str] = []
 
@@ -59,13 +63,26 @@ class ModelsOfRanks:
         self._present.add(found.info.rank)
         self._world = max(self._world, found.info.world_size)
 
+    def ended(self, process: str, record: ProcessRecord) -> None:
+        """Take down how a process ended; what is no rank is left out, and what ended as its script did."""
+        match = _RANK.fullmatch(process)
+        if match is None or not record.ended_early:
+            return
+        # A launcher stops the other ranks once one has ended: an exception tells more than that.
+        order = 2.0 if _LEFT_ALONE.search(record.outcome) else float(record.outcome == KILLED)
+        words = record.outcome
+        if record.outcome != KILLED:
+            words = f"ended {'by' if record.by_error else 'with'} {words}"
+        rank = int(match[1])
+        self._left[rank] = Measurement(LEFT, rank=rank, figures={"order": order}, text=words)
+
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""
         absent = [rank for rank in range(self._world) if rank not in self._present]
         if absent:
             self.notes.insert(0, f"{ranks_named(absent)} of {self._world:,} left nothing that can be added")
         for name, found in self._models.items():
-            yield name, found.session(absent) if isinstance(found, RankSum) else found
+            yield name, found.session(absent, self._left.values()) if isinstance(found, RankSum) else found
 
 
 def _with_rank(session: Session, process: str, world_size: int) -> Session:

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sessions
 from agreeing_reports import analyse
@@ -22,7 +23,7 @@ from agreeing_reports import analyse
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
-from mpinspect.ranges.session import Progress, ScaleChange, Session, TensorKey
+from mpinspect.ranges.session import Precision, Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
@@ -110,6 +111,23 @@ def test_edges_of_every_format() -> None:
     assert told == [figures(histogram) for histogram in histograms]
 
 
+def test_the_share_of_the_sum_of_magnitudes_is_pythons_estimate() -> None:
+    histograms = [window.histogram for window in sessions.everything().totals().values()]
+    formats = data(analyse(sessions.word_model()))["formats"]
+    from mpinspect.ranges.report import explorer
+
+    told = in_node(
+        "console.log(JSON.stringify(given.histograms.map(unpack).map((h) => given.formats.map((f) =>"
+        " given.scales.map((k) => lostMass(h, f, k))))));",
+        {"histograms": [explorer._histogram(each) for each in histograms], "formats": formats, "scales": SCALES},
+    )
+    expected = [
+        [[each.lost_l1_share(format, scale).estimate for scale in SCALES] for format in FORMATS] for each in histograms
+    ]
+    assert np.array(told) == pytest.approx(np.array(expected), rel=1e-9)
+    assert 0 < np.array(told).mean() < 1
+
+
 def test_shares_are_worded_as_in_every_report() -> None:
     from mpinspect.reporting.words import percent
 
@@ -130,6 +148,29 @@ def test_a_page_opens_at_the_runs_own_scale() -> None:
     for scale, exponent in ((1024.0, 10), (1000.0, 9), (0.25, -2), (math.inf, 0), (None, 0)):
         progress = replace(session.progress, scales=(ScaleChange(0, scale),))
         assert data(analyse(replace(session, progress=progress)))["own"] == exponent
+
+
+@pytest.mark.parametrize(
+    ("computes", "judged", "opens"),
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float16", None, "float16"),
+        ("float32", "float8_e4m3", "float8_e4m3"),
+    ],
+)
+def test_a_page_opens_in_the_format_in_which_the_run_computes(computes: str, judged: str | None, opens: str) -> None:
+    session = replace(sessions.word_model(), precision=Precision({computes: 100}, autocast=("",)))
+    report = analyse(session, judged)
+    given = data(report)
+    assert given["format"] == opens
+    # A scale is suggested for a format that needs one, never for one that does not.
+    for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16)):
+        if advice is not None and advice.needed:
+            assert given["suggested"] == (format, math.log2(advice.recommended))
+            break
+    else:
+        assert given["suggested"] is None
 
 
 def test_a_page_allows_its_own_script_and_no_other() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
-from mpinspect.ranges.analysis.ranks import MISSING, ranks_named
+from mpinspect.ranges.analysis.ranks import LEFT, MISSING, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
-from mpinspect.ranges.session import RankRecord, RunInfo, Session
+from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, number_of, upper_first, with_power
 
@@ -23,6 +23,48 @@ Value = TypeVar("Value", bound=Hashable)
 _SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
 #: Ranks start within so many seconds of each other, or are of two runs, or one was started again.
 _SECONDS_APART = 600.0
+
+
+def ended_early(session: Session) -> Iterator[Finding]:
+    """Yield an error that names the ranks whose processes ended first, how and at which step, and what became of the others."""
+    left = [each for each in session.measurements if each.what == LEFT and each.rank is not None]
+    if not left:
+        return
+    least = min(each.figures.get("order", 0.0) for each in left)
+    causes = [each for each in left if each.figures.get("order", 0.0) == least]
+    steps = {rank.info.rank: rank.progress.steps for rank in session.ranks}
+    missing = _missing_ranks(session)
+    words = [f"{name} {how}{_when(ranks, steps, missing)}" for name, how, ranks in _by_words(causes)]
+    others = [f"{name} {how}" for name, how, _ in _by_words([each for each in left if each not in causes])]
+    after = f" After that {'; '.join(others)}." if others else ""
+    numbers = [each.rank for each in causes]
+    yield Finding(
+        "rank-ended-early",
+        "error",
+        "",
+        f"{upper_first('; '.join(words))}.{after}",
+        {"ranks": numbers[:100], "count": len(numbers), "world_size": session.info.world_size},
+        f"Read what {ranks_named([each.rank for each in causes if each.rank is not None])} printed, and the launcher's line on "
+        "it: signal 9 is mostly a lack of memory, 11 a crash in native code. The launcher stops the other ranks.",
+        step=min((step for each in causes if (step := steps.get(each.rank or 0)) is not None), default=None),
+    )
+
+
+def _by_words(left: Sequence[Measurement]) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield the ranks' names, how they ended, and their numbers, for each way of ending."""
+    ranks: dict[str, list[int]] = {}
+    for each in left:
+        ranks.setdefault(each.text, []).append(each.rank or 0)
+    for words, numbers in ranks.items():
+        yield ranks_named(numbers), words, numbers
+
+
+def _when(ranks: Sequence[int], steps: Mapping[int, int], missing: Set[int]) -> str:
+    """Return at which step the ranks ended, by what they wrote; "" for ranks that recorded another model."""
+    known = sorted({steps[rank] for rank in ranks if rank in steps})
+    if not known:
+        return ", before it recorded a step" if missing & set(ranks) else ""
+    return f" in step {known[0]:,}" if len(known) == 1 else f" in steps {known[0]:,} to {known[-1]:,}"
 
 
 def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
@@ -80,8 +122,14 @@ def _of_what(session: Session) -> Iterator[str]:
 # -- ranks that differ --------------------------------------------------------------------------------------------------
 
 
+def _missing_ranks(session: Session) -> set[int]:
+    return {each.rank for each in session.measurements if each.what == MISSING and each.rank is not None}
+
+
 def _missing(session: Session) -> Iterator[Finding]:
-    gone = [each.rank for each in session.measurements if each.what == MISSING and each.rank is not None]
+    # How a rank ended says why it left nothing.
+    told = {each.rank for each in session.measurements if each.what == LEFT}
+    gone = sorted(_missing_ranks(session) - told)
     if not gone:
         return
     world = session.info.world_size

@@ -75,7 +75,9 @@ def _healthy(session: Session) -> str:
     else:
         looked = ""
     skipped = f" {progress.skipped_steps:,} skipped while the scaler probed." if progress.skipped_steps else ""
-    return f"Healthy: nothing wrong was found in {steps}{looked}.{skipped}"
+    # A run that still goes on, or was killed, is judged by what it has written.
+    so_far = "" if progress.ended else " so far"
+    return f"Healthy{so_far}: nothing wrong was found in {steps}{looked}.{skipped}"
 
 
 def _scale(
