@@ -91,7 +91,8 @@ def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
         begun = time.perf_counter()
         page.goto(f"file://{path}")
         page.wait_for_function(
-            "maps => [...document.querySelectorAll('.explorer .rows')].filter(map => map.querySelector('tr[data-name]')).length === maps",
+            "maps => [...document.querySelectorAll('.explorer .rows')].filter(map => map.querySelector('tr[data-name]'))"
+            ".length === maps",
             arg=maps,
         )
         opened_s = time.perf_counter() - begun

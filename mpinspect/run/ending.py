@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
 #: Most seconds that a report may delay ``os._exit``: the report waits for the GPU, which may no longer respond.
 _EXIT_DELAY_S = 20.0
-#: The file by which a rank that an exception ends claims the report of all, and seconds for which the others leave it to the first.
+#: The file by which a rank that an exception ends claims the report of all, and seconds for which it is left to the first rank.
 _CLAIM, _FIRST_S, _LOOK_S = ".reported", 1.0, 0.05
 #: Matches the session notes that the run's report repeats: a pattern given by the user had no effect.
 _UNMATCHED = re.compile(r"the pattern .* matches no ", re.DOTALL)
@@ -208,7 +208,8 @@ class Ending:
         models = recordings.models
         if self.speaks:
             others = others_of(self.directory, self._whole)
-            if ranks := [path for path in others if path.parent == self._whole != self.directory]:
+            ranks = [path for path in others if path.parent == self._whole != self.directory]
+            if ranks or (self.outcome.by_error and self._whole != self.directory):
                 # After an error of this rank the others may hang in a collective.
                 wait = {"patience_s": 0.0} if self.outcome.by_error else {}
                 try:

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpinspect.ranges.analysis.ranks import LEFT, NotOneModelError, RankSum, ranks_named
+from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, NotOneModelError, RankSum, ranks_named
 from mpinspect.ranges.session import Measurement, Session
 from mpinspect.run.record import KILLED, ProcessRecord
 
 _RANK = re.compile(r"rank(\d+)")
 #: What torch's collectives raise on the ranks that are left when another is gone.
-_LEFT_ALONE = re.compile(r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out")
+_BEREFT = re.compile(r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out")
 
 
 class ModelsOfRanks:
@@ -68,13 +68,14 @@ class ModelsOfRanks:
         match = _RANK.fullmatch(process)
         if match is None or not record.ended_early:
             return
-        # A launcher stops the other ranks once one has ended: an exception tells more than that.
-        order = 2.0 if _LEFT_ALONE.search(record.outcome) else float(record.outcome == KILLED)
-        words = record.outcome
-        if record.outcome != KILLED:
-            words = f"ended {'by' if record.by_error else 'with'} {words}"
+        kind = "itself"
+        words = f"{'by' if record.by_error else 'with'} {record.outcome}"
+        if record.outcome == KILLED:
+            kind, words = "killed", record.outcome.removeprefix("ended ")
+        elif record.by_error and _BEREFT.search(record.outcome):
+            kind, words = "bereft", f"by {record.outcome.partition(':')[0]} in a collective"
         rank = int(match[1])
-        self._left[rank] = Measurement(LEFT, rank=rank, figures={"order": order}, text=words)
+        self._left[rank] = Measurement(LEFT, rank=rank, figures={"order": float(LEFT_ORDER.index(kind))}, text=words)
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""

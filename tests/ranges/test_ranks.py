@@ -258,26 +258,33 @@ def left(rank, words, order=0.0):
 
 def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     total = RankSum()
-    for rank, steps in enumerate((58, 57, 58)):
-        total.add(ending_at(rank, steps, ended=False))
-    killed = "ended without a report (killed, or it crashed)"
+    for rank, steps in enumerate((580, 570, 580)):
+        total.add(ending_at(rank, steps, ended=rank == 1))
+    killed = "without a report (killed, or it crashed)"
     measured = [
         left(0, killed, 1.0),
-        left(1, "ended by ValueError: bad batch"),
+        left(1, "by ValueError: bad batch"),
         left(2, killed, 1.0),
         left(3, killed, 1.0),
     ]
     report = analyse(total.session(left=measured))
     said = finding(report, "rank-ended-early")
     assert report.findings[0] is said
-    assert (said.severity, said.step) == ("error", 57)
-    assert said.message == f"Rank 1 ended by ValueError: bad batch in step 57. After that ranks 0, 2 and 3 {killed}."
+    assert (said.severity, said.step) == ("error", 570)
+    assert (
+        said.message
+        == f"Rank 1 ended in step 570 by ValueError: bad batch. After that ranks 0, 2 and 3 ended {killed}."
+    )
     assert report.verdict.sentences[0] == f"In trouble: {said.message}"
     assert "rank 1" in report.verdict.change
     # How it ended says why rank 3 left nothing.
     assert "rank-missing" not in ids(report)
     alone = analyse(total.session(left=[left(3, killed, 1.0)]))
-    assert finding(alone, "rank-ended-early").message == f"Rank 3 {killed}, before it recorded a step."
+    assert finding(alone, "rank-ended-early").message == f"Rank 3 ended before a step was recorded, {killed}."
+    slow = analyse(total.session(left=[left(2, killed, 1.0)]))
+    assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
+    assert "signal 9" in finding(slow, "rank-ended-early").fix
+    assert finding(slow, "rank-steps-differ").severity == "info"
 
 
 def test_another_loss_scale_is_named_with_its_first_step():

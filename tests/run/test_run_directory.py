@@ -119,9 +119,9 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
         make_run(tmp_path / f"rank{rank}", "Net", world_size=3, **ended)
     report = read_run(tmp_path)
     (part,) = report.parts
-    killed = "ended without a report (killed, or it crashed)"
+    killed = "without a report (killed, or it crashed)"
     # What a collective says on a rank that is left is no cause.
-    said = f"Rank 1 {killed} in step 40. After that rank 0 ended by RuntimeError: Connection closed by peer."
+    said = f"Rank 1 ended in step 40 {killed}. After that rank 0 ended by RuntimeError in a collective."
     assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
     assert text.index("In trouble: Rank 1 ended") < text.index("In brief")
@@ -131,7 +131,7 @@ def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
     for rank, outcome in enumerate(("ended", "exit status 3")):
         make_run(tmp_path / f"rank{rank}", "Generator", "Critic", world_size=2, outcome=outcome)
     text = render(read_run(tmp_path), ".txt", width=300)
-    assert "\nGenerator, Critic: In trouble: Rank 1 ended with exit status 3 in step 40.\n" in text
+    assert "\nGenerator, Critic: In trouble: Rank 1 ended in step 40 with exit status 3.\n" in text
 
 
 def test_a_report_that_is_gone_takes_the_shapes_with_it(tmp_path):

@@ -290,7 +290,7 @@ def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
     report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
     assert report["saw"][0] == "rank 1 ended by ValueError: rank"
     assert report["first_line"] == ""
-    cause = "In trouble: Rank 1 ended by ValueError: rank in step 5."
+    cause = "In trouble: Rank 1 ended in step 5 by ValueError: rank."
     assert cause in report["models"][0]["ranges"]["verdict"]["sentences"][0]
     # The launcher would have stopped the first before its own end.
     assert cause in first

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
-from mpinspect.ranges.analysis.ranks import LEFT, MISSING, ranks_named
+from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, MISSING, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
@@ -26,45 +26,45 @@ _SECONDS_APART = 600.0
 
 
 def ended_early(session: Session) -> Iterator[Finding]:
-    """Yield an error that names the ranks whose processes ended first, how and at which step, and what became of the others."""
+    """Yield an error that names the ranks whose processes ended first, in which step and how, and what became of the others."""
     left = [each for each in session.measurements if each.what == LEFT and each.rank is not None]
     if not left:
         return
-    least = min(each.figures.get("order", 0.0) for each in left)
-    causes = [each for each in left if each.figures.get("order", 0.0) == least]
-    steps = {rank.info.rank: rank.progress.steps for rank in session.ranks}
-    missing = _missing_ranks(session)
-    words = [f"{name} {how}{_when(ranks, steps, missing)}" for name, how, ranks in _by_words(causes)]
-    others = [f"{name} {how}" for name, how, _ in _by_words([each for each in left if each not in causes])]
-    after = f" After that {'; '.join(others)}." if others else ""
-    numbers = [each.rank for each in causes]
+    causes = [each for each in left if each.figures["order"] == min(each.figures["order"] for each in left)]
+    numbers = [each.rank for each in causes if each.rank is not None]
+    parts = ["; ".join(_ended(causes, session)), "; ".join(_ended([each for each in left if each not in causes]))]
+    was_killed = causes[0].figures["order"] == LEFT_ORDER.index("killed")
+    read = "what the launcher says of" if was_killed else "what is printed of the exception on"
+    why = ": signal 9 is mostly a lack of memory, 11 a crash in native code" if was_killed else ""
     yield Finding(
         "rank-ended-early",
         "error",
         "",
-        f"{upper_first('; '.join(words))}.{after}",
+        f"{upper_first(parts[0])}.{f' After that {parts[1]}.' if parts[1] else ''}",
         {"ranks": numbers[:100], "count": len(numbers), "world_size": session.info.world_size},
-        f"Read what {ranks_named([each.rank for each in causes if each.rank is not None])} printed, and the launcher's line on "
-        "it: signal 9 is mostly a lack of memory, 11 a crash in native code. The launcher stops the other ranks.",
-        step=min((step for each in causes if (step := steps.get(each.rank or 0)) is not None), default=None),
+        f"Read {read} {ranks_named(numbers)}{why}. The launcher stops the other ranks once one has ended.",
+        step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
     )
 
 
-def _by_words(left: Sequence[Measurement]) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield the ranks' names, how they ended, and their numbers, for each way of ending."""
+def _ended(left: Sequence[Measurement], session: Session | None = None) -> Iterator[str]:
+    """Yield which ranks ended how, and in which step by what is in the session."""
     ranks: dict[str, list[int]] = {}
     for each in left:
         ranks.setdefault(each.text, []).append(each.rank or 0)
-    for words, numbers in ranks.items():
-        yield ranks_named(numbers), words, numbers
+    for how, numbers in ranks.items():
+        when = "" if session is None else _when(numbers, session)
+        yield f"{ranks_named(numbers)} ended{when} {how}"
 
 
-def _when(ranks: Sequence[int], steps: Mapping[int, int], missing: Set[int]) -> str:
-    """Return at which step the ranks ended, by what they wrote; "" for ranks that recorded another model."""
-    known = sorted({steps[rank] for rank in ranks if rank in steps})
+def _when(numbers: Sequence[int], session: Session) -> str:
+    """Return the step, by what the first of the ranks wrote; "" if they recorded another model."""
+    known = [rank.progress for rank in session.ranks if rank.info.rank in numbers]
     if not known:
-        return ", before it recorded a step" if missing & set(ranks) else ""
-    return f" in step {known[0]:,}" if len(known) == 1 else f" in steps {known[0]:,} to {known[-1]:,}"
+        return " before a step was recorded," if _missing_ranks(session) & set(numbers) else ""
+    first = min(known, key=lambda progress: progress.steps)
+    # A process that was killed did more than it wrote.
+    return f" in step {first.steps:,}" if first.ended else f" after step {max(first.steps - 1, 0):,}"
 
 
 def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
@@ -238,7 +238,8 @@ def _steps(session: Session) -> Iterator[Finding]:
     )
     yield Finding(
         "rank-steps-differ",
-        "info" if len(unfinished) == len(session.ranks) else "warning",
+        # Where ranks ended early they are the finding.
+        "info" if len(unfinished) == len(session.ranks) or any(ended_early(session)) else "warning",
         "",
         f"{upper_first(named)}; the others' at {common:,}.{still}",
         {
