@@ -29,7 +29,7 @@ class ModelsOfRanks:
         self._jobs: dict[str, str] = {}
         self._present: set[int] = set()
         self._world = 0
-        self._left: dict[int, Measurement] = {}
+        self._left: list[Measurement] = []
         #: Sentences on what was not added up, and why.
         self.notes: list[str] = []
 
@@ -64,18 +64,10 @@ class ModelsOfRanks:
         self._world = max(self._world, found.info.world_size)
 
     def ended(self, process: str, record: ProcessRecord) -> None:
-        """Take down how a process ended; what is no rank is left out, and what ended as its script did."""
-        match = _RANK.fullmatch(process)
-        if match is None or not record.ended_early:
-            return
-        kind = "itself"
-        words = f"{'by' if record.by_error else 'with'} {record.outcome}"
-        if record.outcome == KILLED:
-            kind, words = "killed", record.outcome.removeprefix("ended ")
-        elif record.by_error and _BEREFT.search(record.outcome):
-            kind, words = "bereft", f"by {record.outcome.partition(':')[0]} in a collective"
-        rank = int(match[1])
-        self._left[rank] = Measurement(LEFT, rank=rank, figures={"order": float(LEFT_ORDER.index(kind))}, text=words)
+        """Take down how a process ended, if it is a rank's and ended before its script did."""
+        found = left_early(process, record)
+        if found is not None:
+            self._left.append(found)
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""
@@ -83,7 +75,21 @@ class ModelsOfRanks:
         if absent:
             self.notes.insert(0, f"{ranks_named(absent)} of {self._world:,} left nothing that can be added")
         for name, found in self._models.items():
-            yield name, found.session(absent, self._left.values()) if isinstance(found, RankSum) else found
+            yield name, found.session(absent, self._left) if isinstance(found, RankSum) else found
+
+
+def left_early(process: str, record: ProcessRecord) -> Measurement | None:
+    """Return how a rank's process ended before its script did; None if it did not, or is no rank's."""
+    match = _RANK.fullmatch(process)
+    if match is None or not record.ended_early:
+        return None
+    kind = "itself"
+    words = f"{'by' if record.by_error else 'with'} {record.outcome}"
+    if record.outcome == KILLED:
+        kind, words = "killed", record.outcome.removeprefix("ended ")
+    elif record.by_error and _BEREFT.search(record.outcome):
+        kind, words = "bereft", f"by {record.outcome.partition(':')[0]} in a collective"
+    return Measurement(LEFT, rank=int(match[1]), figures={"order": float(LEFT_ORDER.index(kind))}, text=words)
 
 
 def _with_rank(session: Session, process: str, world_size: int) -> Session:

@@ -22,6 +22,7 @@ from agreeing_reports import analyse
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges import analysis
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
 from mpinspect.ranges.session import Precision, Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting import html
@@ -161,7 +162,7 @@ def test_a_page_opens_at_the_runs_own_scale() -> None:
 )
 def test_a_page_opens_in_the_format_in_which_the_run_computes(computes: str, judged: str | None, opens: str) -> None:
     session = replace(sessions.word_model(), precision=Precision({computes: 100}, autocast=("",)))
-    report = analyse(session, judged)
+    report = analysis.analyse(session, judged)
     given = data(report)
     assert given["format"] == opens
     # A scale is suggested for a format that needs one, never for one that does not.

@@ -32,7 +32,7 @@ from mpinspect.ranges.session import (
 #: Name of the measurement that a rank of the job left nothing.
 MISSING = "rank-missing"
 #: Name of the measurement that a rank's process ended before its script did; ``text`` is how ("by ValueError: 3"). Its figure
-#: "order" tells what ended it: something of its own, a signal, or that another rank was gone. The cause is among those of the least.
+#: "order" tells what ended it: something of its own, a signal, or that another rank was gone. The cause has the least.
 LEFT = "rank-left"
 LEFT_ORDER = ("itself", "killed", "bereft")
 #: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
