@@ -292,7 +292,7 @@ export function render(root, data) {
   const search = element("input", { type: "search", placeholder: "part of a name", value: state.search });
   const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
   const suggested = data.formats.find((/** @type {Format} */ each) => each.name === suggestedFormat);
-  const recommended = element("button", { type: "button" }, suggested ? `suggested for ${suggested.label}: 2^${suggestedScale}` : "");
+  const recommended = element("button", { type: "button" }, suggested ? `show ${suggested.label} at 2^${suggestedScale}, as suggested` : "");
   const whole = element("button", { type: "button" }, "show the whole run");
   const label = (/** @type {string} */ words, /** @type {Node[]} */ ...controls) => element("label", {}, element("span", {}, words), ...controls);
   const controls = element("div", { className: "controls" }, label("Tensors", kind), label("Format", format), label("Search", search));
@@ -510,7 +510,7 @@ export function render(root, data) {
     context.fillStyle = colour("soft");
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "center";
-    const step = [2, 4, 8, 16, 32, 64].find((each) => (ends[1] - ends[0]) / each < width / 36) ?? 64;
+    const step = [2, 4, 8, 16, 32, 64].find((each) => (ends[1] - ends[0]) / each < width / 44) ?? 64;
     for (let exponent = Math.ceil(ends[0] / step) * step; exponent <= ends[1]; exponent += step) {
       const x = place(exponent);
       if (x > 14 && x < width - 14) context.fillText(`2^${exponent}`, x, ROW - 6);
