@@ -86,8 +86,8 @@ def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
         saved_s = time.perf_counter() - begun
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        # High enough that both maps are seen: one out of sight is drawn when it comes into view.
-        page = browser.new_page(viewport={"width": 1280, "height": 4000})
+        # Both maps are to be seen: one out of sight is drawn when it comes into view.
+        page = browser.new_page(viewport={"width": 1280, "height": 1300 * maps})
         begun = time.perf_counter()
         page.goto(f"file://{path}")
         page.wait_for_function(
@@ -96,6 +96,8 @@ def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
             arg=maps,
         )
         opened_s = time.perf_counter() - begun
+        page.locator(".explorer .rows").last.scroll_into_view_if_needed()
+        page.wait_for_timeout(500)
         moved, works, shows = page.evaluate(_MOVES)
         assert moved == maps, f"{moved} of {maps} maps show the last move"
         page.click(".explorer thead button:text('flushed') >> nth=0")
@@ -134,7 +136,7 @@ def main() -> None:
         "pages": rows,
         "checked": [
             checked("page.opens", rows[0]["opened_s"]),
-            checked("page.move", rows[0]["longest_sorted_move_ms"]),
+            checked("page.move", max(rows[0]["longest_move_ms"], rows[0]["longest_sorted_move_ms"])),
             checked("page.size", rows[0]["file_mb"]),
         ],
     }

@@ -59,7 +59,7 @@ TARGETS: dict[str, Target] = {
     "session.report": Target("session", "mpinspect report of 2,000 layers, 1,000 samples", 3.0, "s"),
     "session.memory": Target("session", "its peak memory", 1000.0, "MB"),
     "page.opens": Target("page", "the page of 2,000 tensors opens in Chromium", 2.0, "s"),
-    "page.move": Target("page", "its map drawn again, sorted, the longest move of the slider", 50.0, "ms"),
+    "page.move": Target("page", "its map drawn again, the longest move of the slider", 50.0, "ms"),
     "page.size": Target("page", "its file", 6.0, "MB"),
     "traces.seconds": Target("traces", "a trace of a million events read, median", 6.0, "s"),
     "traces.memory": Target("traces", "its reader's peak memory", 400.0, "MB"),
