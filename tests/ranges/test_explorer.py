@@ -518,3 +518,20 @@ def test_an_event_whose_maxima_are_not_finite_is_on_the_page():
     report = analyse(replace(session, events=(event,)))
     assert data(report)["events"][0]["maxima"].endswith("oldest first: inf, nan, 0.5")
     assert packed(report)
+
+
+def computing_in(dtype: str) -> Session:
+    return replace(sessions.word_model(), precision=Precision({"float32": 100}, autocast=(dtype,)))
+
+
+def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(browser: Any, tmp_path: Path) -> None:
+    reports = [analysis.analyse(computing_in(dtype)) for dtype in ("", "bfloat16", "float16")]
+    for places, narrowest in (((0, 0), "float32"), ((0, 1), "bfloat16"), ((0, 1, 2), "float16")):
+        parts = tuple(ModelPart(str(number), reports[place]) for number, place in enumerate(places))
+        page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"))
+        assert page.input_value(".explorer .explorer select >> nth=1") == "float32"
+        page.select_option("[data-widget] select >> nth=0", "all")
+        page.wait_for_selector(f".explorer .rows >> nth={len(places) - 1}")
+        shown = page.locator(".explorer .explorer").all()
+        assert [map.locator("select").nth(1).input_value() for map in shown] == [narrowest] * len(places)
+        assert page.troubles == []

@@ -241,6 +241,15 @@ export function forget(root) {
   drawn.delete(root);
 }
 
+/** What the reader chose in a map. @param {HTMLElement} root */
+export const chosenIn = (root) => drawn.get(root)?.state;
+
+/** The format in which maps are compared: the narrowest of those in which each would open. @param {any[]} several data of each */
+export function comparedIn(several) {
+  const own = several.map((data) => data.formats.find((/** @type {Format} */ each) => each.name === data.format));
+  return own.reduce((one, other) => (other.top - other.low < one.top - one.low ? other : one)).name;
+}
+
 /** The figures that a map shows, by layer. @param {HTMLElement} root @returns {Map<string, any>} */
 export const figuresIn = (root) => drawn.get(root)?.figures() ?? new Map();
 
@@ -966,7 +975,7 @@ async function begin(root) {
     shown = places.map(() => element("div", {}));
     maps.replaceChildren(...shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, names[places[place]])), map] : [map])));
     shown.forEach((map, place) => {
-      render(map, { ...data[place], view: view === ALL ? ALL : "" });
+      render(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]);
       follow(map, choice);
       map.addEventListener("chosen", (/** @type {any} */ event) => {
         Object.assign(choice, event.detail);
