@@ -294,7 +294,7 @@ def test_a_harmful_event_of_the_second_run_comes_before_what_moved_later():
     assert back.events_only_first == (event,)
     assert [f.severity for f in back.differences if f.id == "events-differ"] == ["info"]
     assert headline(back).startswith("A alone is in trouble: step 4, micro-batch 1, backward, decoder.3.attn")
-    assert "They part at step 9: " in headline(back)
+    assert "They part" not in headline(back)
     # What comes after the parting does not hide it.
     late = dataclasses.replace(second, events=(dataclasses.replace(event, step=20),))
     both = compared(first, late)

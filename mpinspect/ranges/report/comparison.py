@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
 from mpinspect.ranges.analysis.first_line import first_line, gravest, what_broke
@@ -64,10 +64,10 @@ _FAR = 0.1
 def headline(diff: RangeDiff) -> str:
     """Return in one or two sentences which run alone is in trouble, and whether and where the runs part."""
     said = trouble(diff)
-    event = what_broke(diff.second)
-    if said and (diff.moved is None or (event in diff.events_only_second and event.step < diff.moved.first_step)):
+    events = [] if not said else [event for event in map(what_broke, (diff.first, diff.second)) if event is not None]
+    if said and (diff.moved is None or any(event.step < diff.moved.first_step for event in events)):
         return said
-    return f"{said} {_parting(diff)}".lstrip()
+    return f"{said} {_parting(diff, [event.step for event in events])}".lstrip()
 
 
 def trouble(diff: RangeDiff) -> str:
@@ -89,9 +89,13 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
     return next((((error.id, error.layer), error.message.rstrip(".")) for error in errors), ((), ""))
 
 
-def _parting(diff: RangeDiff) -> str:
-    if diff.moved is not None:
-        return f"They part {_at(diff.moved)}: {_what(diff.moved)}{_zeros(diff.moved)}."
+def _parting(diff: RangeDiff, broken: Sequence[int] = ()) -> str:
+    """Return where the runs part; of several steps, which of them ``broken`` is."""
+    moved = diff.moved
+    if moved is not None:
+        step = min(broken, default=-1)
+        among = f", step {step:,} among them" if moved.first_step <= step <= moved.last_step != moved.first_step else ""
+        return f"They part {_at(moved)}{among}: {_what(moved)}{_zeros(moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.severity != "info"), None)
