@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mpinspect.ranges.analysis.rank_findings import ended_early
 from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, NotOneModelError, RankSum, ranks_named
 from mpinspect.ranges.session import Measurement, Session
 from mpinspect.run.record import KILLED, ProcessRecord
@@ -68,6 +69,12 @@ class ModelsOfRanks:
         found = left_early(process, record)
         if found is not None:
             self._left.append(found)
+
+    @property
+    def died(self) -> str:
+        """A sentence on the ranks that ended before their script did; "" if none did."""
+        found = ended_early(Session(measurements=tuple(self._left)))
+        return next((finding.message for finding in found), "")
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""

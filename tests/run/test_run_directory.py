@@ -134,6 +134,17 @@ def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
     assert "\nGenerator, Critic: In trouble: Rank 1 ended in step 40 with exit status 3.\n" in text
 
 
+def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
+    failed = {"outcome": "RuntimeError: CUDA out of memory", "by_error": True}
+    for rank, ended in enumerate((running(pid_of_nobody()), failed)):
+        make_run(tmp_path / f"rank{rank}", world_size=2, **ended)
+    killed = "rank 0 ended without a report (killed, or it crashed)"
+    said = f"Rank 1 ended by RuntimeError: CUDA out of memory. After that {killed}."
+    report = read_run(tmp_path)
+    assert report.first_line == said
+    assert render(report, ".txt", width=300).startswith(said)
+
+
 def test_a_report_that_is_gone_takes_the_shapes_with_it(tmp_path):
     run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
     gone = "report.json is gone, and with it the shapes of one step's matrix products; report.md may hold them"
