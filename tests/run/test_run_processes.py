@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -384,6 +385,30 @@ def test_what_another_process_left_may_be_anything(record, tmp_path):
     report = with_others(RunReport("train.py", "ended"), others)
     assert report.first_line == ""
     assert len(report.saw) == (3 if "true" in record else 0)
+
+
+PUT_OFF = """
+import os, signal, sys
+from mpinspect.run.processes import sigterm_put_off
+if "handles" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+with sigterm_put_off():
+    if "signalled" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+    print("report", flush=True)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "out", "status"),
+    [
+        (["signalled"], "report", -signal.SIGTERM),
+        ([], "report True", 0),
+        (["handles", "signalled"], "handled report False", 0),
+    ],
+)
+def test_a_sigterm_waits_for_a_report_that_has_begun_and_then_ends_the_process(words, out, status):
+    ended = subprocess.run([sys.executable, "-c", PUT_OFF, *words], capture_output=True, text=True, check=False)
+    assert (ended.stdout.split(), ended.returncode) == (out.split(), status), ended.stderr
 
 
 def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):
