@@ -284,6 +284,10 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     slow = analyse(total.session(left=[left(2, killed, 1.0)]))
     assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
     assert "signal 9" in finding(slow, "rank-ended-early").fix
+    # Somebody may have stopped the whole job.
+    stopped = finding(analyse(total.session(left=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early")
+    assert stopped.severity == "warning"
+    assert "the job was stopped" in stopped.message
     assert finding(slow, "rank-steps-differ").severity == "info"
 
 

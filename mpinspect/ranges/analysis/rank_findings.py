@@ -36,11 +36,15 @@ def ended_early(session: Session) -> Iterator[Finding]:
     was_killed = causes[0].figures["order"] == LEFT_ORDER.index("killed")
     read = "what the launcher says of" if was_killed else "what is printed of the exception on"
     why = ": signal 9 is mostly a lack of memory, 11 a crash in native code" if was_killed else ""
+    after = f" After that {parts[1]}." if parts[1] else ""
+    all_killed = was_killed and len(causes) >= session.info.world_size
+    if all_killed:
+        after = " Either the job was stopped, or one of them died and the launcher stopped the others."
     yield Finding(
         "rank-ended-early",
-        "error",
+        "warning" if all_killed else "error",
         "",
-        f"{upper_first(parts[0])}.{f' After that {parts[1]}.' if parts[1] else ''}",
+        f"{upper_first(parts[0])}.{after}",
         {"ranks": numbers[:100], "count": len(numbers), "world_size": session.info.world_size},
         f"Read {read} {ranks_named(numbers)}{why}. The launcher stops the other ranks once one has ended.",
         step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
