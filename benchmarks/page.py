@@ -1,6 +1,9 @@
-"""How long the map of a page takes in Chromium: opening it, a move of its slider, and the file's size, of 2,000 tensors.
+"""How long the maps of a page take in Chromium: opening it, a move of their slider, and the file's size, of 2,000 tensors.
 
     python benchmarks/page.py [--tensors 2000] [--json benchmarks/results/page-cpu.json]
+
+One map, of a run, and two that move together, of two runs compared. Of a move of the slider is told how long the script works on
+it, and how long it takes until the last map shows it: the second follows at the next frame, of which there are 60 in a second.
 
 Needs playwright (pip install 'mpinspect[browser]') and a Chromium of the system.
 """
@@ -11,34 +14,42 @@ import argparse
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from machine import write_results
+from targets import checked, verdicts
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Progress, Session, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.run.diff import diff
 
-#: Moves of the slider, over its range.
-_MOVES = """() => {
+#: Moves of the slider, over its range: milliseconds of the script, and until every map shows it, in order.
+_MOVES = """async () => {
   const slider = document.querySelector(".explorer input[type=range]");
-  const taken = [];
+  const [works, shows] = [[], []];
   for (let scale = -10; scale < 20; scale += 1) {
     slider.value = scale;
+    await new Promise(requestAnimationFrame);
     const begun = performance.now();
     slider.dispatchEvent(new Event("input"));
-    taken.push(performance.now() - begun);
+    works.push(performance.now() - begun);
+    // Called after the maps that follow were drawn, in the same frame.
+    await new Promise(requestAnimationFrame);
+    shows.push(performance.now() - begun);
   }
-  return taken.sort((one, other) => one - other);
+  const outputs = [...document.querySelectorAll(".explorer output")].filter((each) => each.textContent === "2^19");
+  return [outputs.length, ...[works, shows].map((taken) => taken.sort((one, other) => one - other))];
 }"""
 
 
-def session(tensors: int, windows: int = 16) -> Session:
+def session(tensors: int, windows: int = 16, seed: int = 0) -> Session:
     """Gradients of a deep model, spread over some 34 powers of two each."""
-    drawn = np.random.default_rng(0)
+    drawn = np.random.default_rng(seed)
     keys = [
         TensorKey(f"model.layers.{place // 20}.part{place % 20}.weight", kind)
         for place in range(tensors // len(GRADIENT_KINDS))
@@ -65,31 +76,42 @@ def session(tensors: int, windows: int = 16) -> Session:
     )
 
 
-def measure(tensors: int) -> dict[str, Any]:
+def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
+    """Save a page with so many maps, open it, and move the slider."""
     from playwright.sync_api import sync_playwright
 
-    report = analyse(session(tensors))
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
         begun = time.perf_counter()
-        path = report.save(Path(folder) / "report.html")
+        path = save(Path(folder) / "report.html")
         saved_s = time.perf_counter() - begun
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page()
+        # Both maps are to be seen: one out of sight is drawn when it comes into view.
+        page = browser.new_page(viewport={"width": 1280, "height": 1300 * maps})
         begun = time.perf_counter()
         page.goto(f"file://{path}")
-        page.wait_for_selector(".explorer tbody tr[data-name]")
+        page.wait_for_function(
+            "maps => [...document.querySelectorAll('.explorer .rows')].filter(map => map.querySelector('tr[data-name]'))"
+            ".length === maps",
+            arg=maps,
+        )
         opened_s = time.perf_counter() - begun
-        in_order = page.evaluate(_MOVES)
-        page.click(".explorer thead button:text('flushed')")
-        sorted_ = page.evaluate(_MOVES)
+        page.locator(".explorer .rows").last.scroll_into_view_if_needed()
+        page.wait_for_timeout(500)
+        moved, works, shows = page.evaluate(_MOVES)
+        assert moved == maps, f"{moved} of {maps} maps show the last move"
+        page.click(".explorer thead button:text('flushed') >> nth=0")
+        _, sorted_, _ = page.evaluate(_MOVES)
         found = {
-            "tensors": tensors,
+            "maps": maps,
             "file_mb": path.stat().st_size / 1e6,
             "saved_s": saved_s,
             "opened_s": opened_s,
-            "slider_ms": {"median": in_order[len(in_order) // 2], "most": in_order[-1]},
-            "slider_sorted_ms": {"median": sorted_[len(sorted_) // 2], "most": sorted_[-1]},
+            "move_ms": works[len(works) // 2],
+            "longest_move_ms": works[-1],
+            "sorted_move_ms": sorted_[len(sorted_) // 2],
+            "longest_sorted_move_ms": sorted_[-1],
+            "move_until_shown_ms": shows[len(shows) // 2],
             "browser": browser.version,
         }
         browser.close()
@@ -101,14 +123,26 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
-    found = measure(options.tensors)
-    print(
-        f"{found['tensors']:,} tensors: {found['file_mb']:.1f} MB, opens in {found['opened_s']:.2f} s, a move of the slider "
-        f"{found['slider_ms']['median']:.0f} ms (at most {found['slider_ms']['most']:.0f}), sorted "
-        f"{found['slider_sorted_ms']['median']:.0f} ms (at most {found['slider_sorted_ms']['most']:.0f})"
-    )
+    one, other = (session(options.tensors, seed=seed) for seed in (0, 1))
+    rows = [measure(1, analyse(one).save), measure(2, diff(one, other).save)]
+    for row in rows:
+        print(
+            ", ".join(
+                f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+            )
+        )
+    results = {
+        "tensors": options.tensors,
+        "pages": rows,
+        "checked": [
+            checked("page.opens", rows[0]["opened_s"]),
+            checked("page.move", max(rows[0]["longest_move_ms"], rows[0]["longest_sorted_move_ms"])),
+            checked("page.size", rows[0]["file_mb"]),
+        ],
+    }
+    print(verdicts(results["checked"]))
     if options.json:
-        write_results(options.json, found)
+        write_results(options.json, results)
 
 
 if __name__ == "__main__":

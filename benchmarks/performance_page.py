@@ -34,6 +34,7 @@ SECTIONS = {
     "tensor_cores": ("tensor_cores-gpu", page_tables.anything),
     "session": ("session-cpu", page_tables.session),
     "ranks": ("ranks-cpu", page_tables.anything),
+    "page": ("page-cpu", page_tables.anything),
     "traces": ("traces-cpu", page_tables.traces),
     "shape_lint": ("shape_lint-cpu", page_tables.anything),
     "kernel_names": ("kernel_names-cpu", page_tables.anything),

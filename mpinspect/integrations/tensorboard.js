@@ -2,7 +2,7 @@
 // TensorBoard imports this module into a frame of its own and calls render().
 // @ts-check
 
-import { decode, figuresIn, follow, forget, nonzero, percent, render as draw } from "./explorer.js";
+import { chosenIn, comparedIn, decode, figuresIn, follow, forget, nonzero, percent, render as draw } from "./explorer.js";
 
 /** Milliseconds between two looks at the runs, and how much longer than an answer took they are at least. */
 const [PAUSE, PAUSES] = [4000, 10];
@@ -42,6 +42,10 @@ class Shown {
     this.id = id;
     this.name = name;
     this.version = "";
+    /** The formats, and that in which the map opens by itself; null without a map. @type {any} */
+    this.own = null;
+    /** The format in which it was opened beside others. */
+    this.opened = "";
     this.state = element("p", { className: "dim" }, "Reading the run ...");
     this.words = element("div");
     this.map = element("div");
@@ -49,8 +53,8 @@ class Shown {
     this.element = element("section", { className: "part" }, element("h2", {}, name), this.state, this.words, this.map);
   }
 
-  /** Asks whether the run has changed, and shows it if so. */
-  async refresh() {
+  /** Asks whether the run has changed, and shows it if so. @param {Shown[]} others that are shown beside */
+  async refresh(others) {
     const answer = await asked("./run", { id: this.id, version: this.version });
     if (answer.version && answer.version === this.version) return;
     this.version = answer.version ?? "";
@@ -64,7 +68,7 @@ class Shown {
     this.state.className = "dim";
     this.showWords(answer);
     try {
-      if (answer.map) await this.showMap(await decode(answer.map));
+      if (answer.map) await this.showMap(await decode(answer.map), others.filter((each) => each.own));
       else this.map.replaceChildren(element("p", {}, answer.ended ? "No tensor was counted." : "No tensor has been counted so far."));
     } catch (error) {
       this.map.replaceChildren(element("p", { className: "error" }, `The map could not be drawn: ${error}`));
@@ -84,16 +88,27 @@ class Shown {
     this.words.replaceChildren(...verdict, ...(findings.length + notes.length ? [details] : []));
   }
 
-  /** Draws the map, and leaves the reader where they were. @param {any} data */
-  async showMap(data) {
+  /** Draws the map, and leaves the reader where they were. @param {any} data @param {Shown[]} others with a map */
+  async showMap(data, others) {
     // What is being dragged would be replaced under the pointer, which may be let go where nobody tells the page.
     for (let waits = 0; isHeld && waits < 100; waits += 1) await new Promise((resolve) => setTimeout(resolve, 100));
     const places = () => /** @type {HTMLElement[]} */ ([...this.map.querySelectorAll("button, input, select, [tabindex]")]);
     const focused = places().indexOf(/** @type {HTMLElement} */ (document.activeElement));
     const top = this.map.querySelector(".rows")?.scrollTop ?? 0;
-    draw(this.map, data);
+    if (this.own) draw(this.map, data);
+    else this.drawBeside(data, others);
     this.map.querySelector(".rows")?.scrollTo(0, top);
     if (focused >= 0) places()[focused]?.focus({ preventScroll: true });
+  }
+
+  /** Draws the map first, in the format that the others show, or that suits all if nobody chose one. @param {any} data @param {Shown[]} others */
+  drawBeside(data, others) {
+    this.own = { formats: data.formats, format: data.format };
+    const chosen = others.filter((each) => chosenIn(each.map).format.name !== each.opened)[0];
+    draw(this.map, { ...data, format: chosen ? chosenIn(chosen.map).format.name : comparedIn([this, ...others].map((each) => each.own)) });
+    const { format, kind } = chosenIn(this.map);
+    for (const each of others) follow(each.map, { format, kind });
+    for (const each of [this, ...others]) each.opened = chosen ? "" : format.name;
   }
 }
 
@@ -229,7 +244,7 @@ export function render() {
           shown.set(id, made);
           parts.append(made.element);
         }
-        await shown.get(id)?.refresh();
+        await shown.get(id)?.refresh([...shown.values()].filter((each) => each.id !== id));
       }
     } catch (error) {
       said.textContent = `TensorBoard does not answer (${error}): what stands here is the last that it said.`;

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpinspect.reporting.streams import printable
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.session import Session
 
 #: The session file's name: ``ranges.store.FILE_NAME``, which imports NumPy.
 FILE_NAME = "session.mpinspect"
@@ -257,13 +260,13 @@ def _by_number(name: str) -> list[tuple[int, int, str]]:
 def _read(run: Found) -> dict[str, Any]:
     """Return a run's verdict, findings and map, or the sentence that says why it can't be read. Never raises."""
     from mpinspect.ranges.analysis import analyse
-    from mpinspect.ranges.analysis.ranks import NotOneModelError, merge_ranks
+    from mpinspect.ranges.analysis.ranks import NotOneModelError
     from mpinspect.ranges.store import SessionError, read_session
     from mpinspect.run.reading import run_of_model
     from mpinspect.run.report import ModelPart, RunReport
 
     try:
-        report = analyse(merge_ranks(map(read_session, run.ranks)) if run.ranks else read_session(run.path))
+        report = analyse(_added_up(run) if run.ranks else read_session(run.path))
         part = ModelPart(run.path.parent.name, report)
         whole = run_of_model(run.path, part) if run.has_beside else RunReport("", "", (part,))
         return _shown(whole, whole.parts.index(part))
@@ -275,6 +278,21 @@ def _read(run: Found) -> dict[str, Any]:
         return {
             "error": printable(f"mpinspect failed to read {run.path} ({error!r}): please report this, with the file.")
         }
+
+
+def _added_up(run: Found) -> Session:
+    """Return the sum of the ranks, with what their records say of those that ended early."""
+    from mpinspect.ranges.analysis.ranks import RankSum
+    from mpinspect.ranges.store import read_session
+    from mpinspect.run.ranks import left_early
+    from mpinspect.run.record import read_record
+
+    total = RankSum()
+    for path in run.ranks:
+        total.add(read_session(path))
+    places = [path.parent.parent for path in run.ranks] if run.has_beside else []
+    left = [left_early(place.name, read_record(place)) for place in places]
+    return total.session(left=[each for each in left if each is not None])
 
 
 def _shown(run: Any, place: int) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class Inspector:
             ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note says so and the training goes on.
 
     Raises:
-        TypeError: model is not a Module, or optimizers, loss_scale, max_overhead or tracker have the wrong type.
+        TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
+            wrong type.
         ValueError: an unknown kind or tracker, ``every`` below 1, ``max_overhead`` not between 0 and 1, or a ``loss_scale``
             that is not positive and finite.
         ImportError: the tracker's package is not installed.
@@ -117,6 +118,9 @@ class Inspector:
         self._schedule = every if isinstance(every, Schedule) else Schedule(every)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
+        for name, switch in (("watch", watch), ("eager_samples", eager_samples)):
+            if not isinstance(switch, bool):
+                raise TypeError(f"{name}={switch!r}: give True or False")
         self._scale_by_hand, self._eager_samples = _scale_by_hand(loss_scale), eager_samples
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)

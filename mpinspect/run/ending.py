@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from contextlib import suppress
+import time
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
+from mpinspect.run.processes import sigterm_put_off
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, now, write_record
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
 #: Most seconds that a report may delay ``os._exit``: the report waits for the GPU, which may no longer respond.
 _EXIT_DELAY_S = 20.0
+#: The file by which a rank that an exception ends claims the report of all, and seconds for which it is left to the first rank.
+_CLAIM, _FIRST_S, _LOOK_S = ".reported", 1.0, 0.05
 #: Matches the session notes that the run's report repeats: a pattern given by the user had no effect.
 _UNMATCHED = re.compile(r"the pattern .* matches no ", re.DOTALL)
 
@@ -119,8 +123,10 @@ class Ending:
         """
         if not self._once.acquire(blocking=False):
             return
+        put_off = sigterm_put_off() if self._whole != self.directory else nullcontext()
         try:
-            self._finish(flush)
+            with put_off:
+                self._finish(flush)
             if self._tracker is not None:
                 self._tracker.end()
         except KeyboardInterrupt:
@@ -154,6 +160,8 @@ class Ending:
         if not self.started:
             self._never_started()
             return
+        if self.outcome.by_error and self._whole != self.directory and recordings.models:
+            self.speaks = self._reports_for_all()
         report = self.report = self._joined(recordings)
         if flush:
             with suppress(Exception):
@@ -177,6 +185,21 @@ class Ending:
         """Whether an exception ended a process that had imported torch and so may have been about to train."""
         return self.outcome.by_error and self.seen.torch_imported
 
+    def _reports_for_all(self) -> bool:
+        """Return whether this rank, which an exception ends, prints the report of all ranks.
+
+        Once it is gone the launcher stops the others. The first rank prints the report if it fails at the same time.
+        """
+        claim = self._whole / _CLAIM
+        enough = time.monotonic() + (0.0 if self.speaks else _FIRST_S)
+        while time.monotonic() < enough and not claim.exists():
+            time.sleep(_LOOK_S)
+        try:
+            claim.touch(exist_ok=False)
+        except OSError as error:
+            return self.speaks and not isinstance(error, FileExistsError)
+        return True
+
     def _joined(self, recordings: Recordings) -> RunReport:
         """Return the joined report; if this process prints it, include the other ranks, and what broke in other processes."""
         others: list[Path] = []
@@ -185,11 +208,12 @@ class Ending:
         models = recordings.models
         if self.speaks:
             others = others_of(self.directory, self._whole)
-            if ranks := [path for path in others if path.parent == self._whole != self.directory]:
+            ranks = [path for path in others if path.parent == self._whole != self.directory]
+            if ranks or (self.outcome.by_error and self._whole != self.directory):
                 # After an error of this rank the others may hang in a collective.
                 wait = {"patience_s": 0.0} if self.outcome.by_error else {}
                 try:
-                    models, added, notes = with_ranks(models, self.directory, ranks, **wait)
+                    models, added, notes = with_ranks(models, self.directory, ranks, outcome=self.outcome, **wait)
                 except Exception as error:
                     notes = [f"the counts of the other ranks could not be added: {brief(error)}"]
         report = join(replace(recordings, models=models), self.seen, self.outcome, self.options, self._whole)

@@ -97,7 +97,12 @@ def _kernels(
 
 
 def with_ranks(
-    models: list[RecordedModel], own: Path, ranks: list[Path], *, patience_s: float = _ENDS_WITHIN_S
+    models: list[RecordedModel],
+    own: Path,
+    ranks: list[Path],
+    *,
+    outcome: Outcome,
+    patience_s: float = _ENDS_WITHIN_S,
 ) -> tuple[list[RecordedModel], list[Path], list[str]]:
     """Return this rank's models with what other ranks have recorded on disk added up.
 
@@ -107,6 +112,7 @@ def with_ranks(
         models: this rank's models.
         own: this rank's directory.
         ranks: the other ranks' directories.
+        outcome: of this rank, whose record says so only later.
         patience_s: most seconds to wait for ranks that still run.
 
     Returns:
@@ -116,6 +122,7 @@ def with_ranks(
 
     running = _still_running(ranks, patience_s)
     whole, read, record = ModelsOfRanks(), [], read_record(own)
+    whole.ended(own.name, replace(record, outcome=outcome.words, by_error=outcome.by_error))
     for model in models:
         whole.add(own.name, model.name, model.session, world_size=record.world_size, job=record.job)
     enough = time.monotonic() + _PATIENCE_S
@@ -139,6 +146,7 @@ def _add(whole: ModelsOfRanks, path: Path) -> None:
     from mpinspect.ranges.store import SessionError, read_session
 
     record = read_record(path)
+    whole.ended(path.name, record)
     for file in sorted(path.glob(f"*/{SESSION}")):
         try:
             session = read_session(file)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -144,6 +145,28 @@ def _report_before_exec(ending: Ending) -> None:
 def _report_now(ending: Ending, outcome: Outcome) -> None:
     with suppress(Exception):
         ending.finish_soon(outcome)
+
+
+@contextmanager
+def sigterm_put_off() -> Iterator[None]:
+    """Put off a SIGTERM that would end the process until the block's end: a launcher sends it to all ranks once one has failed.
+
+    Does nothing on another thread than the main one, or where the script handles the signal.
+    """
+    came: list[int] = []
+    try:
+        is_deadly = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if is_deadly:
+            signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    except ValueError:
+        is_deadly = False
+    try:
+        yield
+    finally:
+        if is_deadly:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 # -- spawned children ----------------------------------------------------------------------------------------------------

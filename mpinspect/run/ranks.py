@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpinspect.ranges.analysis.ranks import NotOneModelError, RankSum, ranks_named
-from mpinspect.ranges.session import Session
+from mpinspect.ranges.analysis.rank_findings import ended_early
+from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, NotOneModelError, RankSum, ranks_named
+from mpinspect.ranges.session import Measurement, Session
+from mpinspect.run.record import KILLED, ProcessRecord
 
 _RANK = re.compile(r"rank(\d+)")
+#: What torch's collectives raise on the ranks that are left when another is gone.
+_BEREFT = re.compile(r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out")
 
 
 class ModelsOfRanks:
@@ -26,6 +30,7 @@ class ModelsOfRanks:
         self._jobs: dict[str, str] = {}
         self._present: set[int] = set()
         self._world = 0
+        self._left: list[Measurement] = []
         #: Sentences on what was not added up, and why.
         self.notes: list[str] = []
 
@@ -59,13 +64,39 @@ class ModelsOfRanks:
         self._present.add(found.info.rank)
         self._world = max(self._world, found.info.world_size)
 
+    def ended(self, process: str, record: ProcessRecord) -> None:
+        """Take down how a process ended, if it is a rank's and ended before its script did."""
+        found = left_early(process, record)
+        if found is not None:
+            self._left.append(found)
+
+    @property
+    def died(self) -> str:
+        """A sentence on the ranks that ended before their script did; "" if none did."""
+        found = ended_early(Session(measurements=tuple(self._left)))
+        return next((finding.message for finding in found), "")
+
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""
         absent = [rank for rank in range(self._world) if rank not in self._present]
         if absent:
             self.notes.insert(0, f"{ranks_named(absent)} of {self._world:,} left nothing that can be added")
         for name, found in self._models.items():
-            yield name, found.session(absent) if isinstance(found, RankSum) else found
+            yield name, found.session(absent, self._left) if isinstance(found, RankSum) else found
+
+
+def left_early(process: str, record: ProcessRecord) -> Measurement | None:
+    """Return how a rank's process ended before its script did; None if it did not, or is no rank's."""
+    match = _RANK.fullmatch(process)
+    if match is None or not record.ended_early:
+        return None
+    kind = "itself"
+    words = f"{'by' if record.by_error else 'with'} {record.outcome}"
+    if record.outcome == KILLED:
+        kind, words = "killed", record.outcome.removeprefix("ended ")
+    elif record.by_error and _BEREFT.search(record.outcome):
+        kind, words = "bereft", f"by {record.outcome.partition(':')[0]} in a collective"
+    return Measurement(LEFT, rank=int(match[1]), figures={"order": float(LEFT_ORDER.index(kind))}, text=words)
 
 
 def _with_rank(session: Session, process: str, world_size: int) -> Session:

@@ -57,6 +57,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
     first = next(iter(records.values()))
     shapes: ShapeReport | None = None
     for name, record in records.items():
+        models.ended(name, record)
         if record is not first and record.outcome not in ("ended", first.outcome):
             saw.setdefault(record.outcome, []).append(name)
         for found in _found(processes[name], record):
@@ -77,6 +78,8 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         saw=tuple(notes),
         log_dir=str(folder),
         is_shape_detail=not first.lint,
+        # Without a model there is no verdict that could say it.
+        broke_elsewhere="" if parts else models.died,
     )
 
 
@@ -146,6 +149,8 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
     report, trouble = _report(place)
     if trouble:
         yield trouble
+    elif record.models and not report:
+        yield f"{REPORTS[1]} is gone, and with it the shapes of one step's matrix products; {REPORTS[0]} may hold them"
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
     for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):

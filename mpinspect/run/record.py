@@ -22,7 +22,7 @@ REPORTS = ("report.md", "report.json", PAGE)
 TRACE = "trace.json.gz"
 
 #: Outcomes reported for a process that has not written its final run.json.
-_KILLED = "ended without a report (killed, or it crashed)"
+KILLED = "ended without a report (killed, or it crashed)"
 STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
@@ -141,6 +141,7 @@ class ProcessRecord:
         job: identifies the launch, the same in all its processes; "" if unknown.
         lint: whether the shapes were asked for with --lint; None if they were left to mpinspect, or unknown.
         gpu: the GPU of --gpu; None without it, or unknown.
+        by_error: whether an uncaught exception ended the process.
     """
 
     command: str = ""
@@ -153,6 +154,12 @@ class ProcessRecord:
     job: str = ""
     lint: bool | None = None
     gpu: str | None = None
+    by_error: bool = False
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the process was killed or failed before its script was done."""
+        return self.by_error or self.outcome == KILLED or self.outcome.startswith("exit status")
 
 
 def read_record(directory: Path) -> ProcessRecord:
@@ -177,12 +184,13 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     lint, gpu = _field(record, "lint", _Flag, damaged), _field(record, "gpu", _Text, damaged)
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
-        outcome = _KILLED if _is_gone(record) else STILL_RUNNING
+        outcome = KILLED if _is_gone(record) else STILL_RUNNING
     # A model has no directory if none of its files could be written.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
     world_size = _field(record, "world_size", _WorldSize, [], needed=False) or 1
     job = _field(record, "job", str, [], needed=False) or ""
-    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, world_size, job, lint, gpu)
+    by_error = _field(record, "by_error", bool, [], needed=False) or False
+    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, world_size, job, lint, gpu, by_error)
 
 
 @dataclass(frozen=True)
@@ -213,8 +221,9 @@ def _is_gone(record: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(process, 0)
+        # One that its parent has not waited for yet is still there, as a zombie.
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except ProcessLookupError:
         return True
-    except OSError:
+    except (OSError, IndexError):
         return False
-    return False

@@ -29,7 +29,7 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import packed
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Precision, Session, TensorKey
 from mpinspect.ranges.store import save_session
 from mpinspect.run import record
 from mpinspect.run.report import ModelPart, RunReport
@@ -173,6 +173,13 @@ def test_a_model_of_several_ranks_is_served_added_up(tmp_path: Path) -> None:
     merged = analyse(merge_ranks(map(of_rank, range(2))))
     assert answer["map"] == packed(merged)
     assert told(board, "run", id=id, version=answer["version"]) == {"version": answer["version"]}
+    # The verdict leads with a rank that died.
+    died = {"command": "train.py", "outcome": "ValueError: 3", "by_error": True, "saw": [], "models": []}
+    (tmp_path / "a" / "rank1" / "run.json").write_text(json.dumps(died))
+    (tmp_path / "a" / "rank0" / "run.json").write_text(json.dumps({**died, "outcome": "ended", "by_error": False}))
+    assert any(
+        "Rank 1 ended in step 40 by ValueError: 3" in line["text"] for line in told(board, "run", id=id)["verdict"]
+    )
     # A rank whose file is gone is left out; one that does not fit is said.
     (tmp_path / "a" / "rank1" / "Net" / FILE_NAME).unlink()
     assert told(board, "run", id=id)["version"] != answer["version"]
@@ -330,16 +337,24 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     session = sessions.word_model()
     totals = {key: tensor.histogram for key, tensor in session.totals().items()}
     other = {key: counts.shifted(-6 if key.name == "hidden.weight" else 0) for key, counts in totals.items()}
-    written(tmp_path / "<b>ended", sessions.session(other))
+    in_half = Precision({"float32": 100}, autocast=("float16",))
+    written(tmp_path / "<b>ended", replace(sessions.session(other), precision=in_half))
+    session = replace(session, precision=Precision({"float32": 100}, autocast=("",)))
     early = replace(session, windows=session.windows[:1], progress=replace(session.progress, ended=False, steps=10))
     path = written(tmp_path / "going on", early)
     here = frame(page)
     here.wait_for_selector(".part .explorer tbody tr[data-name]")
     assert here.text_content(".part h2") == "going on"
     assert "10 steps so far" in here.text_content(".part > p")
+    assert "Healthy so far: " in here.text_content(".part")
+    formats = here.locator(".explorer label:has-text('Format') select")
+    assert formats.first.input_value() == "float32"
     here.get_by_text("<b>ended").click()
     here.wait_for_selector(".part >> nth=1 >> .explorer tbody tr[data-name]")
-    # What is chosen in one map is chosen in the other.
+    # They are compared in the narrower of their formats. What is chosen in one map is chosen in the other.
+    here.wait_for_function(
+        "[...document.querySelectorAll('.explorer select')].filter((each) => each.value === 'float16').length === 2"
+    )
     here.locator(".explorer select").first.select_option("weight_gradient")
     here.locator(".explorer input[type=range]").first.fill("12")
     here.locator(".explorer input[type=search]").first.fill("hidden")

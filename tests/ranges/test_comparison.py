@@ -287,13 +287,20 @@ def test_a_harmful_event_of_the_second_run_comes_before_what_moved_later():
     first, second = training(), dataclasses.replace(training(flushed_from=9), events=(event,))
     diff = compared(first, second)
     assert diff.events_only_second == (event,)
-    assert headline(diff).startswith("They part where B alone breaks: step 4, micro-batch 1, backward, decoder.3.attn")
+    assert headline(diff).startswith("B alone is in trouble: step 4, micro-batch 1, backward, decoder.3.attn")
     assert [f.severity for f in diff.differences if f.id == "events-differ"] == ["warning"]
     # The other way round B is the healthy one.
     back = compared(second, first)
     assert back.events_only_first == (event,)
     assert [f.severity for f in back.differences if f.id == "events-differ"] == ["info"]
-    assert headline(back).startswith("They part at step 9: ")
+    assert headline(back).startswith("A alone is in trouble: step 4, micro-batch 1, backward, decoder.3.attn")
+    assert "They part" not in headline(back)
+    # What comes after the parting does not hide it.
+    late = dataclasses.replace(second, events=(dataclasses.replace(event, step=20),))
+    both = compared(first, late)
+    assert headline(both).startswith("B alone is in trouble: step 20, ")
+    assert "They part at step 9: " in headline(both)
+    assert headline(compared(second, late)).startswith("Both are in trouble. A: step 4, ")
     assert "non-finite-event" in {finding.id for finding in back.gone}
     # What both runs have says nothing.
     assert not compared(second, second).findings
@@ -334,4 +341,4 @@ def test_findings_are_new_where_the_first_run_has_them_not_or_milder():
     one, other = (dataclasses.replace(report, findings=(each,)) for each in (mild, grave))
     assert (compare_ranges(one, other).new, compare_ranges(one, other).gone) == ((grave,), ())
     assert (compare_ranges(other, one).new, compare_ranges(other, one).gone) == ((), (grave,))
-    assert headline(compare_ranges(one, other)).startswith("B alone has an error: ")
+    assert headline(compare_ranges(one, other)).startswith("B alone is in trouble: ")

@@ -15,14 +15,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sessions
 from agreeing_reports import analyse
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges import analysis
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
-from mpinspect.ranges.session import Progress, ScaleChange, Session, TensorKey
+from mpinspect.ranges.session import Precision, Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
@@ -110,6 +112,23 @@ def test_edges_of_every_format() -> None:
     assert told == [figures(histogram) for histogram in histograms]
 
 
+def test_the_share_of_the_sum_of_magnitudes_is_pythons_estimate() -> None:
+    histograms = [window.histogram for window in sessions.everything().totals().values()]
+    formats = data(analyse(sessions.word_model()))["formats"]
+    from mpinspect.ranges.report import explorer
+
+    told = in_node(
+        "console.log(JSON.stringify(given.histograms.map(unpack).map((h) => given.formats.map((f) =>"
+        " given.scales.map((k) => lostMass(h, f, k))))));",
+        {"histograms": [explorer._histogram(each) for each in histograms], "formats": formats, "scales": SCALES},
+    )
+    expected = [
+        [[each.lost_l1_share(format, scale).estimate for scale in SCALES] for format in FORMATS] for each in histograms
+    ]
+    assert np.array(told) == pytest.approx(np.array(expected), rel=1e-9)
+    assert 0 < np.array(told).mean() < 1
+
+
 def test_shares_are_worded_as_in_every_report() -> None:
     from mpinspect.reporting.words import percent
 
@@ -130,6 +149,29 @@ def test_a_page_opens_at_the_runs_own_scale() -> None:
     for scale, exponent in ((1024.0, 10), (1000.0, 9), (0.25, -2), (math.inf, 0), (None, 0)):
         progress = replace(session.progress, scales=(ScaleChange(0, scale),))
         assert data(analyse(replace(session, progress=progress)))["own"] == exponent
+
+
+@pytest.mark.parametrize(
+    ("computes", "judged", "opens"),
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float16", None, "float16"),
+        ("float32", "float8_e4m3", "float8_e4m3"),
+    ],
+)
+def test_a_page_opens_in_the_format_in_which_the_run_computes(computes: str, judged: str | None, opens: str) -> None:
+    session = replace(sessions.word_model(), precision=Precision({computes: 100}, autocast=("",)))
+    report = analysis.analyse(session, judged)
+    given = data(report)
+    assert given["format"] == opens
+    # A scale is suggested for a format that needs one, never for one that does not.
+    for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16)):
+        if advice is not None and advice.needed:
+            assert given["suggested"] == (format, math.log2(advice.recommended))
+            break
+    else:
+        assert given["suggested"] is None
 
 
 def test_a_page_allows_its_own_script_and_no_other() -> None:
@@ -476,3 +518,20 @@ def test_an_event_whose_maxima_are_not_finite_is_on_the_page():
     report = analyse(replace(session, events=(event,)))
     assert data(report)["events"][0]["maxima"].endswith("oldest first: inf, nan, 0.5")
     assert packed(report)
+
+
+def computing_in(dtype: str) -> Session:
+    return replace(sessions.word_model(), precision=Precision({"float32": 100}, autocast=(dtype,)))
+
+
+def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(browser: Any, tmp_path: Path) -> None:
+    reports = [analysis.analyse(computing_in(dtype)) for dtype in ("", "bfloat16", "float16")]
+    for places, narrowest in (((0, 0), "float32"), ((0, 1), "bfloat16"), ((0, 1, 2), "float16")):
+        parts = tuple(ModelPart(str(number), reports[place]) for number, place in enumerate(places))
+        page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"))
+        assert page.input_value(".explorer .explorer select >> nth=1") == "float32"
+        page.select_option("[data-widget] select >> nth=0", "all")
+        page.wait_for_selector(f".explorer .rows >> nth={len(places) - 1}")
+        shown = page.locator(".explorer .explorer").all()
+        assert [map.locator("select").nth(1).input_value() for map in shown] == [narrowest] * len(places)
+        assert page.troubles == []

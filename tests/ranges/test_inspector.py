@@ -81,6 +81,8 @@ def test_a_report_while_the_run_goes_on() -> None:
         ({"loss_scale": "128"}, TypeError, "number or a callable"),
         ({"loss_scale": float("inf")}, ValueError, "finite"),
         ({"optimizers": [3]}, TypeError, "Optimizer"),
+        ({"eager_samples": "yes"}, TypeError, "eager_samples='yes': give True or False"),
+        ({"watch": "no"}, TypeError, "True or False"),
     ],
 )
 def test_wrong_arguments(options: dict[str, object], error: type[Exception], match: str) -> None:

@@ -17,7 +17,7 @@ from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.rank_findings import rank_sentences
-from mpinspect.ranges.analysis.ranks import NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
+from mpinspect.ranges.analysis.ranks import LEFT, NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey
 
@@ -250,6 +250,45 @@ def test_uneven_steps_and_missing_ranks_are_named():
     still = "Rank 3 had not ended: still running, killed, or the file is cut off."
     assert said == f"What rank 3 wrote ends at step 412; the others' at 600. {still}"
     assert finding(report, "rank-missing").message.startswith("Rank 2 of 4 left nothing")
+
+
+def left(rank, words, order=0.0):
+    return s.Measurement(LEFT, rank=rank, figures={"order": order}, text=words)
+
+
+def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
+    total = RankSum()
+    for rank, steps in enumerate((580, 570, 580)):
+        total.add(ending_at(rank, steps, ended=rank == 1))
+    killed = "without a report (killed, or it crashed)"
+    measured = [
+        left(0, killed, 1.0),
+        left(1, "by ValueError: bad batch"),
+        left(2, killed, 1.0),
+        left(3, killed, 1.0),
+    ]
+    report = analyse(total.session(left=measured))
+    said = finding(report, "rank-ended-early")
+    assert report.findings[0] is said
+    assert (said.severity, said.step) == ("error", 570)
+    assert (
+        said.message
+        == f"Rank 1 ended in step 570 by ValueError: bad batch. After that ranks 0, 2 and 3 ended {killed}."
+    )
+    assert report.verdict.sentences[0] == f"In trouble: {said.message}"
+    assert "rank 1" in report.verdict.change
+    # How it ended says why rank 3 left nothing.
+    assert "rank-missing" not in ids(report)
+    alone = analyse(total.session(left=[left(3, killed, 1.0)]))
+    assert finding(alone, "rank-ended-early").message == f"Rank 3 ended before a step was recorded, {killed}."
+    slow = analyse(total.session(left=[left(2, killed, 1.0)]))
+    assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
+    assert "signal 9" in finding(slow, "rank-ended-early").fix
+    # Somebody may have stopped the whole job.
+    stopped = finding(analyse(total.session(left=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early")
+    assert stopped.severity == "warning"
+    assert "the job was stopped" in stopped.message
+    assert finding(slow, "rank-steps-differ").severity == "info"
 
 
 def test_another_loss_scale_is_named_with_its_first_step():

@@ -107,6 +107,52 @@ def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_
     assert report.saw == ()
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".html"])
+def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
+    for rank, ended in enumerate(
+        (
+            {"outcome": "RuntimeError: Connection closed by peer", "by_error": True},
+            running(pid_of_nobody()),
+            {"outcome": "ended"},
+        )
+    ):
+        make_run(tmp_path / f"rank{rank}", "Net", world_size=3, **ended)
+    report = read_run(tmp_path)
+    (part,) = report.parts
+    killed = "without a report (killed, or it crashed)"
+    # What a collective says on a rank that is left is no cause.
+    said = f"Rank 1 ended in step 40 {killed}. After that rank 0 ended by RuntimeError in a collective."
+    assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
+    text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
+    assert text.index("In trouble: Rank 1 ended") < text.index("In brief")
+
+
+def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
+    for rank, outcome in enumerate(("ended", "exit status 3")):
+        make_run(tmp_path / f"rank{rank}", "Generator", "Critic", world_size=2, outcome=outcome)
+    text = render(read_run(tmp_path), ".txt", width=300)
+    assert "\nGenerator, Critic: In trouble: Rank 1 ended in step 40 with exit status 3.\n" in text
+
+
+def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
+    failed = {"outcome": "RuntimeError: CUDA out of memory", "by_error": True}
+    for rank, ended in enumerate((running(pid_of_nobody()), failed)):
+        make_run(tmp_path / f"rank{rank}", world_size=2, **ended)
+    killed = "rank 0 ended without a report (killed, or it crashed)"
+    said = f"Rank 1 ended by RuntimeError: CUDA out of memory. After that {killed}."
+    report = read_run(tmp_path)
+    assert report.first_line == said
+    assert render(report, ".txt", width=300).startswith(said)
+
+
+def test_a_report_that_is_gone_takes_the_shapes_with_it(tmp_path):
+    run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
+    gone = "report.json is gone, and with it the shapes of one step's matrix products; report.md may hold them"
+    assert gone in read_run(run).saw
+    (run / "report.json").write_text(json.dumps({"shapes": None}))
+    assert gone not in read_run(run).saw
+
+
 def test_inspectors_with_a_log_dir_for_each_rank_are_added_up(tmp_path):
     for rank in range(2):
         info = dataclasses.replace(sessions.word_model().info, rank=rank, world_size=2)

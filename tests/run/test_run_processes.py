@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from mpinspect.run.ending import Ending
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.joining import with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import RecordedModel, outcome_of
+from mpinspect.run.outcome import Outcome, RecordedModel, outcome_of
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -285,13 +286,24 @@ def test_a_rank_that_broke_later_or_failed_does_not_lead(tmp_path):
     assert not any(sentence.startswith("rank 1") for sentence in report["saw"])
 
 
-def test_a_rank_that_failed_is_named(tmp_path):
-    _, second = rank_after_rank(tmp_path, "none", "error")
+def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
+    first, second = rank_after_rank(tmp_path, "none", "error")
     report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
     assert report["saw"][0] == "rank 1 ended by ValueError: rank"
     assert report["first_line"] == ""
-    # Python's own traceback is there.
-    assert "mpinspect: " not in second
+    cause = "In trouble: Rank 1 ended in step 5 by ValueError: rank."
+    assert cause in report["models"][0]["ranges"]["verdict"]["sentences"][0]
+    # The launcher would have stopped the first before its own end.
+    assert cause in first
+    assert cause in second
+    assert "to explore in a browser: " in second
+
+
+def test_a_second_rank_that_fails_leaves_the_report_to_the_first(tmp_path):
+    first, second = rank_after_rank(tmp_path, "error", "error")
+    assert "In trouble: " in second
+    assert "In trouble: " not in first
+    assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "ValueError: rank"
 
 
 def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
@@ -307,7 +319,7 @@ def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
             own = RecordedModel("Net", session)
     others = [tmp_path / "rank1", tmp_path / "rank2"]
     began = time.monotonic()
-    (model,), read, notes = with_ranks([own], tmp_path / "rank0", others, patience_s=0.2)
+    (model,), read, notes = with_ranks([own], tmp_path / "rank0", others, outcome=Outcome(), patience_s=0.2)
     assert time.monotonic() - began < 5
     assert [rank.info.rank for rank in model.session.ranks] == [0, 1, 2]
     assert read == others
@@ -373,6 +385,30 @@ def test_what_another_process_left_may_be_anything(record, tmp_path):
     report = with_others(RunReport("train.py", "ended"), others)
     assert report.first_line == ""
     assert len(report.saw) == (3 if "true" in record else 0)
+
+
+PUT_OFF = """
+import os, signal, sys
+from mpinspect.run.processes import sigterm_put_off
+if "handles" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+with sigterm_put_off():
+    if "signalled" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+    print("report", flush=True)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "out", "status"),
+    [
+        (["signalled"], "report", -signal.SIGTERM),
+        ([], "report True", 0),
+        (["handles", "signalled"], "handled report False", 0),
+    ],
+)
+def test_a_sigterm_waits_for_a_report_that_has_begun_and_then_ends_the_process(words, out, status):
+    ended = subprocess.run([sys.executable, "-c", PUT_OFF, *words], capture_output=True, text=True, check=False)
+    assert (ended.stdout.split(), ended.returncode) == (out.split(), status), ended.stderr
 
 
 def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):

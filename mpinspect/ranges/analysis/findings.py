@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
-from mpinspect.ranges.analysis.rank_findings import rank_findings
+from mpinspect.ranges.analysis.rank_findings import ended_early, rank_findings
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
@@ -37,6 +37,8 @@ def findings(
     is_explained = any(map(explains_events, diagnosed))
     events = event_findings(session, totals, advised.advice, is_explained=is_explained)
     found = [
+        # First of the errors: a process that is gone is what its user sees.
+        *ended_early(session),
         *diagnosed,
         *(_as_consequence(finding, diagnosed) for finding in events),
         *(_as_consequence(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),

@@ -68,7 +68,7 @@ def _parts(session: Session) -> Iterator[str]:
     if precision.optimizers:
         yield from dict.fromkeys(map(_optimizer, precision.optimizers))
     else:
-        yield "no optimizer seen"
+        yield "no optimizer step seen"
     scalers = [_scaler(scaler) for scaler in precision.scalers if scaler.enabled]
     yield from dict.fromkeys(scalers) or ["no scaler"]
 

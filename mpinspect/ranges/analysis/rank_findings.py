@@ -11,10 +11,10 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
-from mpinspect.ranges.analysis.ranks import MISSING, ranks_named
+from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, MISSING, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
-from mpinspect.ranges.session import RankRecord, RunInfo, Session
+from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, number_of, upper_first, with_power
 
@@ -23,6 +23,52 @@ Value = TypeVar("Value", bound=Hashable)
 _SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
 _SECONDS_APART = 600.0
+
+
+def ended_early(session: Session) -> Iterator[Finding]:
+    """Yield an error that names the ranks whose processes ended first, in which step and how, and what became of the others."""
+    left = [each for each in session.measurements if each.what == LEFT and each.rank is not None]
+    if not left:
+        return
+    causes = [each for each in left if each.figures["order"] == min(each.figures["order"] for each in left)]
+    numbers = [each.rank for each in causes if each.rank is not None]
+    parts = ["; ".join(_ended(causes, session)), "; ".join(_ended([each for each in left if each not in causes]))]
+    was_killed = causes[0].figures["order"] == LEFT_ORDER.index("killed")
+    read = "what the launcher says of" if was_killed else "what is printed of the exception on"
+    why = ": signal 9 is mostly a lack of memory, 11 a crash in native code" if was_killed else ""
+    after = f" After that {parts[1]}." if parts[1] else ""
+    all_killed = was_killed and len(causes) >= session.info.world_size
+    if all_killed:
+        after = " Either the job was stopped, or one of them died and the launcher stopped the others."
+    yield Finding(
+        "rank-ended-early",
+        "warning" if all_killed else "error",
+        "",
+        f"{upper_first(parts[0])}.{after}",
+        {"ranks": numbers[:100], "count": len(numbers), "world_size": session.info.world_size},
+        f"Read {read} {ranks_named(numbers)}{why}. The launcher stops the other ranks once one has ended.",
+        step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
+    )
+
+
+def _ended(left: Sequence[Measurement], session: Session | None = None) -> Iterator[str]:
+    """Yield which ranks ended how, and in which step by what is in the session."""
+    ranks: dict[str, list[int]] = {}
+    for each in left:
+        ranks.setdefault(each.text, []).append(each.rank or 0)
+    for how, numbers in ranks.items():
+        when = "" if session is None else _when(numbers, session)
+        yield f"{ranks_named(numbers)} ended{when} {how}"
+
+
+def _when(numbers: Sequence[int], session: Session) -> str:
+    """Return the step, by what the first of the ranks wrote; "" if they recorded another model."""
+    known = [rank.progress for rank in session.ranks if rank.info.rank in numbers]
+    if not known:
+        return " before a step was recorded," if _missing_ranks(session) & set(numbers) else ""
+    first = min(known, key=lambda progress: progress.steps)
+    # A process that was killed did more than it wrote.
+    return f" in step {first.steps:,}" if first.ended else f" after step {max(first.steps - 1, 0):,}"
 
 
 def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
@@ -80,8 +126,14 @@ def _of_what(session: Session) -> Iterator[str]:
 # -- ranks that differ --------------------------------------------------------------------------------------------------
 
 
+def _missing_ranks(session: Session) -> set[int]:
+    return {each.rank for each in session.measurements if each.what == MISSING and each.rank is not None}
+
+
 def _missing(session: Session) -> Iterator[Finding]:
-    gone = [each.rank for each in session.measurements if each.what == MISSING and each.rank is not None]
+    # How a rank ended says why it left nothing.
+    told = {each.rank for each in session.measurements if each.what == LEFT}
+    gone = sorted(_missing_ranks(session) - told)
     if not gone:
         return
     world = session.info.world_size
@@ -190,7 +242,8 @@ def _steps(session: Session) -> Iterator[Finding]:
     )
     yield Finding(
         "rank-steps-differ",
-        "info" if len(unfinished) == len(session.ranks) else "warning",
+        # Where ranks ended early they are the finding.
+        "info" if len(unfinished) == len(session.ranks) or any(ended_early(session)) else "warning",
         "",
         f"{upper_first(named)}; the others' at {common:,}.{still}",
         {

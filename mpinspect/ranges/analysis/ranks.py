@@ -31,6 +31,10 @@ from mpinspect.ranges.session import (
 
 #: Name of the measurement that a rank of the job left nothing.
 MISSING = "rank-missing"
+#: Name of the measurement that a rank's process ended before its script did; ``text`` is how ("by ValueError: 3"). Its figure
+#: "order" tells what ended it: something of its own, a signal, or that another rank was gone. The cause has the least.
+LEFT = "rank-left"
+LEFT_ORDER = ("itself", "killed", "bereft")
 #: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
 MOST_EVENTS = 1000
 
@@ -85,10 +89,11 @@ class RankSum:
             self._notes.setdefault(note, []).extend([rank] if alone else ())
         self._sum = total
 
-    def session(self, absent: Iterable[int] | None = None) -> Session:
+    def session(self, absent: Iterable[int] | None = None, left: Iterable[Measurement] = ()) -> Session:
         """Return the sum.
 
         Args:
+            left: the measurements LEFT of ranks that ended before their time.
             absent: ranks of the job that left nothing; None: all that were not added. A rank that recorded another model
                 only (a stage of a pipeline) is not absent.
 
@@ -100,7 +105,8 @@ class RankSum:
         known = set(self.ranks)
         if absent is None:
             absent = (rank for rank in range(self._sum.info.world_size) if rank not in known)
-        found = (*(Measurement(MISSING, rank=rank) for rank in islice(absent, MOST_EVENTS)), *self._ranges.differing())
+        missing = (Measurement(MISSING, rank=rank) for rank in islice(absent, MOST_EVENTS))
+        found = (*islice(left, MOST_EVENTS), *missing, *self._ranges.differing())
         # What was found when fewer ranks were in is not repeated.
         again = {(each.what, each.rank) for each in found}
         kept = tuple(

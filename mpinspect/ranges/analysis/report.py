@@ -37,6 +37,7 @@ FINDING_IDS = (
     "overflow-recurs",
     "parameters-not-optimized",
     "positions-collapse",
+    "rank-ended-early",
     "rank-events-differ",
     "rank-missing",
     "rank-ranges-differ",
@@ -265,6 +266,11 @@ class Verdict:
     change: str = ""
     code: Lines = ""
     more: str = ""
+
+    @property
+    def opening(self) -> str:
+        """The verdict's first words: "Healthy", "Healthy so far", "To be mended", "In trouble (inferred)"; "" without one."""
+        return self.sentences[0].partition(":")[0] if self.sentences else ""
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -75,7 +75,9 @@ def _healthy(session: Session) -> str:
     else:
         looked = ""
     skipped = f" {progress.skipped_steps:,} skipped while the scaler probed." if progress.skipped_steps else ""
-    return f"Healthy: nothing wrong was found in {steps}{looked}.{skipped}"
+    # A run that still goes on, or was killed, is judged by what it has written.
+    so_far = "" if progress.ended else " so far"
+    return f"Healthy{so_far}: nothing wrong was found in {steps}{looked}.{skipped}"
 
 
 def _scale(
@@ -87,7 +89,7 @@ def _scale(
         return
     if not told.available:
         return
-    if _is_at_odds(told):
+    if told.serves_none:
         fits = "the gradients would not fit FP16: no one loss scale serves every layer"
     elif told.needed:
         fits = f"the gradients would need a loss scale in FP16: {with_power(told.recommended)} ({_window(told)})"
@@ -129,7 +131,7 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
         return _next_in_float16(session, told)
     if format != FLOAT32:
         return "Nothing to do."
-    if not told.available or told.needed is None or _is_at_odds(told):
+    if not told.available or told.needed is None or told.serves_none:
         return "Nothing to do; to train in 16 bits take BF16 autocast."
     scale = f"with the loss scale {with_power(told.recommended)}" if told.needed else "without a loss scale"
     return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast {scale}."
@@ -148,11 +150,6 @@ def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
         return f"Take the loss scale {with_power(advice.recommended)} at the next start."
     scaled = f"with the loss scale {with_power(used)}" if used != 1 else "without a loss scale"
     return f"Nothing to do: keep FP16 {scaled}."
-
-
-def _is_at_odds(advice: LossScaleAdvice) -> bool:
-    """Return whether no one loss scale serves every layer."""
-    return advice.lowest is not None and advice.highest is not None and advice.lowest > advice.highest
 
 
 def _window(advice: LossScaleAdvice) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
-from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.analysis.first_line import first_line, gravest, what_broke
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.kinds import kind_named, phrase
@@ -24,6 +24,7 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
+from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
@@ -61,12 +62,40 @@ _FAR = 0.1
 
 
 def headline(diff: RangeDiff) -> str:
-    """Return in one sentence whether the runs differ in anything that matters, and what comes first."""
-    harm = gravest(diff.events_only_second)
-    if harm is not None and (diff.moved is None or harm.step < diff.moved.first_step):
-        return f"They part where B alone breaks: {first_line(harm)}."
-    if diff.moved is not None:
-        return f"They part {_at(diff.moved)}: {_what(diff.moved)}{_zeros(diff.moved)}."
+    """Return in one or two sentences which run alone is in trouble, and whether and where the runs part."""
+    said = trouble(diff)
+    events = [] if not said else [event for event in map(what_broke, (diff.first, diff.second)) if event is not None]
+    if said and (diff.moved is None or any(event.step < diff.moved.first_step for event in events)):
+        return said
+    return f"{said} {_parting(diff, [event.step for event in events])}".lstrip()
+
+
+def trouble(diff: RangeDiff) -> str:
+    """Return a sentence on what is grave in one run and not in the other; "" if there is nothing."""
+    (which, one), (that, other) = _grave(diff.first), _grave(diff.second)
+    if which == that:
+        return ""
+    if one and other:
+        return f"Both are in trouble. A: {one}; B: {other}."
+    return f"{'A' if one else 'B'} alone is in trouble: {one or other}."
+
+
+def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
+    """Return what identifies the event that broke a run, or else its first error, and its words; empty for neither."""
+    event = what_broke(report)
+    if event is not None:
+        return (event.step, event.phase, event.module), first_line(event)
+    errors = (finding for finding in report.findings if finding.severity == SEVERITIES[-1])
+    return next((((error.id, error.layer), error.message.rstrip(".")) for error in errors), ((), ""))
+
+
+def _parting(diff: RangeDiff, broken: Sequence[int] = ()) -> str:
+    """Return where the runs part; of several steps, which of them ``broken`` is."""
+    moved = diff.moved
+    if moved is not None:
+        step = min(broken, default=-1)
+        among = f", step {step:,} among them" if moved.first_step <= step <= moved.last_step != moved.first_step else ""
+        return f"They part {_at(moved)}{among}: {_what(moved)}{_zeros(moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.severity != "info"), None)

@@ -106,6 +106,25 @@ export function overflowed(h, f, k) {
   return [certain + low, certain + high];
 }
 
+/** Mean of significands spread evenly over [1, 2), for values of which the exponent alone is known. */
+const MEAN_SIGNIFICAND = 1.5;
+/** Of each histogram the sum of magnitudes below each exponent, in units of the largest power of two. @type {WeakMap<Histogram, number[]>} */
+const masses = new WeakMap();
+
+/** Share of the sum of magnitudes that the format flushes, an estimate as in Python. @param {Histogram} h @param {Format} f @param {number} k */
+export function lostMass(h, f, k) {
+  const bins = h.counts.length;
+  if (!bins) return 0;
+  let mass = masses.get(h);
+  if (!mass) {
+    mass = sums(h.counts.map((count, bin) => (h.powers[bin] + 2 * h.tops[bin] + MEAN_SIGNIFICAND * (count - h.powers[bin] - h.tops[bin])) * 2 ** (bin + 1 - bins)));
+    masses.set(h, mass);
+  }
+  const edge = (f.ftz ? f.normal : f.low - 1) - k;
+  const onEdge = f.ftz ? 0 : at(h, h.powers, edge) * 2 ** (edge - h.min + 1 - bins);
+  return (mass[clamp(edge - h.min, 0, bins)] + onEdge) / mass[bins];
+}
+
 /** A share with two digits, never rounded to 0% or 100%. @param {number} fraction */
 export function percent(fraction) {
   const value = 100 * fraction;
@@ -203,6 +222,8 @@ const [WIDE, NARROW] = [360, 180];
 const isNarrow = () => matchMedia("(max-width: 760px)").matches;
 const SHOWN = 18;
 const SCALES = [-24, 40];
+/** Exponent of FP32's largest value. */
+const FLOAT32_TOP = 127;
 /** Shares from 10^-5 on are told apart. */
 const DECADES = 5;
 
@@ -218,6 +239,15 @@ export const follow = (root, choice) => drawn.get(root)?.follow(choice);
 export function forget(root) {
   drawn.get(root)?.gone.abort();
   drawn.delete(root);
+}
+
+/** What the reader chose in a map. @param {HTMLElement} root */
+export const chosenIn = (root) => drawn.get(root)?.state;
+
+/** The format in which maps are compared: the narrowest of those in which each would open. @param {any[]} several data of each */
+export function comparedIn(several) {
+  const own = several.map((data) => data.formats.find((/** @type {Format} */ each) => each.name === data.format));
+  return own.reduce((one, other) => (other.top - other.low < one.top - one.low ? other : one)).name;
 }
 
 /** The figures that a map shows, by layer. @param {HTMLElement} root @returns {Map<string, any>} */
@@ -269,7 +299,9 @@ export function render(root, data) {
   const block = element("input", { type: "range", min: 0, max: lastStep, step: 1, "aria-label": "Steps shown" });
   const blockWords = element("output", {});
   const search = element("input", { type: "search", placeholder: "part of a name", value: state.search });
-  const recommended = element("button", { type: "button" }, data.recommended === null ? "" : `suggested: 2^${data.recommended}`);
+  const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
+  const suggested = data.formats.find((/** @type {Format} */ each) => each.name === suggestedFormat);
+  const recommended = element("button", { type: "button" }, suggested ? `show ${suggested.label} at 2^${suggestedScale}, as suggested` : "");
   const whole = element("button", { type: "button" }, "show the whole run");
   const label = (/** @type {string} */ words, /** @type {Node[]} */ ...controls) => element("label", {}, element("span", {}, words), ...controls);
   const controls = element("div", { className: "controls" }, label("Tensors", kind), label("Format", format), label("Search", search));
@@ -277,7 +309,7 @@ export function render(root, data) {
   const hasScrubber = data.blocks.length > 1;
   const [shares, timeline] = [element("div", {}), element("div", {})];
   const ofScale = element("figure", {},
-    element("div", { className: "controls" }, element("b", {}, "Loss scale"), scaleWords, ...(data.recommended === null ? [] : [recommended])), shares, scale);
+    element("div", { className: "controls" }, element("b", {}, "Loss scale"), scaleWords, ...(suggested ? [recommended] : [])), shares, scale);
   const overSteps = element("figure", {},
     element("div", { className: "controls" }, element("b", {}, "Steps"), blockWords, ...(hasScrubber ? [whole] : [])), timeline, ...(hasScrubber ? [block] : []));
   const legends = [element("figcaption", { className: "legend" }), element("figcaption", { className: "legend" })];
@@ -487,7 +519,7 @@ export function render(root, data) {
     context.fillStyle = colour("soft");
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "center";
-    const step = [2, 4, 8, 16, 32, 64].find((each) => (ends[1] - ends[0]) / each < width / 36) ?? 64;
+    const step = [2, 4, 8, 16, 32, 64].find((each) => (ends[1] - ends[0]) / each < width / 44) ?? 64;
     for (let exponent = Math.ceil(ends[0] / step) * step; exponent <= ends[1]; exponent += step) {
       const x = place(exponent);
       if (x > 14 && x < width - 14) context.fillText(`2^${exponent}`, x, ROW - 6);
@@ -613,8 +645,8 @@ export function render(root, data) {
   const chosen = () => layers.find((/** @type {any} */ each) => each.kind === state.kind && each.name === state.layer);
 
   // -- the charts
-  let drawnCurves = { of: "", low: [0], high: [0] };
-  /** The flushed and the overflowed share at every scale, of the chosen layer or of whichever is worst there. */
+  let drawnCurves = { of: "", low: [0], mass: [0], high: [0] };
+  /** The shares flushed, of the elements and of the sum of magnitudes, and overflowed at every scale, of the chosen layer or of whichever is worst there. */
   function curves() {
     const layer = chosen();
     const of = JSON.stringify([state.kind, state.format.name, state.block, layer?.name]);
@@ -622,9 +654,12 @@ export function render(root, data) {
     const those = (layer ? [layer] : layers.filter((/** @type {any} */ each) => each.kind === state.kind && !each.noise))
       .map(counted).filter((/** @type {Histogram | null} */ h) => h && nonzero(h));
     const scales = Array.from({ length: SCALES[1] - SCALES[0] + 1 }, (_, place) => SCALES[0] + place);
-    const worst = (/** @type {(h: Histogram, k: number) => number} */ count) =>
-      scales.map((k) => those.reduce((/** @type {number} */ most, /** @type {Histogram} */ h) => Math.max(most, count(h, k) / nonzero(h)), 0));
-    drawnCurves = { of, low: worst((h, k) => flushed(h, state.format, k)), high: worst((h, k) => overflowed(h, state.format, k)[1]) };
+    const worst = (/** @type {(h: Histogram, k: number) => number} */ share) =>
+      scales.map((k) => those.reduce((/** @type {number} */ most, /** @type {Histogram} */ h) => Math.max(most, share(h, k)), 0));
+    drawnCurves = {
+      of, low: worst((h, k) => flushed(h, state.format, k) / nonzero(h)), mass: worst((h, k) => lostMass(h, state.format, k)),
+      high: worst((h, k) => overflowed(h, state.format, k)[1] / nonzero(h)),
+    };
     return drawnCurves;
   }
   /** @param {HTMLElement} slider */
@@ -641,26 +676,28 @@ export function render(root, data) {
   }
   function drawShares() {
     if (ofScale.hidden) return;
-    const { low, high } = curves();
+    const { low, mass, high } = curves();
     const window = data.windows[state.format.name];
     const of = chosen() ? "of the chosen layer" : "of the worst layer";
-    const lost = percent(low[state.scale - SCALES[0]]);
-    const drawn = chart(wide, 176, `Share of the elements flushed and overflowed, ${of}, against the loss scale. At ${power(state.scale)} ${lost} are flushed.`,
+    const [lost, weight] = [low, mass].map((shares) => percent(shares[state.scale - SCALES[0]]));
+    const drawn = chart(wide, 176, `Shares flushed and overflowed, ${of}, against the loss scale. At ${power(state.scale)} ${lost} of the elements are flushed, and ${weight} of the sum of magnitudes.`,
       { ends: /** @type {[number, number]} */ (SCALES), ticks: wide < 500 ? [-24, -8, 8, 24, 40] : [-24, -16, -8, 0, 8, 16, 24, 32, 40], words: power, title: "loss scale" },
-      { ends: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], words: (part) => `${100 * part}%`, title: "of the elements" });
+      { ends: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], words: (part) => `${100 * part}%`, title: "share" });
     const { picture, x, y, bottom } = drawn;
     const path = (/** @type {number[]} */ values) => values.map((value, place) => `${place ? "L" : "M"}${x(SCALES[0] + place).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     const upright = (/** @type {number} */ at, /** @type {string} */ name) => svg("line", { x1: x(at), x2: x(at), y1: TOP, y2: bottom, class: name });
     const within = window && [clamp(window[0], SCALES[0], SCALES[1]), clamp(window[1], SCALES[0], SCALES[1])];
     if (within) picture.append(svg("rect", { x: x(within[0]), width: Math.max(x(within[1]) - x(within[0]), 2), y: TOP, height: bottom - TOP, class: "window" }));
-    picture.append(svg("path", { d: path(low), class: "curve flushes" }), svg("path", { d: path(high), class: "curve overflows" }),
+    picture.append(svg("path", { d: path(low), class: "curve flushes" }), svg("path", { d: path(mass), class: "curve weighs" }), svg("path", { d: path(high), class: "curve overflows" }),
       upright(clamp(data.own, SCALES[0], SCALES[1]), "own"), upright(state.scale, "now"));
     picture.addEventListener("click", (event) => change({ scale: Math.round(drawn.under(event)) }));
     shares.replaceChildren(picture);
     align(scale);
-    legends[0].replaceChildren(key("flushes", `flushed, ${of}`), key("overflows", "overflowed"),
-      window ? key("window", `safe window ${power(window[0])} .. ${power(window[1])}: nothing overflows, and L1 lost (the flushed share of the sum of magnitudes) is at most 1% in every layer`)
-        : element("span", { className: "entry" }, `no safe window is known for ${state.format.label}`),
+    // Of FP32's exponents all are there.
+    const none = state.format.top >= FLOAT32_TOP ? `${state.format.label} needs no loss scale` : `no safe window is known for ${state.format.label}`;
+    legends[0].replaceChildren(key("flushes", `flushed, of the elements ${of}`), key("weighs", "flushed, of the sum of their magnitudes (estimated): small elements are many and weigh little"), key("overflows", "overflowed"),
+      window ? key("window", `${state.format.label}'s safe window ${power(window[0])} .. ${power(window[1])}: nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer`)
+        : element("span", { className: "entry" }, none),
       key("own", `the run's own scale, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
   }
   /** Which block a step is in. @param {number} step */
@@ -830,7 +867,7 @@ export function render(root, data) {
   });
   whole.addEventListener("click", () => change({ block: -1 }));
   search.addEventListener("input", () => change({ search: search.value }));
-  recommended.addEventListener("click", () => change({ scale: data.recommended }));
+  recommended.addEventListener("click", () => change({ format: suggested, scale: suggestedScale }));
   scroll.addEventListener("scroll", drawRows);
   scroll.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10 };
@@ -938,7 +975,7 @@ async function begin(root) {
     shown = places.map(() => element("div", {}));
     maps.replaceChildren(...shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, names[places[place]])), map] : [map])));
     shown.forEach((map, place) => {
-      render(map, { ...data[place], view: view === ALL ? ALL : "" });
+      render(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]);
       follow(map, choice);
       map.addEventListener("chosen", (/** @type {any} */ event) => {
         Object.assign(choice, event.detail);

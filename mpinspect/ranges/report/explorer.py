@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
+from mpinspect.ranges.analysis import judged_in
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
@@ -104,8 +106,8 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     progress = report.session.progress
     return {
         "model": printable(name or report.session.info.model),
-        "format": report.format,
-        "recommended": log2_recommended(report.loss_scale),
+        "format": _opens_in(report),
+        "suggested": _suggested(report),
         "own": _own_scale(report),
         "windows": {
             format: window
@@ -143,6 +145,20 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
             "lines": {printable(module): list(map(printable, lines)) for module, lines in notes.lines.items()},
         },
     }
+
+
+def _opens_in(report: RangeReport) -> str:
+    """Return the format in which the run computes, which its verdict names; the judged one if that was asked for."""
+    computes = run_format(report.session)
+    return computes.name if computes and report.format == judged_in(report.session).name else report.format
+
+
+def _suggested(report: RangeReport) -> tuple[str, int] | None:
+    """Return the format that needs a loss scale, and the scale suggested for it; None if none is needed or known."""
+    for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16)):
+        if advice is not None and advice.needed is not False and (scale := log2_recommended(advice)) is not None:
+            return format, scale
+    return None
 
 
 def _own_scale(report: RangeReport) -> int:

@@ -171,12 +171,18 @@ def _nothing_there(file: Path) -> str:
 
 def _check_header(data: bytes, file: Path) -> None:
     if len(data) < len(HEADER) and MAGIC.startswith(data[: len(MAGIC)]):
-        raise SessionError(
-            f"{file} holds nothing ({len(data)} bytes): the run was killed before it wrote anything, the disk was full, "
-            "or the file was cut off. Delete it and run again."
-        )
+        why = "it is no session file: give a run directory or a session file"
+        if file.name == FILE_NAME:
+            why = (
+                "the run was killed before it wrote anything, the disk was full, or the file was cut off. Delete it and run "
+                "again"
+            )
+        raise SessionError(f"{file} holds nothing ({len(data)} bytes): {why}.")
     if not data.startswith(MAGIC):
-        raise SessionError(f"{file} is not an mpinspect session file: it begins with {data[: len(MAGIC)]!r}.")
+        raise SessionError(
+            f"{file} is not an mpinspect session file (it begins with {data[: len(MAGIC)]!r}): give a run directory or a "
+            "session file."
+        )
     (version,) = struct.unpack_from("<I", data, len(MAGIC))
     if version > SCHEMA_VERSION:
         raise SessionError(

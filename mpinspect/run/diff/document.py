@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.report.comparison import ROWS, blocks, headline, matters
+from mpinspect.ranges.report.comparison import ROWS, blocks, headline, matters, trouble
 from mpinspect.ranges.session import LostUpdates
 from mpinspect.reporting.document import (
     Block,
@@ -48,7 +48,7 @@ def document(report: DiffReport, *, everything: bool = False) -> Document:
 
 
 def verdict(report: DiffReport) -> str:
-    """Return in one sentence whether the runs differ in anything that matters, and what comes first."""
+    """Return in a few sentences which run alone is in trouble, whether anything that matters differs, and what comes first."""
     first = min(report.models, key=_urgency, default=None)
     words = headline(first.ranges) if first else "Nothing was compared."
     if first and len(report.models) > 1:
@@ -60,11 +60,11 @@ def verdict(report: DiffReport) -> str:
     return words
 
 
-def _urgency(model: ModelDiff) -> tuple[bool, bool, int]:
-    """Return a sort key: models in which something matters first, then by the step from which they part."""
+def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:
+    """Return a sort key: models of which one run alone is in trouble first, then what matters, by the step of the parting."""
     diff = model.ranges
     parting = diff.moved or diff.differs
-    return not matters(diff), parting is None, parting.first_step if parting else 0
+    return not trouble(diff), not matters(diff), parting is None, parting.first_step if parting else 0
 
 
 def _side(side: Side, name: str) -> Item:

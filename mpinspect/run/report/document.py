@@ -60,8 +60,11 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     if len(report.parts) == 1:
         return (*verdict_blocks(report.parts[0].ranges.verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
-    lines = (Line(f"{part.name}: {sentence}") for part in gravest for sentence in part.ranges.verdict.sentences[:1])
-    return (*lines, *speed)
+    names: dict[str, list[str]] = {}
+    for part in gravest:
+        for sentence in part.ranges.verdict.sentences[:1]:
+            names.setdefault(sentence, []).append(part.name)
+    return (*(Line(f"{', '.join(parts)}: {sentence}") for sentence, parts in names.items()), *speed)
 
 
 def _models(report: RunReport, everything: bool) -> Parts:
@@ -116,8 +119,9 @@ def _brief(report: RunReport) -> Iterator[Item]:
     for part in report.parts:
         ranks = len(part.ranges.session.ranks)
         counted = steps_and_samples(part.ranges.session.progress, f" on {number_of(ranks, 'rank')}" if ranks else "")
-        healthy = "Healthy. " if part.ranges.verdict.healthy else ""
-        worst = () if healthy else part.ranges.verdict.sentences[:1]
+        verdict = part.ranges.verdict
+        healthy = f"{verdict.opening}. " if verdict.healthy else ""
+        worst = () if verdict.healthy else verdict.sentences[:1]
         yield Item(f"{healthy}{counted[0].upper()}{counted[1:]}. {scale_in_brief(part.ranges)}", part.name, worst)
     if report.shapes is not None:
         yield Item(_shapes(report), "shapes")

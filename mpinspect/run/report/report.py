@@ -38,7 +38,8 @@ class RunReport(RendersItself):
         saw: sentences on what was seen of the script and what was not.
         log_dir: the run directory; "" if nothing is written.
         is_shape_detail: whether the shapes were recorded without --lint; a terminal then shows them only in brief.
-        broke_elsewhere: first line of the report of another process that broke before this one; "" if none did.
+        broke_elsewhere: first line of the report of another process that broke before this one, or that died before any
+            model was seen; "" if none did.
     """
 
     kind: ClassVar[str] = "run"
