@@ -132,7 +132,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     assert report.verdict.sentences[1].startswith(
         "BF16 needs no loss scale; the gradients would fit FP16 without a loss scale (window 2^"
     )
-    assert report.verdict.sentences[1].endswith("and round up to 8 times finer.")
+    assert report.verdict.sentences[1].endswith("with rounding up to 8 times finer.")
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
 
@@ -163,9 +163,9 @@ def test_the_reserve_of_the_window_is_named_in_powers_of_two():
     assert (advice.lowest, advice.highest, advice.recommended) == (2.0**4, 2.0**19, 2.0**15)
     suggested = "Reserve in the window, in powers of two: 2^15 (suggested) has 11 below and 4 above"
     assert reserve_line(advice) == reserve_line(advice, 2.0**15) == f"{suggested}."
-    assert reserve_line(advice, 2.0**18) == f"{suggested}; 2^18 (the run's own) has 14 below and 1 above."
-    assert reserve_line(advice, 2.0**3) == f"{suggested}; 2^3 (the run's own) lies 1 below it."
-    assert reserve_line(advice, 2.0**22).endswith("2^22 (the run's own) lies 3 above it.")
+    assert reserve_line(advice, 2.0**18) == f"{suggested}; 2^18 (the run's last) has 14 below and 1 above."
+    assert reserve_line(advice, 2.0**3) == f"{suggested}; 2^3 (the run's last) lies 1 below it."
+    assert reserve_line(advice, 2.0**22).endswith("2^22 (the run's last) lies 3 above it.")
     assert reserve_line(replace(advice, needed=None)) == reserve_line(replace(advice, lowest=2.0**20)) == ""
 
 

@@ -146,7 +146,7 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
             "info",
             unexpected[0][0],
             f"Nothing was counted of {len(names)} of the {not_frozen} watched tensors that are not frozen: "
-            f"{', '.join(names[:_NAMED])}{more}. The coverage says why.",
+            f"{', '.join(names[:_NAMED])}{more}. The coverage says what is known of the cause.",
             {
                 "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
                 "count": len(names),

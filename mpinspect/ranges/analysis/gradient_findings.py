@@ -166,8 +166,8 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
     format = decision.rules.format
     worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
     fix = (
-        f"Clip where they arise, multiply the loss by {scale_of(decision.log2_scale):.17g} (with a scaler that can "
-        "go below 1), or use BF16."
+        f"Clip where they arise, begin a scaler at {scale_of(decision.log2_scale):.17g} (without one, multiply the loss by it), "
+        "or use BF16."
     )
     return Finding(
         "gradients-overflow",

@@ -18,6 +18,7 @@ from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, grad
 from mpinspect.ranges.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 from mpinspect.reporting.words import lower_first
 
@@ -92,7 +93,7 @@ def advise(
     groups = time_blocks(session.windows)
     peaks = [add_counts(part.gradient_peaks for part in group) for group in groups]
     overflowed = _overflowed(session, format)
-    exact = [_without_overflows(session, group, of_steps) for group, of_steps in zip(groups, peaks, strict=True)]
+    exact = [_without_broken(session, group, of_steps) for group, of_steps in zip(groups, peaks, strict=True)]
     ceiling = log2_highest(
         [each for each in peaks if each], format, rules.growth_interval, [each for each in exact if each]
     )
@@ -135,10 +136,13 @@ def _advised(
     return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, left_out)), decision)
 
 
-def _without_overflows(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
-    """Return the peaks without those of overflowed steps: overflow at scale 2^k gives 2^(16 - k) whatever the true peak."""
+def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
+    """Return the peaks without those of steps that were not finite, which are only those of what was left finite.
+
+    In FP16 an overflow at scale 2^k gives a peak of 2^(16 - k) whatever the true one; else windows with such steps are left out.
+    """
     if "float16" not in session.passed_through():
-        return peaks
+        return add_counts(part.gradient_peaks for part in group if _has_finite_gradients(part))
     first, last = group[0].first_step, max(part.last_step for part in group)
     shown = {
         FLOAT16.max_exponent + 1 - floor_log2(scale)
@@ -146,6 +150,12 @@ def _without_overflows(session: Session, group: list[Window], peaks: dict[int, i
         if scale and start <= last and end > first
     }
     return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
+
+
+def _has_finite_gradients(window: Window) -> bool:
+    tensors = window.columns()
+    broken = (tensors.columns["infs"] != 0) | (tensors.columns["nans"] != 0)
+    return not any(key.kind in GRADIENT_KINDS for key, each in zip(tensors.order, broken.tolist(), strict=True) if each)
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:

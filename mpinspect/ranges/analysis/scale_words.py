@@ -76,13 +76,19 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     if window.log2_lowest > 0:
         return (
             f"As the gradients arrive, {name} flushes too much of them: whatever the loss is multiplied by, "
-            f"2^{window.log2_lowest} times more is needed, and up to 2^{window.log2_highest} times more overflows nothing seen."
+            f"2^{window.log2_lowest} times more is needed, and nothing seen would overflow with up to "
+            f"2^{window.log2_highest} times more."
         )
-    may_weigh = any(gradient.seen.lost_l1_share(format).high > tolerance for gradient in gradients)
-    hidden = "; what it flushed before they could be counted is not known" if may_weigh else ""
+    worst = max(gradients, key=lambda gradient: gradient.seen.lost_l1_share(format).high)
+    lost = worst.seen.lost_l1_share(format).high
+    hidden = (
+        f", and may have flushed up to {percent(lost)} of the sum of magnitudes of {phrase(*worst.key)} before"
+        if lost > tolerance
+        else ""
+    )
     return (
-        f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Up to 2^{window.log2_highest} times more "
-        "overflows nothing seen."
+        f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
+        f"2^{window.log2_highest}, nothing seen would overflow."
     )
 
 
@@ -98,8 +104,8 @@ def _at_scale_1(decision: Decision) -> str:
     if decision.needed is False:
         enough = f"up to {percent(decision.rules.tolerance)} has not been seen to change a training"
         return (
-            f"No loss scaling is needed: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer"
-            + (f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else ".")
+            f"No loss scaling is needed{_by_the_finite(decision)}: at scale 1 {name} loses {lost} of the sum of magnitudes of "
+            f"{what}, the worst layer" + (f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else ".")
         )
     if decision.needed is None and decision.likely_needed:
         return (
@@ -129,8 +135,8 @@ def _window(decision: Decision) -> str:
     if decision.needed is None:
         return f"2^{window.log2_highest} is the largest without overflow."
     span = (
-        f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every gradient seen, without overflow"
-        f"{_by_the_finite(decision)}"
+        f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
+        f"{'' if decision.all_finite else 'finite '}gradient seen, without overflow"
     )
     if decision.needed is False:
         return f"{span}."
@@ -140,7 +146,7 @@ def _window(decision: Decision) -> str:
 
 def _by_the_finite(decision: Decision) -> str:
     """Return the words for a run that was not finite throughout: how large its other gradients were is not known."""
-    return "" if decision.all_finite else ", judged by the finite gradients"
+    return "" if decision.all_finite else " by the finite gradients"
 
 
 def _never_finite(gradients: Sequence[GradientRange]) -> str:
@@ -176,10 +182,11 @@ def _overflowed(decision: Decision) -> str:
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         return (
-            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known, and a "
-            "scaler that skips such steps has its use."
+            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known: keep a "
+            "scaler that skips such steps."
         )
-    if not ceiling.margin:
+    if not ceiling.margin or not decision.all_finite:
+        # Beside steps that were not finite the spread of the others proves nothing.
         return ""
     interval = decision.rules.growth_interval
     return (
@@ -206,20 +213,18 @@ def _hidden(decision: Decision) -> str:
 
 def _confidence(decision: Decision) -> str:
     overflows, steps, chosen = decision.overflows, decision.steps, decision.log2_scale
-    if decision.needed is False and decision.ceiling.margin:
-        # The bound at the window's top holds at scale 1 all the more.
+    # The bound at the window's top holds at scale 1 all the more; of steps that were not finite only the finite values were
+    # counted, so that these steps prove nothing.
+    if (decision.needed is False and decision.ceiling.margin) or not decision.all_finite:
         return ""
     if not steps:
         return "How likely an overflow is can't be told without the peaks of single steps."
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
-    if not decision.all_finite:
-        # Of a step that was not finite only its finite values were counted, so that these steps prove nothing.
-        return f"Of the finite gradients of {counted}, those of {overflows or 'none'} would overflow at 2^{chosen}."
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
         return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
     if bound > _RARE:
-        return f"No overflow at 2^{chosen} in {counted}: too few to say how rare one is."
+        return f"No overflow at 2^{chosen} in {counted}."
     return f"No overflow at 2^{chosen} in {counted}, so {rarer}."

@@ -34,7 +34,7 @@ def verdict(
         if not session.progress.backwards or not seen:
             return Verdict(None, precision, (_nothing_seen(session),))
         told = in_float16 or advice
-        sentences = (_healthy(session), *_scale(session, format, advice, told), _next(session, format, told))
+        sentences = (_healthy(session), *_scale(session, format, told), _next(session, format, told))
         return Verdict(True, precision, sentences)
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
@@ -80,12 +80,10 @@ def _healthy(session: Session) -> str:
     return f"Healthy{so_far}: nothing wrong was found in {steps}{looked}.{skipped}"
 
 
-def _scale(
-    session: Session, format: FloatFormat | None, advice: LossScaleAdvice, told: LossScaleAdvice
-) -> Iterator[str]:
-    """Yield a sentence on the run's own loss scale (FP16), or on what FP16 would need, ``told`` (BF16 and FP32 runs)."""
+def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> Iterator[str]:
+    """Yield a sentence on the run's own loss scale (FP16), or on what FP16 would need (BF16 and FP32 runs), by ``told``."""
     if format == FLOAT16:
-        yield from _own_scale(session, advice)
+        yield from _own_scale(session, told)
         return
     if not told.available:
         return
@@ -98,7 +96,7 @@ def _scale(
     else:
         fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
     if format == BFLOAT16:
-        finer = ", and round up to 8 times finer" if told.needed is not None and "not" not in fits else ""
+        finer = ", with rounding up to 8 times finer" if told.needed is not None and "not" not in fits else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
@@ -108,7 +106,7 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     if not advice.available:
         yield advice.reason
         return
-    scales = session.progress.scales
+    scales = session.scale_history()
     used = scales[-1].scale if scales else None
     if used is None:
         return
@@ -133,12 +131,12 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
         return "Nothing to do."
     if not told.available or told.needed is None or told.serves_none:
         return "Nothing to do; to train in 16 bits take BF16 autocast."
-    scale = f"with the loss scale {with_power(told.recommended)}" if told.needed else "without a loss scale"
-    return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast {scale}."
+    scale = f" from {with_power(told.recommended)}" if told.needed else ""
+    return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}."
 
 
 def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
-    scales = session.progress.scales
+    scales = session.scale_history()
     used = scales[-1].scale if scales else None
     if not advice.available or used is None:
         return "Nothing to do in what was seen."

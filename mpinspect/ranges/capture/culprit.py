@@ -242,7 +242,7 @@ def _in_forward(
         received = f"; {look.module!r} is the first module that received it" if look.module else ""
         return Culprit(FORWARD, "", look, f"it came with the data, or was made before the model{received}", given=True)
     reason = (
-        f"it arose before {inner!r}, whose input was not finite already: in the code around it or in the data, which is not "
+        f"it arose before {inner!r}, whose input already held an inf or NaN: in the code around it or in the data, which is not "
         "known since no call around it has returned"
     )
     return Culprit(FORWARD, "", look, reason)
@@ -256,7 +256,7 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -
     elif not read_all(around, read):
         where += f" or before it (not every tensor that {around.module or 'the model'!r} was given was read),"
     return Culprit(
-        FORWARD, around.module, look, f"it arose {where} before {inner!r}, whose input was not finite already"
+        FORWARD, around.module, look, f"it arose {where} before {inner!r}, whose input already held an inf or NaN"
     )
 
 

@@ -207,7 +207,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         return
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
-    scales = report.session.progress.scales
+    scales = report.session.scale_history()
     yield Line(reserve_line(advice, scales[-1].scale if scales and not _would_change(report) else None))
     # Where layers are at odds, no scale is worth beginning with.
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale

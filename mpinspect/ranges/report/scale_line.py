@@ -74,7 +74,7 @@ def reserve_line(advice: LossScaleAdvice, used: float | None = None) -> str:
     ends = math.log2(advice.lowest), math.log2(advice.highest)
     words = [_reserve("suggested", advice.recommended, ends)]
     if used is not None and 0 < used < math.inf and used != advice.recommended:
-        words.append(_reserve("the run's own", used, ends))
+        words.append(_reserve("the run's last", used, ends))
     return f"Reserve in the window, in powers of two: {'; '.join(words)}."
 
 
@@ -82,9 +82,9 @@ def _reserve(what: str, scale: float, ends: tuple[float, float]) -> str:
     below, above = math.log2(scale) - ends[0], ends[1] - math.log2(scale)
     named = f"{as_power(scale)} ({what})"
     if below < 0:
-        return f"{named} lies {-below:.3g} below it"
+        return f"{named} lies {-below:.3g} below the window"
     if above < 0:
-        return f"{named} lies {-above:.3g} above it"
+        return f"{named} lies {-above:.3g} above the window"
     return f"{named} has {below:.3g} below and {above:.3g} above"
 
 

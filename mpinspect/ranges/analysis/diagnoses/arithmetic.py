@@ -138,7 +138,7 @@ def router_ties(case: Case) -> Iterator[Finding]:
             "router-ties",
             "warning",
             found.name,
-            f"In {found.name or 'the model'!r} the top {found.figures['k']:.0f} of {found.figures['scores']:.0f} scores are "
+            f"The top {found.figures['k']:.0f} of the {found.figures['scores']:.0f} scores of {found.name or 'the model'!r} are "
             f"chosen in {format_name(found.text)}: in {percent(share)} of the rows the last one chosen ties with one that is "
             "left out, and the order in memory decides.",
             {**found.figures, "dtype": found.text},

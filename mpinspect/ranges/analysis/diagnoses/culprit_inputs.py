@@ -38,7 +38,7 @@ def _aftermath(event: Event | None) -> str:
     """Return a sentence that the weights are lost, if the optimizer stepped on non-finite gradients; else ""."""
     if event is None or event.skipped is not False or event.gradients_finite:
         return ""
-    return " The optimizer stepped on it: the weights are lost, go back to a checkpoint before that step."
+    return " The optimizer took the step: the weights are lost, go back to a checkpoint before that step."
 
 
 def _elements(found: Measurement) -> str:
@@ -184,7 +184,8 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
             "argument-out-of-range",
             "error" if event is not None else "warning",
             module,
-            f"In step {found.step}, {place}: {found.text}{_brackets(_elements(found), _rows(found))}: {effect}.",
+            f"In step {found.step}, {place}: {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
+            f"{_aftermath(event)}",
             {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
             fix,
             code,

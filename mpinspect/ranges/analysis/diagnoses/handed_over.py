@@ -47,9 +47,9 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
         "unscale-missing",
         "warning",
         "",
-        f"In step {first.step} the gradients were {how} while they were still multiplied by the loss scale"
-        f"{f' of {with_power(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them"
-        f"{_again(found)}. The limit was meant for the true gradients, which are smaller by the loss scale.",
+        f"In step {first.step}{_again(found)} the gradients were {how} while they were still multiplied by the loss scale"
+        f"{f' of {with_power(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them. "
+        "The limit was meant for the true gradients, which are smaller by a factor of the loss scale.",
         {
             "factor": factor,
             "is_uniform": bool(first.figures["is_uniform"]),
@@ -188,14 +188,14 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
     found = list(case.measured("stale"))
     if not found:
         return
-    first = max(found, key=lambda each: len(each.names))
+    names = list(dict.fromkeys(name for each in found for name in each.names))
     yield Finding(
         "gradients-stale",
         "warning",
-        first.name,
-        f"In step {found[0].step} no backward reached {_grouped(first.names)}, and the optimizer stepped with the gradients "
-        f"that an earlier step had left there{_again(found)}.",
-        {"parameters": len(first.names), "names": list(first.names[:20]), "measured_steps": len(found)},
+        names[0],
+        f"In step {found[0].step}{_again(found)} the optimizer stepped with gradients that an earlier step had left in "
+        f"parameters that no backward had reached since: those of {_grouped(names)}.",
+        {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
         "Zero every gradient before each backward, also those of branches that this batch does not use.",
         "optimizer.zero_grad(set_to_none=True)",
         step=found[0].step,
@@ -221,10 +221,10 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "gradients-never-zeroed",
         "error",
         "",
-        f"When the backward of step {found[0].step} began, .grad still held the gradients of the step before, as in "
-        f"{len(found)} measured steps in all: each step is taken with the sum of all gradients so far{grown}.",
+        f"When the backward of step {found[0].step} began, .grad still held the gradients of the step before, as in {len(found)} "
+        f"of the few steps that were checked for it: each step is taken with the sum of all gradients so far{grown}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
-        "Zero the gradients once a step, those of the model too where the optimizer steps copies of its weights.",
+        "Zero the gradients once a step; if the optimizer steps copies of the weights, zero the model's gradients too.",
         "optimizer.zero_grad()  # or model.zero_grad()",
         step=found[0].step,
     )
@@ -311,7 +311,8 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
             f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "
             f"{_grouped(found.names)}: they never change.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
-            "Make the optimizer after the last module was added, or add it to the optimizer; freeze what is not meant to learn.",
+            "Make the optimizer after the last module was added, or add that module's parameters to it; freeze what is not "
+            "meant to learn.",
             f'optimizer.add_param_group({{"params": model.get_submodule({quoted(module)}).parameters()}})',
         )
 

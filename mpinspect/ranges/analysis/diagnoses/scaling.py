@@ -66,7 +66,8 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     history = case.session.scale_history()
     after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
     settled = min(after or last / 2, last / 2)
-    too_high = round(_powers(first) - _powers(settled))
+    again = next((event for event in _skips(case)[len(opening) :] if event.loss_scale == settled), None)
+    too_high = round(_powers(first) - _powers(settled)) + (again is not None)
     skipped, share = len(opening), len(opening) / steps
     # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
     is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE and not _serves_none(case)
@@ -75,7 +76,6 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     highest = case.advised.advice.highest or settled
     or_lower = " or lower (no loss scale is needed at all)" if case.advised.advice.needed is False else ""
     start = min(settled, highest, recommended if recommended and needs_one else settled)
-    again = next((event for event in _skips(case)[skipped:] if event.loss_scale == settled), None)
     held = f"; step {again.step} overflowed at that too" if again else ""
     conflicts = case.advised.advice.conflicts if _serves_none(case) else ()
     whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
@@ -161,7 +161,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
         f"The loss scale, {with_power(used)}, is {'probably ' if certainty == INFERRED else ''}too small: FP16 flushes too "
         f"much of {phrase(*needs.key)}, "
         + (
-            "for many values lie just above the smallest that it keeps; "
+            "judging by the many values just above the smallest that it keeps; "
             f"{with_power(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
             if certainty == INFERRED
             else f"whose values need one {2**powers} times ({powers} powers of two) larger, at least {with_power(2.0**lowest)}."
@@ -338,7 +338,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
             "scaler-missing-in-float16",
             "warning",
             "",
-            "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as those of step "
+            "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as step "
             f"{overflowed[0].step} did.",
             {"backwards": case.progress.backwards, "recommended": recommended},
             f"{'Keep FP32 weights, and compute' if in_half else 'Compute'} in BF16, where such gradients are finite and "
@@ -356,7 +356,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         "step that overflows.",
         {"backwards": case.progress.backwards, "recommended": recommended},
         ("Keep FP32 weights (a GradScaler unscales no FP16 gradients), and scale" if in_half else "Scale")
-        + " the loss; if the loop does so by hand, give the inspector the scale (loss_scale=).",
+        + " the loss; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
         (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "") + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     )

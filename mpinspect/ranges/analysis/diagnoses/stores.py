@@ -119,9 +119,9 @@ def average_lost(case: Case) -> Iterator[Finding]:
             "average-lost",
             "warning",
             found.name,
-            f"A copy of the weights in {name} was changed in place {writes:.0f} times from step {found.step} to the end, and "
-            f"{percent(share)} of its elements that differ from the weights stayed what they were: each change is below half of "
-            "a last place.",
+            f"A copy of the weights in {name}, watched from step {found.step} on, was changed in place {writes:.0f} times, and "
+            f"{percent(share)} of its elements that differ from the weights stayed what they were: each of these changes was "
+            "below half a unit in the last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
             "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",
