@@ -116,7 +116,8 @@ def _run(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=dict(environment),
+            # What one that is ended has printed is in the log.
+            env={**environment, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,7 +120,10 @@ def _on_one_rank(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_on_one_rank, (str(directory),), nprocs=RANKS)
+    import warm
+
+    status, out, err = warm.run(directory, [__file__, str(directory)])
+    assert status == 0, out + err
     return directory
 
 
@@ -149,3 +153,7 @@ def test_the_sum_is_what_an_oracle_counts(name: str, trained: Path) -> None:
     assert [(rank.info.rank, rank.info.world_size) for rank in merged.ranks] == [(0, RANKS), (1, RANKS)]
     assert merged.progress.steps == merged.progress.sampled_steps == STEPS
     assert merged.precision.reduced == (() if name == "split products" else ("float32",))
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(_on_one_rank, (sys.argv[1],), nprocs=RANKS, start_method="fork")

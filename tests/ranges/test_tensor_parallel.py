@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def _on_one_rank(rank: int, directory: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_outputs_that_a_collective_brings_are_counted_and_watched(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_on_one_rank, (str(tmp_path),), nprocs=RANKS)
+    import warm
+
+    status, out, err = warm.run(tmp_path, [__file__, str(tmp_path)])
+    assert status == 0, out + err
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
         assert found["type"] == "AsyncCollectiveTensor"
@@ -112,3 +116,7 @@ def test_outputs_that_a_collective_brings_are_counted_and_watched(tmp_path: Path
         assert found["exact"]
         assert found["events"][0] == (BROKEN_AT, "forward", "1")
         assert found["notes"] == ()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(_on_one_rank, (sys.argv[1],), nprocs=RANKS, start_method="fork")

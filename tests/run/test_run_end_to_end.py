@@ -85,7 +85,7 @@ def both(
     """The script run bare, and inspected; both end alike and print the same on stdout.
 
     Args:
-        forked: both begin where torch has been imported; their tracebacks then have frames of ``warm``.
+        forked: both begin where torch has been imported, or their launcher does; their tracebacks then have frames of ``warm``.
     """
     name = str(script)
     under = (*launcher, "--no-python") if launcher else ()
@@ -183,7 +183,7 @@ def test_accumulation_under_a_grad_scaler(tmp_path):
 def test_the_transformers_trainer(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt", forked=False)
+    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt")
     check(bare, inspected, "transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "transformer.h.1.ln_1")
     session = inspected.session("GPT2LMHeadModel")
     assert (session.progress.steps, session.progress.backwards) == (20, 40)
@@ -192,7 +192,7 @@ def test_the_transformers_trainer(tmp_path):
 @pytest.mark.slow
 def test_a_lightning_module(tmp_path):
     pytest.importorskip("lightning")
-    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt", forked=False)
+    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt")
     check(bare, inspected, "net.0.weight", "net.2.bias")
     session = inspected.session("DigitsModule")
     assert (session.progress.steps, session.progress.backwards) == (30, 60)
@@ -200,7 +200,7 @@ def test_a_lightning_module(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_torchrun(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN, forked=False)
+    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN)
     check(bare, inspected, "0.weight", "2.bias")
     for rank in ("rank0", "rank1"):
         session = inspected.session(rank, "network")

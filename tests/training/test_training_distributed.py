@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -170,7 +171,10 @@ def on_one_rank(rank: int, directory: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes found."""
     directory = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(on_one_rank, (str(directory),), nprocs=RANKS)
+    import warm
+
+    status, out, err = warm.run(directory, [__file__, str(directory)])
+    assert status == 0, out + err
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
@@ -256,3 +260,7 @@ def test_ranks_that_see_different_gradients_agree_on_one_window(ranks):
     assert window is not None
     assert window == other
     assert window[0] <= first <= window[1]
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(on_one_rank, (sys.argv[1],), nprocs=RANKS, start_method="fork")
