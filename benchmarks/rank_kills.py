@@ -139,7 +139,7 @@ def left(place: Path, killed: int | None, statuses: dict[int, int]) -> dict[str,
     except (SessionError, OSError) as error:
         return {"files": len(files), "unreadable": [*unreadable, str(error)], "moment": moment, "is_named": False}
     # Rank 0 speaks for the run: how it ended stands at its command, too.
-    said = f"ank {killed} ended.{{0,40}} without a report|ank{killed}: ended without a report|ank {killed} of {RANKS} left nothing"
+    said = f"ank {killed} ended.{{0,40}} without a report|ank{killed}: ended without|ank {killed} of {RANKS} left nothing"
     named = re.search(said if killed else f"{said}|train.py: ended without a report", text)
     return {
         "files": len(files),
