@@ -35,6 +35,7 @@ SECTIONS = {
     "session": ("session-cpu", page_tables.session),
     "ranks": ("ranks-cpu", page_tables.anything),
     "page": ("page-cpu", page_tables.anything),
+    "rank_kills": ("rank_kills-cpu", page_tables.anything),
     "traces": ("traces-cpu", page_tables.traces),
     "shape_lint": ("shape_lint-cpu", page_tables.anything),
     "kernel_names": ("kernel_names-cpu", page_tables.anything),

@@ -48,6 +48,7 @@ BENCHMARKS = (
     Benchmark("session", ("--layers", "200", "--samples", "100", "--writes", "20", "--repeats", "1")),
     Benchmark("ranks", ("--layers", "100", "--samples", "50", "--ranks", "1", "4")),
     Benchmark("page", ("--tensors", "200")),
+    Benchmark("rank_kills", ("--runs", "2")),
     Benchmark("kernel_names", ("--repeats", "5")),
     Benchmark("shape_lint", ("--runs", "1")),
     Benchmark("traces", ("--repeats", "1", "--without-hta")),

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FILE_NAME = "session.mpinspect"
 #: The files of a run directory that say what shapes and kernels its models have: the names in ``run.record``.
 BESIDE = ("run.json", "report.json", "trace.json.gz")
+#: Where rank 0 keeps the sum of its job's ranks: the name in ``run.directory``.
+ALL_RANKS = "all-ranks"
 #: Most runs that are listed: a page with more of them is slow, and nobody finds one on it.
 MOST_RUNS = 2_000
 #: Seconds that a listing is used for, and how much longer than it took it is used at least.
@@ -157,7 +159,10 @@ def _search(roots: Mapping[str, str]) -> Listing:
                 )
                 return found
             found.runs[run.id] = run
-    found.runs |= {run.id: run for run in _of_all_ranks(list(found.runs.values()))}
+    sums = {run.id: run for run in _of_all_ranks(list(found.runs.values()))}
+    # Of the files that are added up here rank 0 keeps a sum as well, which is a little older.
+    kept = {run.path.parent.parent.parent / ALL_RANKS / run.path.parent.name for run in sums.values()}
+    found.runs = {id: run for id, run in found.runs.items() if run.path.parent not in kept} | sums
     return found
 
 

@@ -95,6 +95,8 @@ class Inspector:
 
     #: Whether the inspector detaches by itself when the process ends.
     _ends_with_the_process = True
+    #: Called after each write to ``log_dir``, on the thread that writes; must not raise.
+    _written: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -135,7 +137,9 @@ class Inspector:
         if self._tracking is not None:
             sinks.append(self._tracking.sink)
         find_run = None if self._tracking is None else self._tracking.find_run
-        self._recording = Recording(info, sinks, tell=self._tell, announce=self._announce, before_write=find_run)
+        self._recording = Recording(
+            info, sinks, tell=self._tell, announce=self._announce, before_write=find_run, written=self._written
+        )
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
         self._at_exit: AtExit | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -71,9 +72,11 @@ def _begin(options: LaunchOptions) -> Ending | None:
     except Exception as error:
         say(f"the script runs unwatched: {brief(error)}")
         return None
-    if rank.number == 0:
+    # On other machines the directory may have another name, or lie on a disk that rank 0 does not see.
+    if rank.number == 0 or trouble or (rank.of > 1 and os.environ.get("LOCAL_RANK") == "0"):
         where = trouble or f"recording into {shown(whole)}"
-        say(f"{where} (mpinspect report reads it back, even if the run is killed)")
+        lead = f"rank {rank.number}: " if rank.of > 1 else ""
+        say(f"{lead}{where} (mpinspect report reads it back, even if the run is killed)")
     return ending
 
 

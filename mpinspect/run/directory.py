@@ -17,6 +17,8 @@ class UnusableDirectoryError(Exception):
     """The requested run directory can't be made; the message is one sentence."""
 
 
+#: What rank 0 adds up of all ranks while they train lies here, in a directory for each model.
+ALL_RANKS = "all-ranks"
 #: Most names that are tried if the wanted directory already holds another run.
 _SIBLINGS = 1000
 #: Matches the names of process directories.
@@ -70,10 +72,15 @@ def process_name(directory: Path) -> str:
 
 def others_of(directory: Path, whole: Path) -> list[Path]:
     """Return the directories of the other ranks in ``whole``, and of the processes spawned by this one, in order."""
-    found = [*whole.glob("rank*"), *directory.glob("process-*")]
+    found = [*ranks_of(whole), *directory.glob("process-*")]
     return sorted(
         (path for path in found if path != directory and process_name(path)), key=lambda path: in_order(path.name)
     )
+
+
+def ranks_of(whole: Path) -> list[Path]:
+    """Return the directories of the ranks that have one so far, in order."""
+    return sorted((path for path in whole.glob("rank*") if process_name(path)), key=lambda path: in_order(path.name))
 
 
 def in_order(name: str) -> list[tuple[str, int]]:

@@ -21,6 +21,7 @@ from mpinspect.run.processes import sigterm_put_off
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, now, write_record
 
 if TYPE_CHECKING:
+    from mpinspect.run.all_ranks import AllRanks
     from mpinspect.run.report import RunReport
     from mpinspect.run.watcher import Watcher
 
@@ -79,6 +80,7 @@ class Ending:
         self._leaves_no_trace = leaves_no_trace
         self._watcher: Watcher | None = None
         self._tracker: ActiveRun | None = None
+        self._all_ranks: AllRanks | None = None
         self._once = threading.Lock()
 
     @property
@@ -96,7 +98,12 @@ class Ending:
 
             if self.options.tracker is not None:
                 self._tracker = ActiveRun(self.options.tracker, self._before_the_tracker_ends)
-            self._watcher = Watcher(self.options, self.directory, self._say, self.seen, self._tracker)
+            if self.speaks and self._whole != self.directory:
+                from mpinspect.run.all_ranks import AllRanks
+
+                self._all_ranks = AllRanks(self._whole)
+            written = None if self._all_ranks is None else self._all_ranks.written
+            self._watcher = Watcher(self.options, self.directory, self._say, self.seen, self._tracker, written)
             self._watcher.install()
         except Exception as error:
             self.seen.note(f"mpinspect failed when torch was imported, and watched nothing: {brief(error)}")
@@ -216,6 +223,8 @@ class Ending:
                     models, added, notes = with_ranks(models, self.directory, ranks, outcome=self.outcome, **wait)
                 except Exception as error:
                     notes = [f"the counts of the other ranks could not be added: {brief(error)}"]
+        if self._all_ranks is not None:
+            notes += self._all_ranks.finish([(model.name, model.session) for model in models])
         report = join(replace(recordings, models=models), self.seen, self.outcome, self.options, self._whole)
         unmatched = [note for model in recordings.models for note in model.session.notes if _UNMATCHED.match(note)]
         report = replace(report, saw=tuple(dict.fromkeys([*unmatched, *report.saw, *notes])))

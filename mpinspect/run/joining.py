@@ -19,7 +19,6 @@ from mpinspect.runtime.decoding import DecodingError
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
     from mpinspect.ranges.session import Event
-    from mpinspect.run.ranks import ModelsOfRanks
     from mpinspect.run.report import ModelPart, RunReport
     from mpinspect.shapes.analysis import ShapeReport
 
@@ -121,15 +120,15 @@ def with_ranks(
     from mpinspect.run.ranks import ModelsOfRanks
 
     running = _still_running(ranks, patience_s)
-    whole, read, record = ModelsOfRanks(), [], read_record(own)
-    whole.ended(own.name, replace(record, outcome=outcome.words, by_error=outcome.by_error))
+    whole, read = ModelsOfRanks(), []
+    whole.process(own.name, replace(read_record(own), outcome=outcome.words, by_error=outcome.by_error))
     for model in models:
-        whole.add(own.name, model.name, model.session, world_size=record.world_size, job=record.job)
+        whole.add(own.name, model.name, model.session)
     enough = time.monotonic() + _PATIENCE_S
     for path in ranks if models else ():
         if time.monotonic() > enough:
             break
-        _add(whole, path)
+        whole.read(path)
         read.append(path)
     of_all = [RecordedModel(name, session) for name, session in whole.models()]
     more = "mpinspect report adds the rest"
@@ -139,21 +138,6 @@ def with_ranks(
     if left := [path for path in ranks if path not in read and models]:
         notes.append(f"{_named(left)} could not be read in {_PATIENCE_S:.0f} s: {more}")
     return of_all, read, notes
-
-
-def _add(whole: ModelsOfRanks, path: Path) -> None:
-    from mpinspect.ranges.store import FILE_NAME as SESSION
-    from mpinspect.ranges.store import SessionError, read_session
-
-    record = read_record(path)
-    whole.ended(path.name, record)
-    for file in sorted(path.glob(f"*/{SESSION}")):
-        try:
-            session = read_session(file)
-        except (SessionError, OSError) as error:
-            whole.notes.append(f"{process_name(path)}: {file.parent.name} can't be read: {error}")
-            continue
-        whole.add(path.name, file.parent.name, session, world_size=record.world_size, job=record.job)
 
 
 def _still_running(ranks: list[Path], patience_s: float) -> list[Path]:

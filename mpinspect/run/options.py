@@ -7,6 +7,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
 
+#: More ranks than any job has: a world size beyond is damage.
+MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -73,11 +76,13 @@ class Rank:
         number: 0 .. of - 1.
         of: the number of processes; 1 if there is no job.
         job: identifies the job, the same in all its processes; "" if there is no job.
+        here: how many of the processes the launcher started on this machine; None if it does not say.
     """
 
     number: int = 0
     of: int = 1
     job: str = ""
+    here: int | None = None
 
     @property
     def folder(self) -> str:
@@ -91,7 +96,9 @@ class Rank:
             number, of = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         except (KeyError, ValueError):
             return cls()
-        if of < 2 or number < 0:
+        if not (0 <= number < of and 2 <= of <= MOST_RANKS):
             return cls()
         names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-        return cls(number, of, " ".join(os.environ.get(name, "") for name in names))
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")
+        job = " ".join(os.environ.get(name, "") for name in names)
+        return cls(number, of, job, int(here) if here.isdecimal() else None)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from mpinspect.ranges.analysis.rank_findings import ended_early
 from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, NotOneModelError, RankSum, ranks_named
 from mpinspect.ranges.session import Measurement, Session
-from mpinspect.run.record import KILLED, ProcessRecord
+from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
+from mpinspect.run.options import MOST_RANKS
+from mpinspect.run.record import KILLED, STILL_RUNNING, ProcessRecord, read_record
+from mpinspect.runtime.background import give_way
 
 _RANK = re.compile(r"rank(\d+)")
 #: What torch's collectives raise on the ranks that are left when another is gone.
@@ -28,32 +32,52 @@ class ModelsOfRanks:
         #: Sums of ranks and single sessions by the model's name, in the order in which they were added.
         self._models: dict[str, RankSum | Session] = {}
         self._jobs: dict[str, str] = {}
-        self._present: set[int] = set()
+        #: By the process's directory.
+        self._records: dict[str, ProcessRecord] = {}
+        #: Ranks of which something was added, with what is said of those that have not ended; and ranks with unreadable files.
+        self._present: dict[int, str] = {}
+        self._unreadable: set[int] = set()
         self._world = 0
         self._left: list[Measurement] = []
         #: Sentences on what was not added up, and why.
         self.notes: list[str] = []
 
-    def add(self, process: str, name: str, session: Session, *, world_size: int = 1, job: str = "") -> None:
+    def process(self, process: str, record: ProcessRecord) -> None:
+        """Take note of a process whose models are to be added.
+
+        Args:
+            process: its directory in the run directory: "rank1", "rank0/process-0"; "" for the run itself.
+            record: what its run.json says.
+        """
+        self._records[process] = record
+        if found := left_early(process, record):
+            self._left.append(found)
+        if _RANK.fullmatch(process):
+            self._world = max(self._world, record.world_size)
+
+    def add(self, process: str, name: str, session: Session) -> None:
         """Add what a process recorded of a model.
 
         Args:
-            process: the process's directory in the run directory: "rank1", "rank0/process-0"; "" for the run itself.
+            process: the process's directory, as in ``process``.
             name: the model's.
             session: the record; its rank is the process's if it has none.
-            world_size, job: as the process was started with.
         """
+        record = self._records.get(process, ProcessRecord())
         alone = f"{process}/{name}" if process else name
-        found = _with_rank(session, process, world_size)
-        if found.info.world_size < 2 or self._each:
+        found = _with_rank(session, process, record.world_size)
+        rank, world = found.info.rank, found.info.world_size
+        if world < 2 or self._each:
             self._models[alone] = session
             return
         # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
         name = name if process else found.info.model or name
         total = self._models.setdefault(name, RankSum())
         try:
+            if not rank < world <= MOST_RANKS:
+                raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
             # A process whose record is missing has no job: only its rank shows where it belongs.
-            if job and job != (self._jobs.setdefault(name, job) or job):
+            if record.job and record.job != (self._jobs.setdefault(name, record.job) or record.job):
                 raise NotOneModelError("it is of another run: two runs are in one folder")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")
@@ -61,14 +85,27 @@ class ModelsOfRanks:
         except NotOneModelError as error:
             self.notes.append(f"{alone} is shown by itself: {error}")
             self._models[alone] = session
-        self._present.add(found.info.rank)
-        self._world = max(self._world, found.info.world_size)
+            if isinstance(total, RankSum) and not total.ranks:
+                del self._models[name]
+        if rank < world <= MOST_RANKS:
+            self._present[rank] = "" if session.progress.ended else _unfinished(record)
+            self._world = max(self._world, world)
 
-    def ended(self, process: str, record: ProcessRecord) -> None:
-        """Take down how a process ended, if it is a rank's and ended before its script did."""
-        found = left_early(process, record)
-        if found is not None:
-            self._left.append(found)
+    def unreadable(self, process: str) -> None:
+        """Take note that a model of a process can't be read."""
+        if match := _RANK.match(process):
+            self._unreadable.add(int(match[1]))
+
+    def read(self, place: Path) -> None:
+        """Add the models that a process has written to its directory so far; note which can't be read. Never raises."""
+        self.process(place.name, read_record(place))
+        for file in sorted(place.glob(f"*/{FILE_NAME}")):
+            give_way()
+            try:
+                self.add(place.name, file.parent.name, read_session(file))
+            except (SessionError, OSError) as error:
+                self.unreadable(place.name)
+                self.notes.append(f"{place.name}/{file.parent.name} can't be read: {str(error).rstrip('.')}")
 
     @property
     def died(self) -> str:
@@ -78,11 +115,40 @@ class ModelsOfRanks:
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""
-        absent = [rank for rank in range(self._world) if rank not in self._present]
-        if absent:
-            self.notes.insert(0, f"{ranks_named(absent)} of {self._world:,} left nothing that can be added")
+        absent = {rank: self._why_absent(rank) for rank in range(self._world) if rank not in self._present}
+        ranks: dict[str, list[int]] = {}
+        for rank, why in absent.items():
+            ranks.setdefault(why, []).append(rank)
+        left = "left nothing that can be added"
+        self.notes[:0] = [f"{ranks_named(of)} of {self._world:,} {left}: {why}" for why, of in ranks.items()]
+        unfinished = {rank: why for rank, why in self._present.items() if why}
         for name, found in self._models.items():
-            yield name, found.session(absent, self._left) if isinstance(found, RankSum) else found
+            yield name, found.session(absent, unfinished, self._left) if isinstance(found, RankSum) else found
+
+    def _why_absent(self, rank: int) -> str:
+        """Return what is known of a rank of which nothing was added."""
+        if rank in self._unreadable:
+            return "what it wrote can't be read"
+        record = self._records.get(f"rank{rank}")
+        if record is not None:
+            return f"it recorded no model ({record.outcome})"
+        known = {each.host: each.ranks_here for name, each in self._records.items() if _RANK.fullmatch(name)}
+        if not known or not all(known.values()):
+            return "it has no folder here"
+        here = sum(number or 0 for number in known.values())
+        if here < self._world:
+            return (
+                f"it has no folder here, and {self._world - here:,} ranks were started on other machines: copy their folders "
+                f"(rank{rank}, ...) to these"
+            )
+        return "it has no folder, though it was started on this machine: it ended before it made one, or ran without mpinspect"
+
+
+def _unfinished(record: ProcessRecord) -> str:
+    """Return what is known of a rank whose session has not ended: a phrase that follows its name; "" if it is told otherwise."""
+    if record.outcome == STILL_RUNNING:
+        return f"had not ended ({STILL_RUNNING})"
+    return "left a session file that is damaged or cut off" if record.ended and not record.ended_early else ""
 
 
 def left_early(process: str, record: ProcessRecord) -> Measurement | None:

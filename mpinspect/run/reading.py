@@ -57,18 +57,21 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
     first = next(iter(records.values()))
     shapes: ShapeReport | None = None
     for name, record in records.items():
-        models.ended(name, record)
         if record is not first and record.outcome not in ("ended", first.outcome):
             saw.setdefault(record.outcome, []).append(name)
+        models.process(name, record)
         for found in _found(processes[name], record):
             if isinstance(found, ShapeReport):
                 shapes = shapes or found
-            elif isinstance(found, str):
-                saw.setdefault(found, []).append(name)
+            elif isinstance(found, tuple):
+                models.add(name, *found)
             else:
-                models.add(name, *found, world_size=record.world_size, job=record.job)
+                saw.setdefault(str(found), []).append(name)
+                if isinstance(found, SessionError):
+                    models.unreadable(name)
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
-    notes = [*models.notes, *_said(saw, len(processes))]
+    # Rank 0's own report says of the other ranks what is said here.
+    notes = [*models.notes, *_said({each: of for each, of in saw.items() if each not in models.notes}, len(processes))]
     return RunReport(
         command=first.command or folder.name,
         outcome=first.outcome,
@@ -144,8 +147,8 @@ def _nothing_in(folder: Path) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | ShapeReport | str]:
-    """Yield each model's name and session, the shapes, and sentences on what a process saw and on what can't be read."""
+def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | ShapeReport | SessionError | str]:
+    """Yield each model's name and session, the shapes, sentences on what a process saw, and an error for what can't be read."""
     report, trouble = _report(place)
     if trouble:
         yield trouble
@@ -160,7 +163,7 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
             session = read_session(session_file)
             yield name, session
         except (SessionError, OSError) as error:
-            yield f"{name} can't be read: {str(error).rstrip('.')}{where}"
+            yield SessionError(f"{name} can't be read: {str(error).rstrip('.')}{where}")
             continue
         if report and not session.progress.ended:
             yield f"the session file of {name} is damaged or cut off{where}"

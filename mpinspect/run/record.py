@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
-from mpinspect.run.options import LaunchOptions, Rank
+from mpinspect.run.options import MOST_RANKS, LaunchOptions, Rank
 from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
@@ -26,8 +26,7 @@ KILLED = "ended without a report (killed, or it crashed)"
 STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
-#: More processes than any job has.
-_WorldSize: Any = Annotated[int, Between(1, 1 << 20)]
+_Ranks: Any = Annotated[int, Between(1, MOST_RANKS)]
 #: Options that need not be given.
 _Flag: Any = bool | None
 _Text: Any = str | None
@@ -56,6 +55,7 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
         "host": platform.node(),
         "rank": rank.number,
         "world_size": rank.of,
+        "local_world_size": rank.here,
         "job": rank.job,
         "versions": {"mpinspect": __version__, "python": platform.python_version()},
     }
@@ -138,6 +138,8 @@ class ProcessRecord:
         models: names of the recorded models' directories; empty until the process has ended.
         trouble: what is wrong with run.json, as a sentence; "" if nothing is.
         world_size: number of processes that the launcher started; 1 if unknown.
+        ranks_here: how many of them it started on this process's machine; None if unknown.
+        host: that machine's name; "" if unknown.
         job: identifies the launch, the same in all its processes; "" if unknown.
         lint: whether the shapes were asked for with --lint; None if they were left to mpinspect, or unknown.
         gpu: the GPU of --gpu; None without it, or unknown.
@@ -155,6 +157,8 @@ class ProcessRecord:
     lint: bool | None = None
     gpu: str | None = None
     by_error: bool = False
+    ranks_here: int | None = None
+    host: str = ""
 
     @property
     def ended_early(self) -> bool:
@@ -182,15 +186,19 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     saw = _field(record, "saw", tuple[str, ...], damaged, needed=has_ended) or ()
     models = _field(record, "models", tuple[_Model, ...], damaged, needed=has_ended) or ()
     lint, gpu = _field(record, "lint", _Flag, damaged), _field(record, "gpu", _Text, damaged)
+    world_size = _field(record, "world_size", _Ranks, damaged, needed=False) or 1
+    ranks_here = _field(record, "local_world_size", _Ranks | None, damaged, needed=False)
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
         outcome = KILLED if _is_gone(record) else STILL_RUNNING
     # A model has no directory if none of its files could be written.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
-    world_size = _field(record, "world_size", _WorldSize, [], needed=False) or 1
-    job = _field(record, "job", str, [], needed=False) or ""
+    job, host = (_field(record, name, str, [], needed=False) or "" for name in ("job", "host"))
     by_error = _field(record, "by_error", bool, [], needed=False) or False
-    return ProcessRecord(command, outcome, has_ended, saw, directories, trouble, world_size, job, lint, gpu, by_error)
+    here = ranks_here, host
+    return ProcessRecord(
+        command, outcome, has_ended, saw, directories, trouble, world_size, job, lint, gpu, by_error, *here
+    )
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Watcher(Guarded):
         say: prints a line to stderr.
         seen: the counts to update.
         tracker: gets the models' scalars.
+        written: called after each write of a model's record, on the thread that writes; must not raise.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Watcher(Guarded):
         say: Callable[[str], None],
         seen: Seen,
         tracker: ActiveRun | None = None,
+        written: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(seen.note)
         self.seen = seen
@@ -49,6 +51,7 @@ class Watcher(Guarded):
         self._directory = directory
         self._say = say
         self._tracker = tracker
+        self._written = written
         self._active = False
         self._known: set[int] = set()
         self._lock = AttachLock()
@@ -220,7 +223,9 @@ class Watcher(Guarded):
         from mpinspect.run.models.one_step import OneStep
 
         seen, lock, compiled = self.seen, self._lock, self._compiled
-        models = InspectedModels(self._options, self._directory, self._say, seen, lock, compiled, self._tracker)
+        models = InspectedModels(
+            self._options, self._directory, self._say, seen, lock, compiled, self._tracker, self._written
+        )
         attaching = Attacher(models, seen, lock, compiled, self.attached)
         one_step = OneStep(self._options, self._directory, models, seen, compiled)
         return _Parts(models, attaching, BackwardSearch(attaching, seen), one_step)

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 #: Seconds of work between two rests, and so the longest that a step waits at a time.
 _WORK_S = 0.001
@@ -20,6 +21,10 @@ _WORK_S = 0.001
 _REST = 9.0
 _LONGEST_REST_S = 0.05
 _LOOK_AGAIN_S = 0.05
+
+#: Seconds until the first of what is costly, and least seconds between two; as a multiple of the processor time that one
+#: takes, half a percent of it; and as a share of the time since the beginning, so that a long run has some hundred of them.
+_FIRST_S, _INTERVAL_S, _COST_FACTOR, _GROWTH = 10.0, 60.0, 200, 0.1
 
 _of_this_thread = threading.local()
 
@@ -29,6 +34,39 @@ def give_way() -> None:
     rest: Callable[[], None] | None = getattr(_of_this_thread, "rest", None)
     if rest is not None:
         rest()
+
+
+class Seldom:
+    """Tells when to do something costly again that a long run does now and then, so that it takes half a percent at most.
+
+    Args:
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = clock()
+        #: When it is due; infinity while it is done.
+        self.due_at = self._begun + _FIRST_S
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to do it."""
+        return self._clock() >= self.due_at
+
+    def begin(self) -> None:
+        """Make it not due before ``doing`` has ended; to be called where the work is handed to another thread."""
+        self.due_at = math.inf
+
+    @contextmanager
+    def doing(self) -> Iterator[None]:
+        """Measure the work done within the block, on this thread, and set when it is due again."""
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            cost, now = time.thread_time() - begun, self._clock()
+            self.due_at = now + max(_INTERVAL_S, _COST_FACTOR * cost, _GROWTH * (now - self._begun))
 
 
 class Background:

@@ -1,159 +1,111 @@
-"""Two gloo processes under DDP, FSDP2 and tensor parallelism: the ranks' sessions add up to what an oracle counts."""
+"""Two and four gloo processes under DDP, FSDP2 and tensor parallelism: the ranks' sessions add up to what an oracle counts."""
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks_training as trained
 import torch
-import torch.distributed as dist
-from torch import nn
+import warm
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
-from mpinspect import Inspector, Session
+from mpinspect import Session
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
+from mpinspect.run.directory import ALL_RANKS
 
-RANKS, STEPS = 2, 4
-#: Exponent -> elements; "zeros" beside.
-Counts = Counter[Any]
-
-
-def _counted(tensor: torch.Tensor) -> Counts:
-    """The exponents of a tensor, by frexp: x = m * 2^e with 0.5 <= |m| < 1."""
-    _, exponents = torch.frexp(tensor.detach().double().flatten())
-    is_zero = tensor.detach().flatten() == 0
-    found: Counts = Counter((exponents[~is_zero] - 1).tolist())
-    if zeros := int(is_zero.sum()):
-        found["zeros"] = zeros
-    return found
+CASES = [*((2, name) for name in trained.MODELS), (4, "copies"), (4, "shards")]
+Run = Callable[[int], Path]
 
 
-def _as_counter(histogram: ExponentHistogram) -> Counts:
-    found: Counts = Counter({histogram.min_exponent + i: int(n) for i, n in enumerate(histogram.counts) if n})
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Makes the folder of so many ranks' trainings, once."""
+
+    @functools.cache
+    def folder_of(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
+        status, out, err = warm.run(folder, [trained.__file__, str(folder), str(ranks)])
+        assert status == 0, out + err
+        return folder
+
+    return folder_of
+
+
+def _as_counter(histogram: ExponentHistogram) -> trained.Counts:
+    found: trained.Counts = Counter({histogram.min_exponent + i: int(n) for i, n in enumerate(histogram.counts) if n})
     if histogram.zeros:
         found["zeros"] = histogram.zeros
     return found
 
 
-def _network(width: int = 9) -> nn.Sequential:
-    torch.manual_seed(0)
-    # 9 rows: shards of 5 and 4.
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
+def _oracle(folder: Path, ranks: int, name: str, moment: str) -> dict[str, trained.Counts]:
+    found: dict[str, trained.Counts] = {}
+    for rank in range(ranks):
+        own = torch.load(folder / f"rank{rank}.pt", weights_only=False)[name][moment]
+        for tensor, counts in own.items():
+            found.setdefault(tensor, Counter()).update(counts)
+    assert all(counts.total() for counts in found.values())
+    return found
 
 
-def _copies() -> tuple[nn.Module, bool]:
-    return nn.parallel.DistributedDataParallel(_network()), False
+def _gradients(session: Session) -> dict[str, trained.Counts]:
+    totals = session.totals().items()
+    return {key.name: _as_counter(found.histogram) for key, found in totals if key.kind == WEIGHT_GRADIENT}
 
 
-def _shards() -> tuple[nn.Module, bool]:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(_network()), False
-
-
-def _split_products() -> tuple[nn.Module, bool]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return parallelize_module(_network(10), init_device_mesh("cpu", (RANKS,)), plan), True
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, bool]]] = {
-    "copies": _copies,
-    "shards": _shards,
-    "split products": _split_products,
-}
-
-
-def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name.removeprefix("module."), parameter) for name, parameter in model.named_parameters())
-
-
-def _train(model: nn.Module, same_batch: bool, log_dir: Path) -> dict[str, Counts]:
-    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, else whole gradients on rank 0."""
-    rank = dist.get_rank()
-    own: dict[str, Counts] = {name: Counter() for name, _ in _names(model)}
-    is_copy = isinstance(model, nn.parallel.DistributedDataParallel)
-
-    def counter(name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: own[name].update(_counted(gradient))
-
-    if is_copy:
-        for name, parameter in _names(model):
-            parameter.register_hook(counter(name))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1 if same_batch else 1 + rank)
-    with Inspector(model, optimizers=optimizer, capture=(WEIGHT_GRADIENT, WEIGHT, UPDATE), log_dir=log_dir):
-        for _ in range(STEPS):
-            model(torch.randn(4, 8)).square().sum().backward()
-            if not is_copy:
-                for name, parameter in _names(model):
-                    whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
-                    own[name].update(_counted(whole) if rank == 0 else Counter())
-            optimizer.step()
-            optimizer.zero_grad()
-    return own
-
-
-def _on_one_rank(rank: int, directory: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    found = {name: _train(*make(), Path(directory, name, f"rank{rank}", "Net")) for name, make in MODELS.items()}
-    torch.save(found, Path(directory) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    # As in test_training_distributed.py.
-    os._exit(0)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("ranks")
-    import warm
-
-    status, out, err = warm.run(directory, [__file__, str(directory)])
-    assert status == 0, out + err
-    return directory
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", MODELS)
-def test_the_sum_is_what_an_oracle_counts(name: str, trained: Path) -> None:
-    merged = merge_ranks(Session.load(trained / name / f"rank{rank}" / "Net") for rank in range(RANKS))
-    oracle: dict[str, Counts] = {}
-    for rank in range(RANKS):
-        for tensor, counts in torch.load(trained / f"rank{rank}.pt", weights_only=False)[name].items():
-            oracle.setdefault(tensor, Counter()).update(counts)
-    totals = merged.totals()
-    for tensor, counts in oracle.items():
-        assert counts.total()
-        assert _as_counter(totals[TensorKey(tensor, WEIGHT_GRADIENT)].histogram) == counts, tensor
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_the_sum_is_what_an_oracle_counts(ranks: int, name: str, run: Run) -> None:
+    folder = run(ranks)
+    merged = merge_ranks(Session.load(folder / name / f"rank{rank}" / "Net") for rank in range(ranks))
+    assert _gradients(merged) == _oracle(folder, ranks, name, "whole")
     # Every element of the weights is there once, on however many ranks: as many in each step.
+    totals = merged.totals()
     shapes = {info.name: info.shape for info in merged.watched if info.kind == WEIGHT}
     for tensor, shape in shapes.items():
         weight = totals[TensorKey(tensor, WEIGHT)]
-        assert weight.histogram.total == STEPS * torch.Size(shape).numel()
-        assert weight.samples == totals[TensorKey(tensor, UPDATE)].samples == STEPS
+        assert weight.histogram.total == trained.STEPS * torch.Size(shape).numel()
+        assert weight.samples == totals[TensorKey(tensor, UPDATE)].samples == trained.STEPS
     held = {info.name: info.held for info in merged.watched if info.kind == WEIGHT_GRADIENT}
     if name == "split products":
         assert held == {"0.weight": "shard", "0.bias": "shard", "2.weight": "shard", "2.bias": "replica"}
     else:
         assert set(held.values()) == {"own" if name == "copies" else "shard"}
-    assert [(rank.info.rank, rank.info.world_size) for rank in merged.ranks] == [(0, RANKS), (1, RANKS)]
-    assert merged.progress.steps == merged.progress.sampled_steps == STEPS
+    assert [(rank.info.rank, rank.info.world_size) for rank in merged.ranks] == [(rank, ranks) for rank in range(ranks)]
+    assert merged.progress.steps == merged.progress.sampled_steps == trained.STEPS
     assert merged.precision.reduced == (() if name == "split products" else ("float32",))
 
 
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(_on_one_rank, (sys.argv[1],), nprocs=RANKS, start_method="fork")
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, name: str, run: Run) -> None:
+    folder = run(ranks)
+    so_far = Session.load(folder / name / ALL_RANKS / "Net")
+    oracle = _oracle(folder, ranks, name, "middle")
+    assert _gradients(so_far) == oracle
+    assert so_far.progress.steps == so_far.progress.sampled_steps == trained.MIDDLE
+    assert [rank.info.rank for rank in so_far.ranks] == list(range(ranks))
+    assert not so_far.progress.ended
+    without_zeros = {tensor: counts - Counter(zeros=counts["zeros"]) for tensor, counts in oracle.items()}
+    assert _in_the_log(folder / name / ALL_RANKS / "Net") == without_zeros
+
+
+def _in_the_log(folder: Path) -> dict[str, Any]:
+    """The exponents of weight gradients that TensorBoard shows, added up over the steps."""
+    log = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    log.Reload()
+    assert "verdict/text_summary" in log.Tags()["tensors"]
+    found: dict[str, trained.Counts] = {}
+    for tag in log.Tags()["tensors"]:
+        kind, _, name = tag.removeprefix("exponents/").partition("/")
+        for event in log.Tensors(tag) if kind == WEIGHT_GRADIENT else ():
+            bars = make_ndarray(event.tensor_proto)
+            found.setdefault(name, Counter()).update({int(low): int(count) for low, _, count in bars if count})
+    return found

@@ -341,7 +341,7 @@ def test_a_session_that_can_not_be_judged_yet_is_tried_again(tmp_path):
         sink.progress(Progress())
         sink._aside.wait()
     assert "images" not in read(tmp_path).Tags() or not read(tmp_path).Tags()["images"]
-    assert sink._concludes_at == 71
+    assert sink._seldom.due_at == 71
     with pytest.raises(ValueError, match="half a record"):
         sink.close()
 

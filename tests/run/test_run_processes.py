@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -17,13 +18,15 @@ import pytest
 import sessions
 from launched import RUN_DIR, bare, run, silent, watched, write
 
+from mpinspect.ranges.store import read_session
 from mpinspect.run import processes
-from mpinspect.run.directory import others_of
+from mpinspect.run.directory import ALL_RANKS, others_of
 from mpinspect.run.ending import Ending
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.joining import with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Outcome, RecordedModel, outcome_of
+from mpinspect.run.reading import read_run
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -233,7 +236,8 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     assert ended.status == 0, ended.err
     (directory,) = (folder / "runs").iterdir()
     assert [record(directory / f"rank{rank}")["rank"] for rank in range(2)] == [0, 1]
-    assert ended.err.count("mpinspect: recording into") == ended.err.count("Net against float16") == 1
+    assert ended.err.count("mpinspect: rank 0: recording into") == ended.err.count("recording into") == 1
+    assert ended.err.count("Net against float16") == 1
     assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
 
 
@@ -270,7 +274,7 @@ def test_a_rank_that_broke_earlier_leads_the_first_ranks_report(tmp_path):
     assert len(second.splitlines()) == 1
     directory = tmp_path / RUN_DIR
     lines = first.splitlines()
-    assert lines[0].startswith(f"mpinspect: recording into {directory} (")
+    assert lines[0].startswith(f"mpinspect: rank 0: recording into {directory} (")
     assert lines[1].startswith("mpinspect: rank 0: step 3, ")
     report = json.loads((directory / "rank0" / "report.json").read_text())
     assert report["first_line"].startswith("rank 1, step 1, ")
@@ -307,6 +311,67 @@ def test_a_second_rank_that_fails_leaves_the_report_to_the_first(tmp_path):
     assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "ValueError: rank"
 
 
+#: Rank 1 is killed at its first line, or when it has trained for a while.
+DIES = """
+import os, signal, sys, torch
+is_to_die = os.environ["RANK"] == "1"
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+if is_to_die and sys.argv[1] == "at once": die()
+class Net(torch.nn.Linear): ...
+model = Net(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    if is_to_die and step == 18: die()
+print(model.weight.sum().item())
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_rank_that_is_killed_is_named_with_its_step_and_the_other_ends_as_it_would_have(when, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, DIES)
+    ranks = {rank: {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": rank} for rank in "10"}
+    second, first = (watched(folder, "train.py", when, env=env, forked=True) for env in ranks.values())
+    assert second.status == -9
+    alone = bare(folder, "train.py", when, env=ranks["0"], forked=True)
+    assert (first.status, first.out) == (alone.status, alone.out)
+    directory, dead = tmp_path / RUN_DIR, "ended without a report (killed, or it crashed)"
+    for text in (first.err, str(read_run(directory))):
+        said = " ".join(text.split())
+        if when == "at once":
+            assert f"rank 1 of 2 left nothing that can be added: it recorded no model ({dead})" in said
+        else:
+            step = re.search(r"Rank 1 ended after step (\d+) without a report \(killed, or it crashed\)", said)
+            assert step is not None
+            # When it wrote last, which is once a second at most.
+            assert int(step[1]) in range(20)
+            assert f"What rank 1 wrote ends at step {int(step[1]) + 1}; the others' at 20" in said
+        assert "still running" not in said
+    # What rank 0 keeps of all ranks while they train is closed with the last of both.
+    whole = directory / ALL_RANKS / "Net" / "session.mpinspect"
+    assert whole.exists() == (when == "later")
+    if when == "later":
+        merged, (part,) = read_session(whole), read_run(directory).parts
+        assert merged.totals() == part.ranges.session.totals()
+
+
+@pytest.mark.slow
+def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_path):
+    folder = tmp_path / "work"
+    dies = "\nimport os, signal\nif distributed.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    step = RANKS[RANKS.index("model(") : RANKS.index("distributed.destroy")]
+    write(folder, RANKS.replace("distributed.destroy", f"{dies}{step}distributed.destroy"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "mpinspect", "run", "--log-dir", "here", "train.py"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 1
+    said = " ".join(str(read_run(folder / "here")).split())
+    assert re.search(r"Ranks? (0 and )?1 ended after step 0 without a report \(killed, or it crashed\)", said)
+
+
 def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
     for rank, outcome in enumerate(("running", "running", "ended")):
         model = tmp_path / f"rank{rank}" / "Net"
@@ -325,7 +390,7 @@ def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
     assert [rank.info.rank for rank in model.session.ranks] == [0, 1, 2]
     assert read == others
     assert notes == [
-        "rank 3 of 4 left nothing that can be added",
+        "rank 3 of 4 left nothing that can be added: it has no folder here",
         "rank 1 had not ended when this was made: of that only what was on disk is in, mpinspect report adds the rest",
     ]
 

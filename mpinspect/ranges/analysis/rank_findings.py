@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
-from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, MISSING, ranks_named
+from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, MISSING, UNFINISHED, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
@@ -19,6 +19,8 @@ from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, number_of, upper_first, with_power
 
 Value = TypeVar("Value", bound=Hashable)
+#: Of a rank whose session has not ended, where nothing is known of its process.
+_UNFINISHED = "had not ended: still running, killed, or the file is cut off"
 #: Bits of the significand, the hidden one among them: a value added to 2^bits times as much is rounded away.
 _SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
@@ -110,7 +112,8 @@ def _held(session: Session, kind: str) -> set[str]:
 
 def _of_what(session: Session) -> Iterator[str]:
     gradients = _held(session, WEIGHT_GRADIENT)
-    if len(session.ranks) > 1 and sum(rank.tensors for rank in session.ranks) == len(session.watched):
+    tensors = [rank.tensors for rank in session.ranks]
+    if len(tensors) > 1 and min(tensors) and sum(tensors) == len(session.watched):
         yield "No two ranks watched one tensor: each counted layers of its own (stages of a pipeline)."
         return
     if "own" in gradients:
@@ -132,19 +135,34 @@ def _missing_ranks(session: Session) -> set[int]:
 
 def _missing(session: Session) -> Iterator[Finding]:
     # How a rank ended says why it left nothing.
-    told = {each.rank for each in session.measurements if each.what == LEFT}
-    gone = sorted(_missing_ranks(session) - told)
+    told = _known_of(session, LEFT)
+    gone = {rank: why for rank, why in _known_of(session, MISSING).items() if rank not in told}
     if not gone:
         return
     world = session.info.world_size
+    left = (
+        f"{upper_first(ranks_named(ranks))} of {world:,} left nothing that can be added{why and f': {why}'}."
+        for why, ranks in _by_value(gone).items()
+    )
     yield Finding(
         "rank-missing",
         "warning",
         "",
-        f"{upper_first(ranks_named(gone))} of {world:,} left nothing that can be added: what is said here is of the others.",
-        {"missing": gone[:100], "count": len(gone), "world_size": world},
-        "Look whether that process was killed at its start, or wrote to another machine's disk.",
+        f"{' '.join(left)} What is said here is of the others.",
+        {"missing": list(gone)[:100], "count": len(gone), "world_size": world},
     )
+
+
+def _known_of(session: Session, what: str) -> dict[int, str]:
+    """Return the ranks of which this was measured, each with what is known of it."""
+    return {each.rank: each.text for each in session.measurements if each.what == what and each.rank is not None}
+
+
+def _by_value(found: Mapping[int, str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in found.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _events(session: Session) -> Iterator[Finding]:
@@ -231,21 +249,26 @@ def _scale(scale: float | None) -> str:
 
 def _steps(session: Session) -> Iterator[Finding]:
     common, odd = _odd_ones(session.ranks, lambda rank: rank.progress.steps)
-    if not odd:
+    told, known = _known_of(session, LEFT), _known_of(session, UNFINISHED)
+    running = [rank.info.rank for rank in session.ranks if not rank.progress.ended and rank.info.rank not in told]
+    unfinished = {rank: known.get(rank) or _UNFINISHED for rank in running}
+    # All running, or all ended.
+    are_alike = len(unfinished) in (0, len(session.ranks)) and len(set(unfinished.values())) < 2
+    if not odd and (told or are_alike):
         return
     named = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
-    unfinished = [rank.info.rank for rank in session.ranks if not rank.progress.ended]
-    still = (
-        f" {upper_first(ranks_named(unfinished))} had not ended: still running, killed, or the file is cut off."
-        if unfinished
-        else ""
+    ends = (
+        f"{upper_first(named)}; the others' at {common:,}."
+        if odd
+        else f"What every rank wrote ends at step {common:,}."
     )
+    still = "".join(f" {upper_first(ranks_named(ranks))} {why}." for why, ranks in _by_value(unfinished).items())
     yield Finding(
         "rank-steps-differ",
         # Where ranks ended early they are the finding.
-        "info" if len(unfinished) == len(session.ranks) or any(ended_early(session)) else "warning",
+        "info" if told or (unfinished and are_alike) else "warning",
         "",
-        f"{upper_first(named)}; the others' at {common:,}.{still}",
+        f"{ends}{still}",
         {
             "steps": {str(steps): [rank.info.rank for rank in group][:100] for steps, group in odd.items()},
             "others": common,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 
 from mpinspect.ranges.analysis.parting import groups
 from mpinspect.ranges.analysis.rank_ranges import RankRanges
@@ -28,9 +29,11 @@ from mpinspect.ranges.session import (
     add_counts,
     merge_windows,
 )
+from mpinspect.runtime.background import give_way
 
-#: Name of the measurement that a rank of the job left nothing.
-MISSING = "rank-missing"
+#: Names of the measurements that a rank of the job left nothing, and that a rank's session has not ended; the text says what is
+#: known of it.
+MISSING, UNFINISHED = "rank-missing", "rank-unfinished"
 #: Name of the measurement that a rank's process ended before its script did; ``text`` is how ("by ValueError: 3"). Its figure
 #: "order" tells what ended it: something of its own, a signal, or that another rank was gone. The cause has the least.
 LEFT = "rank-left"
@@ -89,13 +92,19 @@ class RankSum:
             self._notes.setdefault(note, []).extend([rank] if alone else ())
         self._sum = total
 
-    def session(self, absent: Iterable[int] | None = None, left: Iterable[Measurement] = ()) -> Session:
+    def session(
+        self,
+        absent: Mapping[int, str] | None = None,
+        unfinished: Mapping[int, str] = MappingProxyType({}),
+        left: Iterable[Measurement] = (),
+    ) -> Session:
         """Return the sum.
 
         Args:
+            absent: ranks of the job that left nothing, with what is known of each; None: all that were not added. A rank that
+                recorded another model only (a stage of a pipeline) is not absent.
+            unfinished: ranks whose sessions have not ended, with what is known of each: words that follow its name.
             left: the measurements LEFT of ranks that ended before their time.
-            absent: ranks of the job that left nothing; None: all that were not added. A rank that recorded another model
-                only (a stage of a pipeline) is not absent.
 
         Raises:
             ValueError: nothing was added.
@@ -104,9 +113,14 @@ class RankSum:
             raise ValueError("there is no rank to merge")
         known = set(self.ranks)
         if absent is None:
-            absent = (rank for rank in range(self._sum.info.world_size) if rank not in known)
-        missing = (Measurement(MISSING, rank=rank) for rank in islice(absent, MOST_EVENTS))
-        found = (*islice(left, MOST_EVENTS), *missing, *self._ranges.differing())
+            others = (rank for rank in range(self._sum.info.world_size) if rank not in known)
+            absent = dict.fromkeys(islice(others, MOST_EVENTS), "")
+        found = (
+            *islice(left, MOST_EVENTS),
+            *(Measurement(MISSING, rank=rank, text=why) for rank, why in islice(absent.items(), MOST_EVENTS)),
+            *(Measurement(UNFINISHED, rank=rank, text=why) for rank, why in unfinished.items() if rank in known),
+            *self._ranges.differing(),
+        )
         # What was found when fewer ranks were in is not repeated.
         again = {(each.what, each.rank) for each in found}
         kept = tuple(
@@ -217,6 +231,7 @@ def _windows(first: Sequence[Window], second: Sequence[Window], shards: frozense
     known as a bound: at most so many steps reached an exponent as all ranks' together.
     """
     for ours, theirs in groups(first, second):
+        give_way()
         parts = [merge_windows(*windows) for windows in (ours, theirs) if windows]
         if len(parts) < 2:
             yield parts[0]

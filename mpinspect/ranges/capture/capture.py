@@ -156,6 +156,18 @@ class Capture(Dispatcher):
             for note in fastest.warm_up({watched.parameter.device for watched in self._parameters}):
                 self._recording.note(note)
 
+    @guarded
+    def _find_wrappers(self) -> None:
+        """Record how the ranks hold the parameters of a model that was wrapped after the inspector was attached."""
+        if self._model_parameters.find_wrappers():
+            self._recording.watch(describe(self._layers, self._parameters, self._kinds))
+
+    def end_step(self, *, finished: bool = True) -> None:
+        """End the step in all observers, and begin the next step."""
+        if not self.clock.step:
+            self._find_wrappers()
+        super().end_step(finished=finished)
+
     def detach(self) -> None:
         """Remove every hook and record the data still being copied to the host; waits for the GPU."""
         self._stop()

@@ -179,6 +179,14 @@ class ModelParameters:
             watched.parameter = new
         return {watched for watched, _ in replaced}
 
+    def find_wrappers(self) -> bool:
+        """Look for DistributedDataParallel modules made since the parameters were found; return whether there are any."""
+        alone = [each for each in self._parameters if each.parallel is None and not is_distributed(each.parameter)]
+        parallel = data_parallel() if alone else {}
+        for watched in alone:
+            watched.parallel = parallel.get(id(watched.parameter))
+        return any(watched.parallel is not None for watched in alone)
+
     def unwatched(self) -> list[str]:
         """Return the names of the model's parameters that were added, or have replaced others, and are not watched."""
         if self._model is None:

@@ -116,6 +116,7 @@ class Recording:
         tell: shows a note to the user, who may never read the report. Called on the recording thread.
         announce: called with each event immediately, on the thread that detected it.
         before_write: called before records are passed on to the sinks, on the thread that trains; must not raise.
+        written: called when the sinks have taken what was passed on, on the thread that writes; must not raise.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Recording:
         tell: Callable[[str], None] = warn,
         announce: Callable[[Event], None] = lambda event: None,
         before_write: Callable[[], None] | None = None,
+        written: Callable[[], None] | None = None,
     ) -> None:
         self.info = info
         self.progress = Progress()
@@ -142,7 +144,7 @@ class Recording:
         self._sampled_steps = 0
         #: A write that is due is done when the number of sampled steps is a multiple of this; 0 while none is due.
         self._stride = 0
-        self._sinks = Sinks(sinks)
+        self._sinks = Sinks(sinks, written)
         self._clock = clock
         self._tell = tell
         self._announce = announce

@@ -79,9 +79,11 @@ class Sinks:
 
     Args:
         sinks: the sinks that receive the records.
+        written: called each time that ``pass_on`` has forwarded what it was given, on the thread that forwards it.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], written: Callable[[], None] | None = None) -> None:
+        self._written = written
         self._keepers = [_Keeper(sink) for sink in sinks]
         self._background = Background()
         self._steps = 0
@@ -141,6 +143,8 @@ class Sinks:
             )
         self._tell(lambda keeper: keeper.take_windows(made, progress))
         self.cost_s = time.thread_time() - started
+        if self._written is not None:
+            self._written()
 
     def _tell(self, take: Callable[[_Keeper], None]) -> None:
         for keeper in tuple(self._keepers):

@@ -71,7 +71,9 @@ class ScalarSink(ABC):
             self.scalars(window.last_step, self._of(window, progress))
 
     def _of(self, window: Window, progress: Progress) -> dict[str, float]:
-        found: dict[str, float] = {"steps/not_finite": len(self._events), "steps/skipped": progress.skipped_steps}
+        # Of several ranks a step may have an event on each.
+        broken = len({event.step for event in self._events})
+        found: dict[str, float] = {"steps/not_finite": broken, "steps/skipped": progress.skipped_steps}
         if not progress.scale_known or not any(key.kind in GRADIENT_KINDS for key in window.tensors):
             return found
         session = Session(

@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,17 +29,12 @@ from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
 from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorInfo, TensorKey, Window
 from mpinspect.reporting.words import format_name
-from mpinspect.runtime.background import Background, give_way
+from mpinspect.runtime.background import Background, Seldom, give_way
 
 #: TensorBoard draws 30 bars over the range of all steps. With a range of a multiple of 30 powers of two, each bar holds
 #: whole exponents and no count is split. In 2^-43 .. 2^17, FP16's flush edge 2^-25 lies between two bars.
 _BARS = 30
 _LOWEST, _HIGHEST = -43, 17
-
-#: Seconds until a running run's first verdict and maps, and least seconds between two of them; as a multiple of what they cost,
-#: a quarter of the 2% that writing may take; and as a share of the run's time, so that a long run has some hundred of them.
-_FIRST_CONCLUSION_S, _CONCLUSION_INTERVAL_S = 10.0, 60.0
-_CONCLUSION_COST_FACTOR, _CONCLUSION_GROWTH = 200, 0.1
 
 #: Characters replaced in tags, since they make TensorBoard's URLs or tag tree ambiguous.
 _UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
@@ -208,9 +204,8 @@ class TensorBoardSink(ScalarSink):
         super().__init__()
         self._log = TensorBoardLog(log_dir)
         self._session = session
-        self._clock = clock
-        self._begun = clock()
-        self._concludes_at = self._begun + _FIRST_CONCLUSION_S
+        #: When to conclude: a quarter of the 2% that writing may take.
+        self._seldom = Seldom(clock)
         #: The thread that makes verdict and maps during the run; only the thread that calls this sink writes to the log.
         self._aside = Background()
         self._concluded: _Conclusion | None = None
@@ -250,32 +245,29 @@ class TensorBoardSink(ScalarSink):
                 self._log.scales(change.step, {"used": change.scale})
         self._scales = progress.scales
         self._write_conclusion()
-        if self._clock() >= self._concludes_at and not self._aside.busy:
-            self._concludes_at = math.inf
+        if self._seldom.is_due and not self._aside.busy:
+            self._seldom.begin()
             self._aside.call(self._conclude_so_far)
+
+    def conclude(self, session: Session) -> None:
+        """Write the verdict and the maps of a session, which is this run's or made of this and others."""
+        self._concluded = _conclude(session)
+        self._write_conclusion()
 
     def close(self) -> None:
         """Write the run's verdict to the text page and its maps to the images page, and close the log."""
         try:
             self._aside.wait()
             if (session := self._session()) is not None:
-                self._concluded = _conclude(session)
-                self._write_conclusion()
+                self.conclude(session)
         finally:
             self._log.close()
 
     def _conclude_so_far(self) -> None:
-        begun = time.thread_time()
-        try:
+        # The next attempt may succeed; the last one, at the run's end, propagates its error.
+        with self._seldom.doing(), suppress(Exception):
             session = self._session()
             self._concluded = None if session is None else _conclude(session)
-        except Exception:
-            # The next attempt may succeed; the last one, at the run's end, propagates its error.
-            self._concluded = None
-        cost = time.thread_time() - begun
-        now = self._clock()
-        pause = max(_CONCLUSION_INTERVAL_S, _CONCLUSION_COST_FACTOR * cost, _CONCLUSION_GROWTH * (now - self._begun))
-        self._concludes_at = now + pause
 
     def _write_conclusion(self) -> None:
         concluded, self._concluded = self._concluded, None

@@ -75,6 +75,7 @@ class InspectedModels:
         lock: held while attaching and detaching.
         compiled: knows the modules that must not be hooked.
         tracker: gets the models' scalars.
+        written: called after each write of a model's record, on the thread that writes; must not raise.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class InspectedModels:
         lock: AttachLock,
         compiled: Compiled,
         tracker: ActiveRun | None = None,
+        written: Callable[[], None] | None = None,
     ) -> None:
         self._options = options
         self._directory = directory
@@ -94,6 +96,7 @@ class InspectedModels:
         self._lock = lock
         self._compiled = compiled
         self._tracker = tracker
+        self._written = written
         self._pause_is_due = False
         self.all: list[InspectedModel] = []
 
@@ -225,7 +228,7 @@ class InspectedModels:
         unhookable = self._unhookable(model)
         tracker = None if self._tracker is None else self._tracker.part(name)
         inspector = LaunchedInspector(
-            model, self._options, optimizers, self._directory / name, say, unhookable, tracker
+            model, self._options, optimizers, self._directory / name, say, unhookable, tracker, self._written
         )
         made = InspectedModel(name, label, inspector)
         # Listed before attaching, which may fail: the name and the directory are in use from here on.

@@ -38,6 +38,7 @@ class LaunchedInspector(Inspector):
         say: prints a line to stderr.
         unhookable: ids of modules that must not be hooked, since they are compiled.
         tracker: gets the model's scalars; the launch gives it the page.
+        written: called after each write of its record, on the thread that writes; must not raise.
     """
 
     #: The launch ends the inspector, not an exit handler.
@@ -52,8 +53,10 @@ class LaunchedInspector(Inspector):
         say: Callable[[str], None],
         unhookable: Collection[int] = (),
         tracker: Tracker | None = None,
+        written: Callable[[], None] | None = None,
     ) -> None:
         self._say = say
+        self._written = written
         self._has_announced = False
         self._model = weakref.ref(model)
         self._selection = model_layers.Selection(options.include, options.exclude)

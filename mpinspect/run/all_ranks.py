@@ -1,0 +1,192 @@
+"""Adds up what all ranks of a job have written so far, while they train: one session and TensorBoard log a model, by rank 0.
+
+Ranks write to files in one directory; rank 0 reads these now and then on a thread of its own. No rank waits for another, and
+nothing is sent between them: a rank that is slow, stops, fails or leaves costs rank 0 nothing but the sentence that says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from mpinspect.ranges.capture.recording import WINDOWS_A_WRITE
+from mpinspect.ranges.session import Event, Session, coarsen
+from mpinspect.ranges.store import FILE_NAME
+from mpinspect.run.directory import ALL_RANKS, ranks_of
+from mpinspect.run.ranks import ModelsOfRanks
+from mpinspect.runtime.background import Background, Seldom
+
+#: Most seconds of processor time that adding up once may take while the training goes on; with its rests it takes ten times
+#: as long. Whoever has more ranks than that adds them up elsewhere.
+MOST_S = 60.0
+#: Most seconds that the end of the run waits for adding up that is under way.
+_PATIENCE_S = 5.0
+
+
+class AllRanks:
+    """Keeps DIR/all-ranks/MODEL up to date while the ranks write to DIR/rank0, DIR/rank1, ... Never raises.
+
+    Args:
+        whole: the job's directory.
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, whole: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._whole = whole
+        self._seldom = Seldom(clock)
+        self._background = Background()
+        self._models: dict[str, _Model] = {}
+        #: The files' sizes and times when they were last added up.
+        self._seen: list[tuple[str, int, int]] = []
+        self._given_up = False
+        #: Sentences on what went wrong, each once.
+        self.notes: list[str] = []
+
+    def written(self) -> None:
+        """Add up the ranks if it is time; called after each write of this rank, on the thread that writes."""
+        if self._seldom.is_due and not self._given_up and not self._background.busy:
+            self._seldom.begin()
+            self._background.call(self._add_up)
+
+    def finish(self, models: Iterable[tuple[str, Session]]) -> list[str]:
+        """Write the last of each model and close the logs, when the run has ended.
+
+        Args:
+            models: by name, the ranks' sums.
+
+        Returns:
+            Sentences on what went wrong.
+        """
+        self._given_up = True
+        self._background.wait(_PATIENCE_S)
+        if self._background.busy:
+            self._note(f"the ranks were still being added up after {_PATIENCE_S:.0f} s: {self._elsewhere}")
+            return self.notes
+        self._attempt(lambda: self._write(models, is_last=True))
+        for model in self._models.values():
+            self._attempt(model.close)
+        return self.notes
+
+    def _add_up(self) -> None:
+        with self._seldom.doing():
+            self._attempt(self._read)
+
+    def _read(self) -> None:
+        places = ranks_of(self._whole)
+        seen = [_state(file) for place in places for file in sorted(place.glob(f"*/{FILE_NAME}"))]
+        if seen == self._seen:
+            return
+        found, began = ModelsOfRanks(), time.thread_time()
+        for place in places:
+            found.read(place)
+            if time.thread_time() > began + MOST_S:
+                self._given_up = True
+                self._note(f"adding up {len(places):,} ranks takes more than {MOST_S:.0f} s: {self._elsewhere}")
+            if self._given_up:
+                return
+        self._write(found.models())
+        self._seen = seen
+
+    def _write(self, models: Iterable[tuple[str, Session]], *, is_last: bool = False) -> None:
+        for name, session in models:
+            if len(session.ranks) > 1:
+                if name not in self._models:
+                    self._models[name] = _Model(self._whole / ALL_RANKS / name)
+                self._models[name].write(session, is_last=is_last)
+
+    @property
+    def _elsewhere(self) -> str:
+        return f"mpinspect report {self._whole} adds them up"
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._note(f"what all ranks wrote could not be added up while they trained ({error!r}): {self._elsewhere}")
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+
+class _Model:
+    """The session file and TensorBoard log of a model of all ranks.
+
+    The session is written anew each time: its counts are the sums of what the ranks had written. To the log are added the
+    windows that all ranks have come to the end of.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._ranks = 0
+        #: The last step whose window is in the log, and each rank's steps when that was looked at last.
+        self._last_step = -1
+        self._steps: dict[int, int] = {}
+        self._told: set[tuple[object, ...]] = set()
+        self._log = None
+        with suppress(ImportError):
+            from mpinspect.ranges.report.tensorboard import TensorBoardSink
+
+            self._log = TensorBoardSink(folder)
+
+    def write(self, session: Session, *, is_last: bool = False) -> None:
+        """Write what is new. Does nothing if the session is of fewer ranks than one before: some could not be read."""
+        if len(session.ranks) < self._ranks:
+            return
+        self._ranks = len(session.ranks)
+        rewritten = self._folder / f"{FILE_NAME}.rewriting"
+        rewritten.unlink(missing_ok=True)
+        session.save(rewritten).replace(self._folder / FILE_NAME)
+        if self._log is None:
+            return
+        until = session.progress.steps if is_last else self._complete_until(session)
+        windows = [window for window in session.windows if self._last_step < window.last_step < until]
+        self._log.watched(session.watched)
+        self._log.precision(session.precision)
+        for event in session.events:
+            if (key := _identity(event)) not in self._told:
+                self._told.add(key)
+                self._log.event(event)
+        for window in coarsen(windows, WINDOWS_A_WRITE):
+            self._log.window(window)
+            self._last_step = window.last_step
+        self._log.progress(session.progress)
+        self._log.conclude(session)
+
+    def close(self) -> None:
+        """Close the log."""
+        if self._log is not None:
+            self._log.close()
+
+    def _complete_until(self, session: Session) -> int:
+        """Return the number of steps of which all ranks have written what they counted.
+
+        A rank that has ended, or has written nothing since the last time while others have, is not waited for; nor is one that
+        still has written nothing at all.
+        """
+        steps = {rank.info.rank: rank.progress.steps for rank in session.ranks}
+        before, self._steps = self._steps, steps
+        if len(steps) < session.info.world_size and steps.keys() != before.keys():
+            return 0
+        going_on = [
+            steps[rank.info.rank]
+            for rank in session.ranks
+            if not rank.progress.ended and steps[rank.info.rank] != before.get(rank.info.rank)
+        ]
+        return min(going_on, default=max(steps.values()))
+
+
+def _state(file: Path) -> tuple[str, int, int]:
+    """Return a file's name, size and time (ns), which change when it is written to."""
+    try:
+        status = file.stat()
+    except OSError:
+        return str(file), -1, -1
+    return str(file), status.st_size, status.st_mtime_ns
+
+
+def _identity(event: Event) -> tuple[object, ...]:
+    return event.rank, event.step, event.micro_batch, event.phase, event.module

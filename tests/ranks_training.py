@@ -1,0 +1,158 @@
+"""Trainings of a small network on several ranks, each counted by an oracle of its own, for ``ranges/test_ranks_on_gloo.py``.
+
+``python ranks_training.py FOLDER RANKS`` forks into so many ranks, which train each model, with an Inspector's log_dir in
+FOLDER/MODEL/rankN/Net, and write what their own hooks counted to FOLDER/rankN.pt. In the middle rank 0 adds up what is on disk.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.run.all_ranks import AllRanks
+
+STEPS, MIDDLE, LIMIT_S = 4, 2, 120
+#: Exponent -> elements; "zeros" beside.
+Counts = Counter[Any]
+
+
+def counted(tensor: torch.Tensor) -> Counts:
+    """The exponents of a tensor, by frexp: x = m * 2^e with 0.5 <= |m| < 1."""
+    _, exponents = torch.frexp(tensor.detach().double().flatten())
+    is_zero = tensor.detach().flatten() == 0
+    found: Counts = Counter((exponents[~is_zero] - 1).tolist())
+    if zeros := int(is_zero.sum()):
+        found["zeros"] = zeros
+    return found
+
+
+def network(width: int = 9) -> nn.Sequential:
+    torch.manual_seed(0)
+    # 9 rows: shards of 5 and 4, or of 3, 3, 3 and 0.
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def _shards(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model)
+
+
+def _split_products(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+#: What each makes of the network.
+MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "copies": nn.parallel.DistributedDataParallel,
+    "shards": _shards,
+    "split products": _split_products,
+}
+
+
+def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name.removeprefix("module."), parameter) for name, parameter in model.named_parameters())
+
+
+def train(name: str, place: Path) -> dict[str, Any]:
+    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, else whole gradients on rank 0."""
+    rank = dist.get_rank()
+    inner = network(10 if name == "split products" else 9)
+    # Attached before any wrapper is made.
+    inspector = Inspector(inner, capture=(WEIGHT_GRADIENT, WEIGHT, UPDATE), log_dir=place / f"rank{rank}" / "Net")
+    inspector.attach()
+    model = MODELS[name](inner)
+    own: dict[str, Counts] = {name: Counter() for name, _ in _names(model)}
+
+    def counter(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: own[name].update(counted(gradient))
+
+    if name == "copies":
+        for tensor, parameter in _names(model):
+            parameter.register_hook(counter(tensor))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 if name == "split products" else 1 + rank)
+    middle: dict[str, Counts] = {}
+    for number in range(STEPS):
+        model(torch.randn(4, 8)).square().sum().backward()
+        if name != "copies":
+            for tensor, parameter in _names(model):
+                whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
+                own[tensor].update(counted(whole) if rank == 0 else Counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == MIDDLE - 1:
+            middle = {tensor: Counter(counts) for tensor, counts in own.items()}
+            _add_up_so_far(inspector, place)
+    inspector.detach()
+    return {"whole": own, "middle": middle}
+
+
+def _add_up_so_far(inspector: Inspector, place: Path) -> None:
+    """Let all ranks write what they have counted, and rank 0 add it up, as it does every minute."""
+    inspector.session()
+    inspector._recording.flush()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        now = [0.0]
+        whole = AllRanks(place, lambda: now[0])
+        now[0] = 10.0
+        whole.written()
+        whole._background.wait()
+        assert whole.notes == []
+        for model in whole._models.values():
+            model.close()
+    dist.barrier()
+
+
+def _on_rank(rank: int, ranks: int, folder: Path) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    models = MODELS if ranks == 2 else ("copies", "shards")
+    torch.save({name: train(name, folder / name) for name in models}, folder / f"rank{rank}.pt")
+    dist.barrier()
+
+
+def main(folder: Path, ranks: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    others: list[int] = []
+    for rank in range(1, ranks):
+        child = os.fork()
+        if not child:
+            _on_rank(rank, ranks, folder)
+            _leave(0)
+        others.append(child)
+    _on_rank(0, ranks, folder)
+    _leave(max(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in others))
+
+
+def _leave(status: int) -> None:
+    """End without the destructors of gloo's threads, which may block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

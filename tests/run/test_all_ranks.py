@@ -1,0 +1,254 @@
+"""What rank 0 adds up while the ranks train: what is on disk and no more, whatever a rank does, and never waiting for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import made_sessions as made
+import pytest
+
+from mpinspect.integrations.tensorboard_runs import Runs
+from mpinspect.ranges import session as s
+from mpinspect.ranges.analysis.ranks import merge_ranks
+from mpinspect.ranges.store import SessionWriter, read_session
+from mpinspect.run import all_ranks
+from mpinspect.run.all_ranks import AllRanks
+from mpinspect.run.directory import ALL_RANKS
+from mpinspect.run.ranks import ModelsOfRanks
+from mpinspect.run.reading import read_run
+from mpinspect.run.record import read_record
+
+
+class Ranks:
+    """Ranks that write to files, and rank 0's sum; a minute passes before each time that they are added up."""
+
+    def __init__(self, folder: Path, of: int = 2) -> None:
+        self.folder, self.now = folder, 0.0
+        self.writers = [
+            SessionWriter(folder / f"rank{rank}" / "Net", s.RunInfo("Net", rank=rank, world_size=of))
+            for rank in range(of)
+        ]
+        self.steps = [0] * of
+        self.sum = AllRanks(folder, lambda: self.now)
+
+    def step(self, rank: int, steps: int = 1, **progress: Any) -> None:
+        writer = self.writers[rank]
+        writer.watched([s.TensorInfo(*made.KEY, made.KEY.name, "Linear")])
+        for _ in range(steps):
+            writer.window(made.step_window(self.steps[rank]))
+            self.steps[rank] += 1
+        writer.progress(s.Progress(self.steps[rank], self.steps[rank], **progress))
+
+    def add_up(self) -> s.Session | None:
+        self.now += 1000.0
+        self.sum.written()
+        self.sum._background.wait()
+        place = self.folder / ALL_RANKS / "Net"
+        return read_session(place) if place.exists() else None
+
+    def on_disk(self) -> s.Session:
+        return merge_ranks(read_session(self.folder / f"rank{rank}" / "Net") for rank in range(len(self.writers)))
+
+    def shown(self) -> list[int]:
+        """The steps up to which the log has windows."""
+        log = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        found = log.EventAccumulator(str(self.folder / ALL_RANKS / "Net"))
+        found.Reload()
+        tag = "steps/not_finite"
+        return [each.step for each in found.Scalars(tag)] if tag in found.Tags()["scalars"] else []
+
+
+@pytest.fixture
+def made_ranks() -> Iterator[Callable[..., Ranks]]:
+    """Makes ranks, whose files are closed at the test's end."""
+    all_made: list[Ranks] = []
+
+    def make(folder: Path, of: int = 2) -> Ranks:
+        all_made.append(Ranks(folder, of))
+        return all_made[-1]
+
+    yield make
+    for each in all_made:
+        each.sum.finish([])
+        for writer in each.writers:
+            writer.close()
+
+
+def test_the_sum_is_that_of_the_files_each_time_and_the_report_and_the_page_give_the_same(made_ranks, tmp_path):
+    ranks = made_ranks(tmp_path)
+    for _ in range(3):
+        for rank in range(2):
+            ranks.step(rank, 3)
+        found = ranks.add_up()
+        assert found.windows == ranks.on_disk().windows
+        (part,) = read_run(tmp_path).parts
+        assert part.ranges.session.totals() == found.totals()
+    assert ranks.shown() == list(range(9))
+    # TensorBoard's page adds up the files, which are newer: the sum is not listed beside that.
+    names = sorted(run.name for run in Runs({"": str(tmp_path)}).listing().runs.values())
+    assert names == ["Net of 2 ranks", "rank0/Net", "rank1/Net"]
+    assert ranks.sum.finish([("Net", ranks.on_disk())]) == []
+
+
+def test_the_log_waits_for_a_slow_rank_once_and_not_for_one_that_left(made_ranks, tmp_path):
+    ranks = made_ranks(tmp_path)
+    ranks.step(0, 4)
+    ranks.step(1, 2)
+    ranks.add_up()
+    assert ranks.shown() == [0, 1]
+    ranks.step(0, 2)
+    ranks.step(1, 2)
+    ranks.add_up()
+    assert ranks.shown()[-1] == 3
+    # Rank 1 writes no more.
+    ranks.step(0, 2)
+    found = ranks.add_up()
+    assert ranks.shown()[-1] == 7
+    assert [(rank.info.rank, rank.progress.steps) for rank in found.ranks] == [(0, 8), (1, 4)]
+    assert [each.id for each in read_run(tmp_path).findings if each.id == "rank-steps-differ"]
+
+
+def test_nothing_is_added_up_before_it_is_time_or_when_nothing_was_written(made_ranks, tmp_path):
+    ranks = made_ranks(tmp_path)
+    for rank in range(2):
+        ranks.step(rank)
+    ranks.now = 9.0
+    ranks.sum.written()
+    ranks.sum._background.wait()
+    assert not (tmp_path / ALL_RANKS).exists()
+    ranks.add_up()
+    file = tmp_path / ALL_RANKS / "Net" / "session.mpinspect"
+    before = file.stat().st_ino
+    ranks.add_up()
+    assert file.stat().st_ino == before
+
+
+def test_a_file_that_can_not_be_read_costs_that_rank_and_a_sum_of_fewer_replaces_none(made_ranks, tmp_path):
+    ranks = made_ranks(tmp_path, 3)
+    for rank in range(3):
+        ranks.step(rank)
+    assert len(ranks.add_up().ranks) == 3
+    (tmp_path / "rank2" / "Net" / "session.mpinspect").write_bytes(b"")
+    ranks.step(0)
+    assert len(ranks.add_up().ranks) == 3
+    assert ranks.sum.finish([("Net", merge_ranks([read_session(tmp_path / "rank0" / "Net")]))]) == []
+
+
+def test_a_rank_that_hangs_the_reader_keeps_nobody_waiting(made_ranks, tmp_path, monkeypatch):
+    ranks, goes_on = made_ranks(tmp_path), threading.Event()
+    monkeypatch.setattr(ModelsOfRanks, "read", lambda *given: goes_on.wait(20))
+    monkeypatch.setattr(all_ranks, "_PATIENCE_S", 0.1)
+    for rank in range(2):
+        ranks.step(rank)
+    ranks.now = 11.0
+    ranks.sum.written()
+    ranks.sum.written()
+    (said,) = ranks.sum.finish([])
+    assert said == f"the ranks were still being added up after 0 s: mpinspect report {tmp_path} adds them up"
+    goes_on.set()
+    ranks.sum._background.wait()
+    assert not (tmp_path / ALL_RANKS).exists()
+
+
+def test_a_fault_and_too_many_ranks_are_said_and_never_raised(made_ranks, tmp_path, monkeypatch):
+    ranks = made_ranks(tmp_path)
+    ranks.step(0)
+    monkeypatch.setattr(all_ranks, "MOST_S", -1.0)
+    ranks.add_up()
+    assert ranks.sum.notes == [f"adding up 2 ranks takes more than -1 s: mpinspect report {tmp_path} adds them up"]
+    again = made_ranks(tmp_path / "again")
+    (tmp_path / "again" / ALL_RANKS).write_text("a file in its place")
+    for rank in range(2):
+        again.step(rank)
+    monkeypatch.setattr(all_ranks, "MOST_S", 60.0)
+    again.now += 1000
+    again.sum.written()
+    again.sum._background.wait()
+    assert "could not be added up while they trained (NotADirectoryError" in again.sum.notes[0]
+
+
+# -- what is known of ranks that left nothing ------------------------------------------------------------------------------
+
+
+def _record(place: Path, **fields: Any) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "run.json").write_text(
+        json.dumps({"command": "train.py", "outcome": "ended", "saw": [], "models": []} | fields)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, "it has no folder here"),
+        ({"local_world_size": 2, "host": "a"}, "it has no folder, though it was started on this machine"),
+        (
+            {"local_world_size": 1, "host": "a"},
+            "1 ranks were started on other machines: copy their folders (rank1, ...)",
+        ),
+    ],
+)
+def test_of_a_rank_without_a_folder_is_said_what_is_known(fields, why, tmp_path):
+    _record(tmp_path / "rank0", world_size=2, **fields)
+    made_session = s.Session(s.RunInfo("Net", world_size=2), windows=(made.step_window(0),))
+    (tmp_path / "rank0" / "Net").mkdir()
+    made_session.save(tmp_path / "rank0" / "Net")
+    report = read_run(tmp_path)
+    assert why in report.saw[0]
+    (found,) = [each for each in report.findings if each.id == "rank-missing"]
+    assert why in found.message
+
+
+def test_a_damaged_rank_is_neither_killed_nor_a_stage(made_ranks, tmp_path):
+    ranks = made_ranks(tmp_path)
+    for rank in range(2):
+        _record(tmp_path / f"rank{rank}", world_size=2)
+        ranks.step(rank, 2, ended=True)
+    file = tmp_path / "rank1" / "Net" / "session.mpinspect"
+    whole = file.read_bytes()
+    # Its description is there, and none of its tensors.
+    file.write_bytes(whole[: whole.index(b"WTCH")])
+    text = " ".join(str(read_run(tmp_path)).split())
+    assert "stages of a pipeline" not in text
+    assert "Rank 1 left a session file that is damaged or cut off." in text
+    file.write_bytes(b"")
+    text = " ".join(str(read_run(tmp_path)).split())
+    assert "rank 1 of 2 left nothing that can be added: what it wrote can't be read" in text
+
+
+@pytest.mark.parametrize("world", [-3, 0, 1 << 30, "two", 1.5])
+def test_a_world_size_that_no_job_has_is_refused(world, tmp_path):
+    _record(tmp_path, world_size=world)
+    assert read_record(tmp_path).trouble == "run.json is damaged: world_size can't be read"
+    assert read_record(tmp_path).world_size == 1
+
+
+def test_a_session_that_says_it_is_of_a_world_that_no_job_has_is_shown_by_itself():
+    found = ModelsOfRanks()
+    session = s.Session(s.RunInfo("Net", rank=1, world_size=1 << 50))
+    found.add("rank1", "Net", session)
+    assert list(found.models()) == [("rank1/Net", session)]
+    assert found.notes == [f"rank1/Net is shown by itself: it says that it is rank 1 of {1 << 50:,}"]
+    odd = dataclasses.replace(session, info=dataclasses.replace(session.info, rank=5, world_size=2))
+    found = ModelsOfRanks()
+    found.add("rank5", "Net", odd)
+    assert found.notes == ["rank5/Net is shown by itself: it says that it is rank 5 of 2"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux says which processes are zombies")
+def test_a_killed_process_that_nobody_has_asked_for_has_ended(tmp_path):
+    import platform
+
+    process = os.fork()
+    if not process:
+        os._exit(0)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    _record(tmp_path, outcome="running", process=process, host=platform.node())
+    assert read_record(tmp_path).outcome == "ended without a report (killed, or it crashed)"
+    os.waitpid(process, 0)
