@@ -165,7 +165,7 @@ def test_the_reserve_of_the_window_is_named_in_powers_of_two():
     assert reserve_line(advice) == reserve_line(advice, 2.0**15) == f"{suggested}."
     assert reserve_line(advice, 2.0**18) == f"{suggested}; 2^18 (the run's last) has 14 below and 1 above."
     assert reserve_line(advice, 2.0**3) == f"{suggested}; 2^3 (the run's last) lies 1 below the window."
-    assert reserve_line(advice, 2.0**22).endswith("2^22 (the run's last) lies 3 above it.")
+    assert reserve_line(advice, 2.0**22).endswith("2^22 (the run's last) lies 3 above the window.")
     assert reserve_line(replace(advice, needed=None)) == reserve_line(replace(advice, lowest=2.0**20)) == ""
 
 
