@@ -83,10 +83,18 @@ def _what_counts_is_compiled() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _the_heap_is_the_files_own() -> None:
-    """Hide what is there already, a million objects, from the collector and from all that searches living objects."""
+def _nothing_passes_from_file_to_file() -> Iterator[None]:
+    """Hide what is there already, a million objects, from the collector and from all that searches living objects.
+
+    A file that left torch with two threads made the trainings of all files after it take six times as long.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
     gc.collect()
     gc.freeze()
+    yield
+    assert torch.get_num_threads() == threads
 
 
 @pytest.fixture

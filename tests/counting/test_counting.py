@@ -574,7 +574,8 @@ def test_without_an_openmp_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_counting_in_a_forked_child() -> None:
     """A DataLoader's workers are forks, which have none of the parent's threads."""
-    torch.set_num_threads(max(2, torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
     tensor = messy((1 << 20) + 3, "half zeros")
     expected = count(tensor)
     child = os.fork()
@@ -583,6 +584,7 @@ def test_counting_in_a_forked_child() -> None:
         torch.set_num_threads(1)
         same = torch.equal(count(tensor), expected) and sum(POOL.map(sum, range(4), 2)) == 6
         os._exit(0 if same else 1)
+    torch.set_num_threads(before)
     assert os.waitpid(child, 0)[1] == 0
 
 
