@@ -83,7 +83,7 @@ def test_of_many_layers_the_worst_are_shown_and_the_rest_counted():
             for place, layer in enumerate(report.layers)
         ),
     )
-    assert f"... and {len(report.layers) - 8} more rows (--all, JSON)" in render(alone, 120)
+    assert f"... and {len(report.layers) - 8} more (--all, JSON)" in render(alone, 120)
 
 
 def test_layers_that_never_fired_are_named_with_the_reason():

@@ -59,7 +59,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
-LAYERS = Limit(8, 100, "more rows (--all, JSON)", "more rows; to_dataframe() and JSON have all")
+LAYERS = Limit(8, 100, "more (--all, JSON)", "more; to_dataframe() and JSON have all")
 EVENTS = Limit(5, 10)
 #: Reasons why layers never fired, and the names of layers for each reason.
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)

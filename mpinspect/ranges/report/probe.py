@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.probe import ProbeReport
 
 #: Parameters, in the model's order.
-LAYERS = Limit(60, 100, "more rows; all are in JSON")
+LAYERS = Limit(60, 100, "more; all are in JSON")
 NAMES = Limit(12, 50)
 #: Larger differences between measured and predicted shares of a layer's non-zero elements are explained.
 TELLING_DIFFERENCE = 0.01

@@ -34,9 +34,13 @@ def _brackets(*parts: str) -> str:
     return f" ({told})" if told else ""
 
 
-def _aftermath(event: Event | None) -> str:
+def _aftermath(case: Case, event: Event | None) -> str:
     """Return a sentence that the weights are lost, if the optimizer stepped on non-finite gradients; else ""."""
     if event is None or event.skipped is not False or event.gradients_finite:
+        return ""
+    later = [each for each in case.events if each.step > event.step]
+    if case.progress.steps > event.step + 1 and all(each.forward_finite for each in later):
+        # Something replaced what was not finite before the step.
         return ""
     return " The optimizer took the step: the weights are lost, go back to a checkpoint before that step."
 
@@ -104,7 +108,7 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
             "error" if event is not None else "warning",
             "",
             f"In step {found.step} the {name} infinities or NaNs{_brackets(_elements(found), _rows(found))}: neither the "
-            f"model nor the precision made them.{_aftermath(event)}",
+            f"model nor the precision made them.{_aftermath(case, event)}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
             f'assert torch.isfinite({whose}).all(), "bad sample"',
@@ -128,7 +132,7 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             module,
             f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: "
             f"a mask hides {number_of(int(found.figures['elements']), 'row')} of scores as a whole{_brackets(_rows(found))}, "
-            f"and 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
+            f"and 0/0 is NaN.{_aftermath(case, _event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
             "wrong side, a mask that is applied twice.",
@@ -151,7 +155,8 @@ def zero_row_normalized(case: Case) -> Iterator[Finding]:
             "error",
             module,
             f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
-            f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN.{_aftermath(_event_at(case, found.step))}",
+            f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN."
+            f"{_aftermath(case, _event_at(case, found.step))}",
             {"rows": list(found.names)},
             "Add an epsilon to the divisor, or bound it from below.",
             "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
@@ -171,7 +176,12 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         module, event = _where(case, found), _event_at(case, found.step)
         loss_finite = bool(found.figures.get("loss_finite", 0.0))
         in_model = event is not None and not event.after and event.what not in LOSSES
-        place = "in the model's own code or in the loss" if in_model else "in the loss, or on the way to it"
+        own = (
+            "in the model's own code"
+            if event is not None and event.of_input
+            else "in the model's own code or in the loss"
+        )
+        place = own if in_model else "in the loss, or on the way to it"
         place = f"in or before {module!r}" if module else place
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
         if event is None:
@@ -185,7 +195,7 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
             "error" if event is not None else "warning",
             module,
             f"In step {found.step}, {place}: {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
-            f"{_aftermath(event)}",
+            f"{_aftermath(case, event)}",
             {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
             fix,
             code,

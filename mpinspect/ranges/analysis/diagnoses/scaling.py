@@ -347,6 +347,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         )
         return
     log2 = round(_powers(recommended)) if recommended else _room(case)
+    room = f" (up to 2^{log2} nothing seen overflows)" if log2 and not recommended else ""
     wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < _LOG2_INITIAL) else ""
     yield Finding(
         "scaler-missing-in-float16",
@@ -356,7 +357,8 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         "step that overflows.",
         {"backwards": case.progress.backwards, "recommended": recommended},
         ("Keep FP32 weights (a GradScaler unscales no FP16 gradients), and scale" if in_half else "Scale")
-        + " the loss; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
+        + f" the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
+        "--loss-scale).",
         (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "") + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     )
