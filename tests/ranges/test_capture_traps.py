@@ -159,7 +159,7 @@ def test_a_layer_that_comes_later_is_named() -> None:
     inspector = Inspector(model).attach()
     model[1] = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.warns(mpinspect.MpinspectWarning, match=r"2 parameters came into the model.*1\.weight"):
+    with pytest.warns(mpinspect.MpinspectWarning, match=r"2 parameters were added to the model.*1\.weight"):
         inspector.detach()
 
 

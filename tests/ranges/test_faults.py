@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from mpinspect import Inspector, Session
 from mpinspect.counting import fastest
 from mpinspect.counting.cpu import counter
-from mpinspect.ranges.capture import host_rows, judge, largest, optimizers, tally, watch, weights
+from mpinspect.ranges.capture import host_rows, judge, largest, tally, updates, watch, weights
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
@@ -264,11 +264,11 @@ def _of_those_that_waited(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_updates(patch: pytest.MonkeyPatch) -> None:
-    _fails_at(patch, optimizers, "count", _is_odd)
+    _fails_at(patch, updates, "count", _is_odd)
 
 
 def _in_lost_updates(patch: pytest.MonkeyPatch) -> None:
-    _fails_at(patch, optimizers, "lost_updates_by_format", _is_odd)
+    _fails_at(patch, updates, "lost_updates_by_format", _is_odd)
 
 
 def _in_broken_weights(patch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_fault_at_a_steps_end_costs_one_observer(monkeypatch: pytest.MonkeyPat
     def planted(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(optimizers.Updates, "end_step", planted)
+    monkeypatch.setattr(updates.Updates, "end_step", planted)
     session, _ = _train(nn.Linear(4, 1), True, ("weight_gradient",))
     assert session.progress.steps == STEPS
     assert {window.samples for window in session.totals().values()} == {STEPS}

@@ -220,12 +220,12 @@ def test_a_reader_that_has_gone(tmp_path):
 
 
 def test_an_import_of_torch_that_fails_looks_the_same(tmp_path):
-    folder = tmp_path / "work"
     for number, torch in enumerate(
         ["def load():\n    raise OSError('no library')\nload()", "import nothing", "x = = 2"]
     ):
-        write(folder / str(number), {"train.py": "import torch", "torch.py": torch})
-        alone, with_us = silent(folder / str(number), "train.py")
+        folder = tmp_path / str(number) / "work"
+        write(folder, {"train.py": "import torch", "torch.py": torch})
+        alone, with_us = silent(folder, "train.py")
         assert with_us == alone
 
 

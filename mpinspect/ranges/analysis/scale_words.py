@@ -80,12 +80,8 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
             f"2^{window.log2_highest} times more."
         )
     worst = max(gradients, key=lambda gradient: gradient.seen.lost_l1_share(format).high)
-    lost = worst.seen.lost_l1_share(format).high
-    hidden = (
-        f", and may have flushed up to {percent(lost)} of the sum of magnitudes of {phrase(*worst.key)} before"
-        if lost > tolerance
-        else ""
-    )
+    may_weigh = worst.seen.lost_l1_share(format).high > tolerance
+    hidden = f"; it may have flushed much of {phrase(*worst.key)} before that was counted" if may_weigh else ""
     return (
         f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
         f"2^{window.log2_highest}, nothing seen would overflow."

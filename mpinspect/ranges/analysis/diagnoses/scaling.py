@@ -347,8 +347,8 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         )
         return
     log2 = round(_powers(recommended)) if recommended else _room(case)
-    room = f" (up to 2^{log2} nothing seen overflows)" if log2 and not recommended else ""
     wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < _LOG2_INITIAL) else ""
+    room = f" (up to 2^{log2} nothing seen overflows)" if wanted and not recommended else ""
     yield Finding(
         "scaler-missing-in-float16",
         "warning",
