@@ -81,7 +81,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         )
     worst = max(gradients, key=lambda gradient: gradient.seen.lost_l1_share(format).high)
     may_weigh = worst.seen.lost_l1_share(format).high > tolerance
-    hidden = f"; it may have flushed much of {phrase(*worst.key)} before that was counted" if may_weigh else ""
+    hidden = f"; it may have flushed much of {phrase(*worst.key)} before it could be counted" if may_weigh else ""
     return (
         f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
         f"2^{window.log2_highest}, nothing seen would overflow."
