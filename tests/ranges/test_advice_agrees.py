@@ -99,7 +99,8 @@ def test_peaks_that_vary_give_the_top_a_margin_and_the_report_says_so():
     report = analyse(Session(windows=(window,), progress=Progress(40, 40, 0, 40, True)))
     assert report.loss_scale.highest == 2.0**varying.log2_highest
     assert (
-        "by the spread of the peaks fewer than one in 2000 would overflow (95% confidence)" in report.loss_scale.reason
+        "by the spread of the peaks so far fewer than one in 2000 would overflow (95% confidence)"
+        in report.loss_scale.reason
     )
 
 

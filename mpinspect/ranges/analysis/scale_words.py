@@ -80,10 +80,11 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
             f"2^{window.log2_highest} times more."
         )
     worst = max(gradients, key=lambda gradient: gradient.seen.lost_l1_share(format).high)
+    finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
     may_weigh = worst.seen.lost_l1_share(format).high > tolerance
     hidden = f"; it may have flushed much of {phrase(*worst.key)} before it could be counted" if may_weigh else ""
     return (
-        f"As the gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
+        f"As the {finite}gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
         f"2^{window.log2_highest}, nothing seen would overflow."
     )
 
@@ -187,7 +188,8 @@ def _overflowed(decision: Decision) -> str:
     interval = decision.rules.growth_interval
     return (
         f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two above the largest gradient seen, "
-        f"for the steps not sampled: by the spread of the peaks fewer than one in {interval} would overflow (95% confidence)."
+        f"for the steps not sampled: by the spread of the peaks so far fewer than one in {interval} would overflow "
+        "(95% confidence)."
     )
 
 

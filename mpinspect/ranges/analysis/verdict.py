@@ -114,7 +114,8 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     if advice.needed is None or advice.lowest is None or advice.highest is None:
         yield f"{scale} lies below the overflow at {highest}."
     elif advice.lowest <= used <= advice.highest:
-        yield f"{scale} lies in the window {as_power(advice.lowest)} .. {highest}."
+        where = "in" if used < advice.highest else "at the top of"
+        yield f"{scale} lies {where} the window {as_power(advice.lowest)} .. {highest}."
     elif used > advice.highest:
         yield (
             f"{scale} lies above {highest}, the largest with a margin for larger gradients; a dynamic scaler may stand there."

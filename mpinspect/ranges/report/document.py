@@ -35,7 +35,7 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import Event, Session
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -207,8 +207,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         return
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
-    scales = report.session.scale_history()
-    yield Line(reserve_line(advice, scales[-1].scale if scales and not _would_change(report) else None))
+    yield Line(reserve_line(advice, None if _would_change(report) else _last_scale(report.session)))
     # Where layers are at odds, no scale is worth beginning with.
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
     if advice.dynamic is not None and advice.needed is not False and (moves or not advice.serves_none):
@@ -223,6 +222,16 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
         finite = "" if advice.all_finite else ", where all was finite"
         yield Line(f"The window over time{finite}: " + "; ".join(_block(group[0], group[-1]) for group in groups))
+
+
+def _last_scale(session: Session) -> float | None:
+    """Return the run's last loss scale; None if unknown, as after a step that overflowed at it and made it fall."""
+    history = session.scale_history()
+    if not history:
+        return None
+    step, scale = history[-1]
+    fell = any(event.skipped and event.step >= step and event.loss_scale == scale for event in session.events)
+    return None if fell else scale
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
